@@ -1,0 +1,43 @@
+# make demo and make test set everything up by themselves, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit bench clean
+
+help:
+	@echo "make demo   a compressed all-reduce between two processes on this machine, with its bytes"
+	@echo "make test   lint, types and tests"
+	@echo "make bench  the codec benchmark (minutes)"
+	@echo "make clean  remove .venv and caches"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "thinwire needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=..."'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/all_reduce.py
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/thinwire bench codec
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

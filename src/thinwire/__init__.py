@@ -1,0 +1,55 @@
+"""thinwire: train PyTorch models over slow networks, with the same loss at a two-hundredth of the bytes.
+
+>>> import torch, thinwire
+>>> grad, residual = torch.randn(1_000_000), torch.zeros(1_000_000)
+>>> ct = thinwire.compressor("topk:ratio=1/64,bits=2").compress(grad, residual)
+>>> round(4 * grad.numel() / ct.nbytes)
+195
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import kernels as kernels
+    from .compressors import CompressedTensor as CompressedTensor
+    from .compressors import Compressor as Compressor
+    from .compressors import NoCompression as NoCompression
+    from .compressors import Quantize as Quantize
+    from .compressors import RandomK as RandomK
+    from .compressors import TopK as TopK
+    from .compressors import compressor as compressor
+    from .compressors import format_spec as format_spec
+    from .compressors import register as register
+    from .compressors import registered as registered
+    from .frame import FrameError as FrameError
+    from .statistics import Statistics as Statistics
+
+# Loaded on first use: `thinwire --help` must not wait for torch.
+_HOME = {
+    "kernels": ".kernels",
+    "FrameError": ".frame",
+    "Statistics": ".statistics",
+    **dict.fromkeys(
+        [
+            "CompressedTensor", "Compressor", "NoCompression", "Quantize", "RandomK", "TopK",
+            "compressor", "format_spec", "register", "registered",
+        ],
+        ".compressors",
+    ),
+}  # fmt: skip
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name], __name__)
+    return module if name == "kernels" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,8 @@
+"""`python -m thinwire` is the command `thinwire`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What the benchmark measures: the options, or the defaults for every registered compressor, as a list of cases."""
+
+import dataclasses
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+import torch
+
+from thinwire import compressors, kernels
+from thinwire.compressors import Compressor
+
+from . import Options
+
+DEFAULT_SPECS = {
+    "none": ["none"],
+    "topk": [
+        "topk:ratio=1/64,bits=2",
+        "topk:ratio=1/256,bits=4",
+        "topk:ratio=1%,bits=32",
+        "topk:ratio=1/16,bits=8",
+        "topk:ratio=1/64,bits=2,chunk=none",
+    ],
+    "randomk": ["randomk:ratio=1/64"],
+    "quantize": ["quantize:bits=8", "quantize:bits=4", "quantize:bits=2", "quantize:bits=1"],
+}
+OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be: a compressor on tensors of one size, dtype and device."""
+
+    label: str
+    """The spec as it was given."""
+    compressor: Compressor
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def plan(options: Options) -> list[Case]:
+    """The cases, those with the same tensors side by side. Sets the number of threads. ValueError: cannot be run."""
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}, expected 1 or more")
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"--threads {options.threads}, expected 1 or more")
+        torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch finds no CUDA device")
+    if not options.sizes:
+        raise ValueError("--sizes without a size, expected one or more")
+    device = torch.device(options.device)
+    sizes = sorted({parse_size(text) for text in options.sizes})
+    tensors = [(numel, torch.float32) for numel in sizes] + [(sizes[0], dtype) for dtype in OTHER_DTYPES]
+    if options.dtypes:
+        tensors = [(numel, getattr(torch, name)) for numel in sizes for name in dict.fromkeys(options.dtypes)]
+    built = {spec: compressors.compressor(spec) for spec in options.specs or default_specs()}
+    cases = [Case(spec, c, numel, dtype, device) for numel, dtype in tensors for spec, c in built.items()]
+    for case in cases:
+        _check_kernels_load(case)
+    return cases
+
+
+def parse_size(text: str) -> int:
+    """A number of entries as a person writes it.
+
+    >>> parse_size("25M"), parse_size("1e6"), parse_size("25_000_000"), parse_size("1.5k")
+    (25000000, 1000000, 25000000, 1500)
+    """
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    try:
+        size = Decimal(text[:-1] if unit > 1 else text) * unit
+        whole = int(size)
+    except (InvalidOperation, ValueError, OverflowError):
+        size, whole = Decimal(0), 0
+    if size != whole or not 1 <= whole <= 1 << 40:
+        raise ValueError(f"size {text!r}, expected a whole number of entries, such as 1e6, 25_000_000 or 25M")
+    return whole
+
+
+def default_specs() -> list[str]:
+    """Several specs of each compressor we know, and one of each that someone else registered."""
+    return [spec for name in compressors.registered() for spec in DEFAULT_SPECS.get(name) or [_plain_spec(name)]]
+
+
+def _plain_spec(name: str) -> str:
+    fields = {field.name for field in dataclasses.fields(compressors.registered()[name]) if field.init}
+    return f"{name}:ratio=1/64" if "ratio" in fields else name
+
+
+def _check_kernels_load(case: Case) -> None:
+    try:
+        kernels.select(case.compressor.layout(case.numel, case.dtype), case.device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,120 @@
+"""Time and memory of a call, on machines that are not quiet.
+
+Memory bandwidth drifts by a factor of two within minutes on a shared machine, so figures that will be compared are
+measured in turns: a few repetitions of one, a few of the other, and so on. Medians then drift together.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+Job = Callable[[], object]
+
+BURST = 3
+"""Repetitions before the next job's turn."""
+PATIENCE_SECONDS = 2.0
+"""A job that has taken this long, and has been measured three times, is measured no further."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: the median, and the points below which a fifth and four fifths of the samples lie."""
+
+    p20: float
+    p50: float
+    p80: float
+    samples: int
+
+    def gb_per_s(self, nbytes: int) -> float:
+        return nbytes / self.p50 / 1e6
+
+
+def interleave(jobs: Mapping[str, Job], repeats: int, device: torch.device) -> dict[str, Timing]:
+    """Time every job `repeats` times, in turns, after one call of each that does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in jobs}
+    for job in jobs.values():
+        job()
+    while any(_unfinished(taken, repeats) for taken in samples.values()):
+        for name, job in jobs.items():
+            for _ in range(BURST):
+                if _unfinished(samples[name], repeats):
+                    samples[name].append(_milliseconds(job, device))
+    return {
+        name: Timing(percentile(taken, 20), percentile(taken, 50), percentile(taken, 80), len(taken))
+        for name, taken in samples.items()
+    }
+
+
+def percentile(samples: list[float], percent: float) -> float:
+    """Linear between the two samples next to it.
+
+    >>> percentile([4.0, 1.0, 2.0], 50), percentile([1.0, 2.0], 20)
+    (2.0, 1.2)
+    """
+    ordered = sorted(samples)
+    below, share = divmod(percent / 100 * (len(ordered) - 1), 1)
+    left = ordered[int(below)]
+    return left + share * (ordered[min(int(below) + 1, len(ordered) - 1)] - left)
+
+
+def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
+    """Bytes that a call holds at its peak beyond what was held before it; None where the system does not tell.
+
+    On a CPU this is the process's resident memory, as Linux counts it: what the job keeps between calls (after the one
+    that goes before) does not show.
+    """
+    if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
+        return None
+    job()
+    gc.collect()
+    measure = _peak_on_cuda if device.type == "cuda" else _peak_on_linux
+    return int(median(measure(job, device) for _ in range(trials)))
+
+
+def _unfinished(taken: list[float], repeats: int) -> bool:
+    return len(taken) < repeats and (len(taken) < 3 or sum(taken) < 1e3 * PATIENCE_SECONDS)
+
+
+def _milliseconds(job: Job, device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    job()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_on_cuda(job: Job, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    job()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_on_linux(job: Job, device: torch.device) -> int:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)  # freed memory that malloc holds back would hide what the job takes
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark down to what is resident now
+    before = _status("VmRSS")
+    job()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{key}:"))

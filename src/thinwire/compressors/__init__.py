@@ -1,0 +1,32 @@
+"""The compressors. A new one is one file here and one import line below."""
+
+from .base import Compressor
+from .compressed import CompressedTensor
+from .none import NoCompression
+from .quantize import Quantize
+from .randomk import RandomK
+from .spec import format_spec, parse_spec, register, registered
+from .topk import TopK
+
+__all__ = [
+    "CompressedTensor",
+    "Compressor",
+    "NoCompression",
+    "Quantize",
+    "RandomK",
+    "TopK",
+    "compressor",
+    "format_spec",
+    "register",
+    "registered",
+]
+
+
+def compressor(spec: str | Compressor) -> Compressor:
+    """The compressor for a spec string; a Compressor is returned as it is.
+
+    >>> import thinwire
+    >>> thinwire.compressor("topk:ratio=1/64,bits=2")
+    TopK(ratio=Fraction(1, 64), bits=2, chunk=4096)
+    """
+    return spec if isinstance(spec, Compressor) else parse_spec(spec)

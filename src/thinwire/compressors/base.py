@@ -1,0 +1,172 @@
+"""The contract every compressor keeps: lossy arithmetic on one flat tensor, without ranks and without hidden state.
+
+A compressor is a frozen dataclass. It chooses a layout; the kernels do the arithmetic; everything a caller relies on is
+here, once: what is checked, what is written, what is counted. For a = tensor + residual
+
+    sent + kept = came in:   decompress(compress(tensor, residual)) + residual afterwards = a
+
+exactly where values travel in 32 bits, and to the rounding of one addition otherwise. The residual takes the
+quantisation error too (Seide et al. 2014, Karimireddy et al. 2019).
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
+from ..statistics import Statistics
+from .compressed import CompressedTensor
+from .spec import format_spec
+
+_log = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Makes tensors small. Subclasses are dataclasses with a `_layout`; see `TopK` for an example."""
+
+    name: ClassVar[str]
+    stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)
+    """What this object has done so far; no part of its identity."""
+
+    @abstractmethod
+    def _layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        """Where everything lies in the payload for `numel` >= 1 entries, were it to be used."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether `compress` needs a `key` to draw random numbers from."""
+        return False
+
+    def draw_key(self, key: int | None) -> int:
+        """The 64-bit number that all draws of one call depend on."""
+        return 0
+
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        """The layout for `numel` entries: this compressor's own, or dense where that would not be larger."""
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
+        if numel < 0:
+            raise ValueError(f"{numel} elements, expected 0 or more")
+        dense = DenseLayout(numel, dtype)
+        if numel == 0:
+            return dense
+        own = self._layout(numel, dtype)
+        return own if own.nbytes < dense.nbytes else dense
+
+    def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Exact size of the payload for `numel` entries; needs no data and is never above dense."""
+        return self.layout(numel, dtype).nbytes
+
+    def compress(
+        self, tensor: Tensor, residual: Tensor | None = None, *, key: int | None = None, out: Tensor | None = None
+    ) -> CompressedTensor:
+        """Send the best of tensor + residual, and keep the rest in `residual`, in place.
+
+        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
+        residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: what is not sent is lost.
+        key       what the draw depends on, for compressors that draw: give the step number, or a mix of step and tensor.
+        out       uint8 buffer of `nbytes` for the payload, else a new one.
+
+        If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
+        `.finite` of the result is False.
+        """
+        started = time.perf_counter()
+        ct, finite = self._encode(tensor, residual, key, out)
+        if finite and residual is not None:
+            self._commit(ct, tensor, residual)
+        seconds = time.perf_counter() - started
+        before = tensor.numel() * tensor.element_size()
+        self.stats.add(before, ct.nbytes, seconds, finite, ct.kernels)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
+                format_spec(self), ct.numel, ct.dtype, before, ct.nbytes, 1e3 * seconds, ct.kernels,
+                "" if finite else ", NOT FINITE: residual left as it was",
+            )  # fmt: skip
+        return ct
+
+    def decompress(self, ct: CompressedTensor, out: Tensor | None = None) -> Tensor:
+        """The tensor that was sent: flat, of its own dtype, or written into `out` of any float dtype and shape."""
+        if out is None:
+            out = torch.empty(ct.numel, dtype=ct.dtype, device=ct.payload.device)
+        return self._decode(ct, out, 1.0, add=False)
+
+    def accumulate(
+        self, ct: CompressedTensor, out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
+    ) -> Tensor:
+        """out += weight * decompress(ct), without the tensor in between.
+
+        payloads  [ranks, nbytes] uint8, such as an all-gather of every rank's `ct.payload`: all of them are added, in
+                  their order, in one pass, so that every rank gets the same bits.
+        """
+        return self._decode(ct, out, weight, payloads, add=True)
+
+    def _encode(
+        self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
+    ) -> tuple[CompressedTensor, bool]:
+        self._check_input(tensor, residual, key)
+        layout = self.layout(tensor.numel(), tensor.dtype)
+        payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
+        _check_buffer("out", payload, (layout.nbytes,), torch.uint8, tensor.device)
+        draw = self.draw_key(key)
+        name, kernel = kernels.select(layout, tensor.device)
+        with torch.no_grad():
+            finite = layout.numel == 0 or kernel.encode(tensor, residual, layout, draw, payload)
+        return CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name), finite
+
+    def _commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor) -> None:
+        if ct.numel:
+            _, kernel = kernels.select(ct.layout, tensor.device)
+            with torch.no_grad():
+                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+
+    def _decode(
+        self, ct: CompressedTensor, out: Tensor, weight: float, payloads: Tensor | None = None, *, add: bool
+    ) -> Tensor:
+        if ct.compressor != self:
+            raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
+        if out.numel() != ct.numel or out.dtype not in DTYPES or out.device != ct.payload.device:
+            raise ValueError(
+                f"out holds {out.numel()} x {out.dtype} on {out.device}, "
+                f"expected {ct.numel} floats on {ct.payload.device}"
+            )
+        if not out.is_contiguous():
+            raise ValueError("out is not contiguous, expected a contiguous tensor to write into")
+        if payloads is None:
+            payloads = ct.payload.unsqueeze(0)
+        rows = payloads.shape[0] if payloads.dim() else 0
+        _check_buffer("payloads", payloads, (rows, ct.nbytes), torch.uint8, out.device)
+        if ct.numel:
+            _, kernel = kernels.select(ct.layout, out.device)
+            with torch.no_grad():
+                kernel.decode(payloads, ct.layout, ct.key, out, float(weight), add)
+        return out
+
+    def _check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"tensor of {tensor.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
+        if not tensor.is_contiguous():
+            raise ValueError("tensor is not contiguous; call .contiguous() first, or flatten it")
+        if residual is not None:
+            _check_buffer("residual", residual, tuple(tensor.shape), residual_dtype(tensor.dtype), tensor.device)
+            if tensor.numel() and residual.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                raise ValueError("residual shares the tensor's memory, expected a tensor of its own")
+        if self.draws and key is None:
+            raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
+
+
+def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, {given.dtype} on {given.device}; "
+            f"expected shape {shape}, {dtype} on {device}"
+        )
+    if not given.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, expected a contiguous tensor to write into")

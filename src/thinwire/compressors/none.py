@@ -1,0 +1,23 @@
+"""No compression: the baseline, and what small tensors and warm-up steps use."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.layout import DenseLayout
+from .base import Compressor
+from .spec import register
+
+
+@register("none")
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """Send everything, in the tensor's own dtype.
+
+    >>> import torch, thinwire
+    >>> thinwire.NoCompression().nbytes(1000, torch.float16)
+    2000
+    """
+
+    def _layout(self, numel: int, dtype: torch.dtype) -> DenseLayout:
+        return DenseLayout(numel, dtype)

@@ -1,0 +1,53 @@
+"""Quantisation: every entry, in a few bits (Seide et al. 2014 for one bit, Alistarh et al. 2017 for stochastic)."""
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from ..kernels.layout import QuantizeLayout
+from .base import Compressor
+from .spec import check_choice, check_seed, mix_key, register
+
+BITS = (1, 2, 4, 8)
+BLOCKS = tuple(1 << exponent for exponent in range(5, 17))
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@register("quantize")
+@dataclass(frozen=True)
+class Quantize(Compressor):
+    """Every entry in `bits` bits, with one scale for each `block` entries.
+
+    bits      1, 2, 4 or 8.
+    block     a power of two from 32 to 65,536.
+    rounding  "nearest", the best with a residual; "stochastic", unbiased, for use without one.
+    seed      of the stochastic draws, together with the `key` given to `compress`; give each rank another.
+
+    >>> import torch, thinwire
+    >>> thinwire.Quantize(bits=8).compress(torch.tensor([[1.0, -0.5, 0.25]] * 100)).decompress()[:3]
+    tensor([ 0.9922, -0.5000,  0.2500])
+    """
+
+    bits: int = 8
+    _: KW_ONLY
+    block: int = 256
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("bits", self.bits, BITS)
+        check_choice("block", self.block, BLOCKS)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_seed(self.seed)
+        if self.seed and not self.draws:
+            raise ValueError(f"seed {self.seed} with rounding {self.rounding}, which draws nothing; expected seed 0")
+
+    @property
+    def draws(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def draw_key(self, key: int | None) -> int:
+        return mix_key(self.seed, key) if self.draws and key is not None else 0
+
+    def _layout(self, numel: int, dtype: torch.dtype) -> QuantizeLayout:
+        return QuantizeLayout(numel, dtype, self.bits, self.block, self.draws)

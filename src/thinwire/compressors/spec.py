@@ -1,0 +1,147 @@
+"""Spec strings, `name:key=value,...`, and the registry of compressors that understands them.
+
+One text everywhere: the command line's value, the benchmark's column, the plot's label, the frame's header and the
+checkpoint's record. `parse_spec(format_spec(c)) == c` for every compressor; `format_spec` always gives every field, so
+that a record does not change its meaning when a default does.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from .base import Compressor
+
+_REGISTRY: dict[str, type["Compressor"]] = {}
+
+C = TypeVar("C", bound="type[Compressor]")
+
+Ratio = Fraction | float | str
+"""A share as a person writes it; `parse_ratio` makes it exact."""
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Class decorator: makes a compressor known by `name` to spec strings, the contract tests and the benchmark."""
+
+    def add(cls: C) -> C:
+        if not name.isidentifier() or name != name.lower():
+            raise ValueError(f"compressor name {name!r}, expected lower-case letters, digits and underscores")
+        if _REGISTRY.get(name, cls) is not cls:
+            raise ValueError(f"compressor name {name!r} is taken by {_REGISTRY[name].__qualname__}")
+        params = getattr(cls, "__dataclass_params__", None)
+        if params is None or not params.frozen or not params.eq:
+            raise TypeError(f"{cls.__qualname__} must be a frozen dataclass to be registered")
+        for field in _fields(cls):
+            if field.type not in _PARSERS:
+                raise TypeError(
+                    f"{cls.__qualname__}.{field.name}: type {field.type!r}, expected one of {list(_PARSERS)}"
+                )
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def registered() -> dict[str, type["Compressor"]]:
+    """Every known compressor class by name."""
+    return dict(_REGISTRY)
+
+
+def parse_spec(spec: str) -> "Compressor":
+    """The compressor that a spec string describes; ValueError says what is wrong with it."""
+    name, colon, rest = spec.partition(":")
+    cls = _REGISTRY.get(name)
+    if cls is None:
+        raise ValueError(f"compressor {name!r} in {spec!r} is unknown; known are {', '.join(sorted(_REGISTRY))}")
+    fields = {field.name: field for field in _fields(cls)}
+    values: dict[str, Any] = {}
+    for item in rest.split(",") if colon else []:
+        key, equals, text = item.partition("=")
+        if not equals or key not in fields:
+            known = ", ".join(fields) or "none"
+            raise ValueError(
+                f"{item!r} in {spec!r} is not an option of {name}; expected key=value with a key of: {known}"
+            )
+        if key in values:
+            raise ValueError(f"{key!r} is given twice in {spec!r}")
+        try:
+            values[key] = _PARSERS[fields[key].type](text)
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"{key}={text!r} in {spec!r}, expected {_EXPECTED[fields[key].type]}") from None
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if missing:
+        raise ValueError(f"{spec!r} lacks {', '.join(missing)}; for example {name}:{missing[0]}=1/64")
+    return cls(**values)
+
+
+def format_spec(compressor: "Compressor") -> str:
+    """The canonical spec string, with every field."""
+    items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
+    return compressor.name + (":" + ",".join(items) if items else "")
+
+
+def parse_ratio(value: Ratio) -> Fraction:
+    """0.01, "0.01", "1%" or "1/64" -> the exact fraction in (0, 1]."""
+    text = str(value).strip()
+    try:
+        ratio = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError):
+        ratio = Fraction(0)
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio {value!r}, expected a share above 0 and up to 1, such as 0.01, '1%' or '1/64'")
+    return ratio
+
+
+def check_choice(name: str, value: object, choices: Sequence[int | str], *more: str) -> None:
+    """ValueError unless `value` is one of `choices`, of the same type (True is not 1, nor is 1.0)."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(str, [*choices, *more]))}")
+
+
+def check_seed(seed: int) -> None:
+    if type(seed) is not int or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed {seed!r}, expected a whole number from 0 to 2**64 - 1")
+
+
+def mix_key(seed: int, key: int) -> int:
+    """One 64-bit number out of a seed and a key; neighbours in either give unrelated numbers (splitmix64)."""
+    z = seed
+    for word in (key % (1 << 64), 0x9E3779B97F4A7C15):
+        z = (z + word) % (1 << 64)
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % (1 << 64)
+        z ^= z >> 31
+    return z
+
+
+def _fields(cls: type["Compressor"]) -> list[Any]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _format(value: object) -> str:
+    if isinstance(value, Fraction):  # the shorter of 1/64 and 0.015625, as a person would write it
+        decimal = repr(float(value))
+        return min(str(value), decimal, key=len) if Fraction(decimal) == value else str(value)
+    return "none" if value is None else str(value)
+
+
+def _parse_int(text: str) -> int:
+    if not text.isascii() or not text.removeprefix("-").isdigit():
+        raise ValueError(text)
+    return int(text)
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    Ratio: parse_ratio,
+    int: _parse_int,
+    int | None: lambda text: None if text == "none" else _parse_int(text),
+    str: str,
+}
+_EXPECTED: dict[Any, str] = {
+    Ratio: "a share above 0 and up to 1, such as 0.01, 1% or 1/64",
+    int: "a whole number",
+    int | None: "a whole number or none",
+    str: "a word",
+}

@@ -1,0 +1,146 @@
+"""Which code does the arithmetic: an explicit choice, never a silent one.
+
+Each backend has one kernel module per layout, with the same three functions:
+
+    encode(tensor, residual, layout, key, payload) -> bool      payload <- C(tensor + residual); False if not finite
+    commit(tensor, residual, layout, key, payload) -> None      residual <- tensor + residual - decode(payload)
+    decode(payloads, layout, key, out, weight, add) -> None     out <- (out if add else 0) + weight * each payload in order
+
+`encode` only reads, so that a caller who learns of a NaN anywhere, on this rank or another, has lost nothing. An input
+with a NaN or Inf, or a sum that overflows, makes the *mark*: a payload in which every stored float is NaN.
+
+`reference` is plain torch on any device, and the specification the others are tested against; `cpu` is Numba.
+The default is the first backend below that has the layout for the tensor's device. `force("reference")` or the
+environment variable THINWIRE_KERNELS overrides it, and a forced backend that cannot run raises. What ran is recorded in
+`CompressedTensor.kernels` and in the compressor's statistics.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
+
+__all__ = ["ENVIRONMENT_VARIABLE", "Kernel", "backends", "check", "force", "force_now", "register", "select"]
+
+ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
+
+
+class Kernel(Protocol):
+    """What every kernel module provides; the package docstring says what each function does."""
+
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool: ...
+
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None: ...
+
+    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None: ...
+
+
+class CheckedKernel(Kernel, Protocol):
+    """What the reference provides besides: the judge of bytes that came from outside."""
+
+    def check(self, payload: Tensor, layout: Layout) -> None: ...
+
+
+# Module names, imported on first use: `import thinwire` must not load Numba.
+_MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
+    "cpu": {
+        DenseLayout: "thinwire.kernels.reference.dense",  # torch's own copy already runs at the speed of the memory
+        TopKLayout: "thinwire.kernels.cpu.topk",
+        QuantizeLayout: "thinwire.kernels.cpu.quantize",
+        RandomKLayout: "thinwire.kernels.cpu.randomk",
+    },
+    "reference": {
+        DenseLayout: "thinwire.kernels.reference.dense",
+        TopKLayout: "thinwire.kernels.reference.topk",
+        QuantizeLayout: "thinwire.kernels.reference.quantize",
+        RandomKLayout: "thinwire.kernels.reference.randomk",
+    },
+}
+_DEVICES: dict[str, str | None] = {"cpu": "cpu", "reference": None}  # None: any device
+
+_forced: str | None = None
+
+
+def backends() -> tuple[str, ...]:
+    """The names that `force` and THINWIRE_KERNELS accept, in the order of preference."""
+    return tuple(_MODULES)
+
+
+def register(backend: str, layout: type[Layout], kernel: Kernel) -> None:
+    """Add the kernel of a new layout to a backend.
+
+    A compressor of your own needs one for "reference"; the others are optional.
+    """
+    _MODULES[_known(backend)][layout] = kernel
+
+
+def force_now(backend: str | None) -> None:
+    """Use `backend` from now on in the whole process; None goes back to the default choice."""
+    global _forced
+    _forced = None if backend is None else _known(backend)
+
+
+@contextmanager
+def force(backend: str | None) -> Iterator[None]:
+    """Use `backend` inside a `with` block, in every thread of the process.
+
+    >>> import torch, thinwire
+    >>> with thinwire.kernels.force("reference"):
+    ...     thinwire.Quantize(bits=8).compress(torch.ones(4096)).kernels
+    'reference'
+    """
+    before = _forced
+    force_now(backend)
+    try:
+        yield
+    finally:
+        force_now(before)
+
+
+def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
+    """The backend's name and its kernel for this layout on this device."""
+    forced = _forced or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if forced is not None:
+        return forced, _load(_known(forced), type(layout), device)
+    for backend, modules in _MODULES.items():
+        if type(layout) in modules and _DEVICES[backend] in (None, device.type):
+            return backend, _load(backend, type(layout), device)
+    raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
+
+
+def check(payload: Tensor, layout: Layout) -> None:
+    """Raise ValueError for a payload that no compressor could have made. Works on the reference kernels alone."""
+    cast(CheckedKernel, _load("reference", type(layout), payload.device)).check(payload, layout)
+
+
+def _known(backend: str) -> str:
+    if backend not in _MODULES:
+        raise ValueError(
+            f"kernels {backend!r} do not exist; choose one of {', '.join(_MODULES)} "
+            f"(by thinwire.kernels.force or {ENVIRONMENT_VARIABLE})"
+        )
+    return backend
+
+
+def _load(backend: str, layout: type[Layout], device: torch.device) -> Kernel:
+    if _DEVICES[backend] not in (None, device.type):
+        raise ValueError(f"kernels {backend!r} run on {_DEVICES[backend]} tensors, given one on {device}")
+    kernel = _MODULES[backend].get(layout)
+    if kernel is None:
+        raise ValueError(f"kernels {backend!r} have none for {layout.__name__}; use 'reference'")
+    if isinstance(kernel, str):
+        try:
+            kernel = cast(Kernel, importlib.import_module(kernel))
+        except Exception as error:
+            raise RuntimeError(
+                f"kernels {backend!r} were chosen but do not load: {error}. "
+                f"Mend that, or choose others with {ENVIRONMENT_VARIABLE}=reference (slower)."
+            ) from error
+        _MODULES[backend][layout] = kernel
+    return kernel

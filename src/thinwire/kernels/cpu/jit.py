@@ -1,0 +1,212 @@
+"""What the kernels share: the compiler's settings, float formats as integers, and bit masks of comparisons.
+
+Numba has no bfloat16 and no vectorised float16, so such tensors come in as 16-bit integers: float16 as int16, bfloat16
+as uint16. `widen` tells them apart by that type and makes float32 with a few integer operations, which the compiler
+vectorises. Nothing here writes 16-bit floats.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from ..reference.numbers import FLOAT32_MAX, SMALLEST_SCALE
+
+
+def _sources_digest() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+_DIGEST = _sources_digest()
+
+
+def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
+        # No bounds checks: the kernels check what comes from outside.
+        dispatcher = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
+        # Numba calls a cached kernel fresh while its own file is unchanged, but kernels inline functions of other
+        # files: any change in this folder must compile all of them anew.
+        dispatcher._cache._cache_file._source_stamp = _DIGEST
+        return dispatcher
+
+    return decorate
+
+
+# No fastmath: every backend must decode the same bits.
+kernel = _compiled(set())
+# The order of a sum is free where it is only rounded to bfloat16 afterwards.
+summing_kernel = _compiled({"reassoc"})
+
+_VIEWS = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
+
+
+def as_array(tensor: Tensor) -> Any:
+    """The tensor's memory as a flat NumPy array; 16-bit floats as integers."""
+    flat = tensor.detach().view(-1)
+    return flat.view(_VIEWS.get(flat.dtype, flat.dtype)).numpy()
+
+
+@contextmanager
+def staged(out: Tensor, *, keep: bool) -> Iterator[Any]:
+    """`out` as an array to add to: itself, or for 16-bit floats a float32 copy that is rounded into it at the end."""
+    if out.dtype.itemsize > 2:
+        yield as_array(out)
+        return
+    wide = out.to(torch.float32) if keep else torch.empty_like(out, dtype=torch.float32)
+    yield as_array(wide)
+    out.copy_(wide)
+
+
+def stage_limit(out: Tensor) -> int:
+    """How many entries of `out` to take at a time, so that `staged` copies stay in the cache."""
+    return out.numel() if out.dtype.itemsize > 2 else 1 << 18
+
+
+def widen(x: Any) -> Any:
+    """An entry as float32 or float64, whatever it is stored as."""
+    raise TypeError("only inside a kernel")
+
+
+@overload(widen, strict=False)
+def _widen(x: Any) -> Any:
+    if x == types.uint16:  # bfloat16: the upper half of a float32
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    if x == types.int16:
+        return _widen_half
+    return lambda x: x
+
+
+def _widen_half(x: Any) -> Any:
+    magnitude = np.uint32(x) & np.uint32(0x7FFF)
+    sign = np.uint32((np.uint32(x) & np.uint32(0x8000)) << np.uint32(16))
+    # The exponent's bias differs by 112, and a multiplication by 2**112 also puts denormals right.
+    scaled = np.uint32(magnitude << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    special = np.uint32((magnitude << np.uint32(13)) | np.uint32(0x7F800000))
+    bits = special if magnitude >= np.uint32(0x7C00) else np.float32(scaled).view(np.uint32)
+    return np.uint32(bits | sign).view(np.float32)
+
+
+def magnitude_bits(x: Any) -> Any:
+    """|x| as a signed integer of the same width: it orders as |x| does, and NaN comes out above infinity."""
+    raise TypeError("only inside a kernel")
+
+
+@overload(magnitude_bits, strict=False)
+def _magnitude_bits(x: Any) -> Any:
+    if x == types.float64:
+        return lambda x: np.float64(x).view(np.int64) & np.int64(0x7FFFFFFFFFFFFFFF)
+    return lambda x: np.int32(np.float32(x).view(np.int32) & np.int32(0x7FFFFFFF))
+
+
+def from_magnitude_bits(bits: Any) -> Any:
+    """The inverse of `magnitude_bits`."""
+    raise TypeError("only inside a kernel")
+
+
+@overload(from_magnitude_bits, strict=False)
+def _from_magnitude_bits(bits: Any) -> Any:
+    if bits == types.int64:
+        return lambda bits: np.int64(bits).view(np.float64)
+    return lambda bits: np.int32(bits).view(np.float32)
+
+
+INFINITY_BITS = {4: 0x7F800000, 8: 0x7FF0000000000000}
+"""`magnitude_bits` of infinity, by the width of the float; everything finite is below."""
+
+
+@intrinsic  # type: ignore[misc]
+def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
+    """Bit i says whether values[start + i] >= threshold, for i in 0..63: four compares and no branch with AVX-512."""
+    signature = types.uint64(values, types.intp, values.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        item = context.get_data_type(signature.args[0].dtype)
+        vector = ir.VectorType(item, 64)
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        loaded = builder.load(pointer, align=item.width // 8)
+        undefined, int32 = ir.Constant(vector, ir.Undefined), ir.IntType(32)
+        single = builder.insert_element(undefined, arguments[2], ir.Constant(int32, 0))
+        everywhere = builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(int32, 64), [0] * 64))
+        return builder.bitcast(builder.icmp_signed(">=", loaded, everywhere), ir.IntType(64))
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[misc]
+def lowest_one(context: Any, mask: Any) -> Any:
+    """The place of the lowest set bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def count_ones(context: Any, mask: Any) -> Any:
+    """How many bits are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def prefetch(context: Any, values: Any, index: Any) -> Any:
+    """Ask for values[index] to be in the cache soon, to be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), byte_pointer)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte_pointer], ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
+        )
+        for_writing, keep, data_cache = (ir.Constant(int32, value) for value in (1, 3, 1))
+        builder.call(function, [address, for_writing, keep, data_cache])
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp), generate
+
+
+@kernel
+def cut_bfloat16(x: float) -> Any:
+    """The 16 bits of the bfloat16 next towards zero, for x >= 0; denormal ones become 0."""
+    bits = np.uint32(np.float32(min(x, FLOAT32_MAX)).view(np.uint32) >> np.uint32(16))
+    return bits if bits >= np.uint32(SMALLEST_SCALE) else np.uint32(0)
+
+
+@kernel
+def from_bfloat16(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@kernel
+def read_bfloat16(data: Any, at: int) -> Any:
+    return from_bfloat16(np.uint32(data[at]) | np.uint32(data[at + 1]) << np.uint32(8))
+
+
+@kernel
+def write_bfloat16(data: Any, at: int, bits: Any) -> None:
+    data[at] = bits & np.uint32(0xFF)
+    data[at + 1] = bits >> np.uint32(8)
+
+
+@kernel
+def draw(key: Any, counter: int) -> Any:
+    """63 random bits: splitmix64, a pure function of (key, counter)."""
+    z = key + np.uint64(counter) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (z ^ z >> np.uint64(31)) >> np.uint64(1)

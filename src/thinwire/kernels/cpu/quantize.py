@@ -1,0 +1,267 @@
+"""Quantize on the CPU: block by block, each in the first-level cache (`reference.quantize` defines the numbers)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layout import QuantizeLayout, residual_dtype
+from ..reference import quantize as reference
+from . import threads
+from .bits import pack, unpack
+from .jit import (
+    FLOAT32_MAX,
+    INFINITY_BITS,
+    as_array,
+    cut_bfloat16,
+    draw,
+    from_bfloat16,
+    from_magnitude_bits,
+    kernel,
+    magnitude_bits,
+    read_bfloat16,
+    stage_limit,
+    staged,
+    summing_kernel,
+    widen,
+    write_bfloat16,
+)
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+    g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
+    width = residual_dtype(layout.dtype).itemsize
+    # The largest level may not overflow the tensor's dtype when a stochastic scale is rounded up.
+    limit = min(torch.finfo(layout.dtype).max, FLOAT32_MAX)
+    for entries, part in layout.parts(layout.numel):
+        nbytes = layout.record_nbytes(entries)
+
+        def share(first: int, last: int, entries: int = entries, start: Any = part, nbytes: int = nbytes) -> bool:
+            mine = slice(start.entries.start + first * entries, start.entries.start + last * entries)
+            target = out[start.nbytes.start + first * nbytes : start.nbytes.start + last * nbytes]
+            total, codes = np.empty(layout.block, f"f{width}"), np.empty(entries, np.uint8)
+            return bool(
+                encode_records(
+                    g[mine], None if r is None else r[mine], entries, layout.block, layout.bits, layout.stochastic,
+                    np.uint64(key), mine.start, limit, INFINITY_BITS[width], total, codes, target,
+                )
+            )  # fmt: skip
+
+        if not all(threads.run(share, threads.shares(part.rows, entries))):
+            reference.mark(layout, payload)
+            return False
+    return True
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    g, r = as_array(tensor), as_array(residual)
+    for entries, part in layout.parts(layout.numel):
+        _decode_part(
+            payload.unsqueeze(0).numpy(),
+            part.nbytes.start,
+            entries,
+            layout,
+            g[part.entries],
+            -1.0,
+            True,
+            r[part.entries],
+        )
+
+
+def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    data = payloads.numpy()
+    for entries, part in layout.parts(stage_limit(out)):
+        with staged(out.view(-1)[part.entries], keep=add) as target:
+            _decode_part(data, part.nbytes.start, entries, layout, None, weight, add, target)
+
+
+def _decode_part(
+    payloads: Any, offset: int, entries: int, layout: QuantizeLayout, g: Any, weight: float, add: bool, out: Any
+) -> None:
+    nbytes = layout.record_nbytes(entries)
+
+    def share(first: int, last: int) -> None:
+        mine = slice(first * entries, last * entries)
+        g_share = None if g is None else g[mine]
+        codes = np.empty(entries, np.uint8)
+        decode_records(
+            payloads,
+            offset + first * nbytes,
+            nbytes,
+            entries,
+            layout.block,
+            layout.bits,
+            g_share,
+            weight,
+            add,
+            codes,
+            out[mine],
+        )
+
+    threads.run(share, threads.shares(out.size // entries, entries))
+
+
+@kernel
+def encode_records(
+    g: Any, r: Any, entries: int, block: int, bits: int, stochastic: bool,
+    key: Any, position: int, limit: float, infinity: int, total: Any, codes: Any, out: Any,
+) -> bool:  # fmt: skip
+    """Every record of g + r; False at the first block that is not finite. Only reads g and r.
+
+    `total` holds one block of g + r, `codes` one record's codes, a byte each.
+    """
+    blocks = (entries + block - 1) // block
+    nbytes = 2 * blocks + (entries * bits + 7) // 8
+    for row in range(g.size // entries):
+        target = out[row * nbytes : (row + 1) * nbytes]
+        # 8-bit codes are bytes already.
+        code_bytes = target[2 * blocks :] if bits == 8 else codes
+        for b in range(blocks):
+            start = b * block
+            size = min(block, entries - start)
+            first = row * entries + start
+            largest = add_block(g, r, first, size, total)
+            if largest >= infinity:
+                return False
+            scale = block_scale(total, size, largest, bits, stochastic, limit)
+            write_bfloat16(target, 2 * b, scale)
+            step = from_bfloat16(scale)
+            if stochastic:
+                codes_stochastic(total, size, step, bits, key, position + first, code_bytes, start)
+            else:
+                codes_nearest(total, size, step, bits, code_bytes, start)
+        if bits < 8:
+            pack(codes, bits, target[2 * blocks :])
+    return True
+
+
+# From here on loops take an array and where to start instead of a slice: a block is so short that the reference count of
+# a slice would cost more than its arithmetic. An unsigned index saves the test for "counted from the end".
+
+
+@kernel
+def add_block(g: Any, r: Any, first: int, size: int, total: Any) -> Any:
+    """total <- g + r; returns the largest magnitude, as `magnitude_bits`."""
+    largest = magnitude_bits(total.dtype.type(0))
+    for i in range(size):
+        if r is None:
+            value = widen(g[np.uintp(first + i)])
+        else:
+            value = widen(g[np.uintp(first + i)]) + r[np.uintp(first + i)]
+        total[i] = value
+        largest = max(largest, magnitude_bits(value))
+    return largest
+
+
+@kernel
+def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic: bool, limit: float) -> Any:
+    """The block's scale as bfloat16 bits."""
+    number = total.dtype.type
+    if stochastic or bits > 2:
+        largest = min(from_magnitude_bits(largest_bits), number(FLOAT32_MAX))
+        top = number(max(1, (1 << (bits - 1)) - 1))
+        scale = cut_bfloat16(largest / top)
+        if stochastic and number(from_bfloat16(scale)) * top < largest:
+            above = np.uint32(scale + np.uint32(1))
+            if number(from_bfloat16(above)) * top <= limit:
+                return above
+        return scale
+    mean = sum_above(total, size, number(-1))[0] / size
+    if bits == 1:
+        return cut_bfloat16(mean)
+    large, count = sum_above(total, size, number(0.75 * mean))
+    return cut_bfloat16(large / max(count, 1))
+
+
+@summing_kernel
+def sum_above(total: Any, size: int, threshold: Any) -> Any:
+    """Sum, in float64, and number of the magnitudes above the threshold."""
+    result, count = 0.0, np.int32(0)
+    number = total.dtype.type
+    for i in range(size):
+        magnitude = min(abs(total[i]), number(FLOAT32_MAX))
+        result += np.float64(magnitude if magnitude > threshold else number(0))
+        count = np.int32(count + np.int32(magnitude > threshold))
+    return result, count
+
+
+@kernel
+def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start: int) -> None:
+    number = total.dtype.type
+    if bits == 1:
+        for i in range(size):
+            codes[np.uintp(start + i)] = np.int32(1) if total[i] < 0 else np.int32(0)
+        return
+    top, sign, half = number((1 << (bits - 1)) - 1), np.int32(1 << (bits - 1)), number(0.5)
+    inverse = number(1) / number(step) if step > 0 else number(0)
+    for i in range(size):
+        share = abs(total[i]) * inverse + half
+        index = np.int32(share if share < top else top)
+        codes[np.uintp(start + i)] = index | (sign if total[i] < 0 else np.int32(0))
+
+
+@kernel
+def codes_stochastic(
+    total: Any, size: int, step: Any, bits: int, key: Any, position: int, codes: Any, start: int
+) -> None:
+    """Round up with the odds that make the mean right; one draw serves four entries, 15 bits each."""
+    number = total.dtype.type
+    top = number((1 << (bits - 1)) - 1)
+    inverse = number(1) / number(step) if step > 0 else number(0)
+    for i in range(size):
+        place = position + i
+        random = draw(key, place >> 2) >> np.uint64(15 * (place & 3)) & np.uint64(0x7FFF)
+        uniform = np.float32(random) / np.float32(32768)
+        share = total[i] * inverse
+        if bits == 1:
+            share = min(max(share, number(-1)), number(1))
+            codes[np.uintp(start + i)] = uniform >= (share + number(1)) / number(2)
+        else:
+            magnitude = min(abs(share), top)
+            index = np.floor(magnitude)
+            rounded = np.int32(index) + np.int32(uniform < magnitude - index)
+            codes[np.uintp(start + i)] = rounded | np.int32(total[i] < 0) << (bits - 1)
+
+
+@kernel
+def decode_records(
+    payloads: Any, offset: int, nbytes: int, entries: int, block: int, bits: int,
+    g: Any, weight: float, add: bool, codes: Any, out: Any,
+) -> None:  # fmt: skip
+    """out <- (out + g, or out, or 0) + weight * each payload, record after record, while it is in the cache."""
+    factor = out.dtype.type(weight)
+    blocks = (entries + block - 1) // block
+    for row in range(out.size // entries):
+        target = out[row * entries : (row + 1) * entries]
+        if g is not None:
+            g_row = g[row * entries : (row + 1) * entries]
+            for i in range(entries):
+                target[i] += widen(g_row[i])
+        elif not add:
+            target[:] = 0
+        start = offset + row * nbytes
+        for p in range(payloads.shape[0]):
+            data = payloads[p][start : start + nbytes]
+            code_bytes = data[2 * blocks :] if bits == 8 else codes
+            if bits < 8:
+                unpack(data[2 * blocks :], bits, codes)
+            for b in range(blocks):
+                size = min(block, entries - b * block)
+                add_levels(code_bytes, b * block, size, read_bfloat16(data, 2 * b), bits, factor, target)
+
+
+@kernel
+def add_levels(codes: Any, start: int, size: int, step: Any, bits: int, weight: Any, out: Any) -> None:
+    number = out.dtype.type
+    if bits == 1:
+        # ±step: the same products as below, with only two outcomes
+        plus, minus = weight * number(step), weight * number(-step)
+        for i in range(size):
+            out[np.uintp(start + i)] += minus if codes[np.uintp(start + i)] != 0 else plus
+        return
+    mask = np.uint8((1 << (bits - 1)) - 1)
+    for i in range(size):
+        code = codes[np.uintp(start + i)]
+        level = np.float32(code & mask) * step
+        out[np.uintp(start + i)] += weight * number(-level if code > mask else level)

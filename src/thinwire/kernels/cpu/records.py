@@ -1,0 +1,159 @@
+"""One TopK record: k positions and values to bytes, and back (`TopKRecord` has the layout: 84 bytes for 64 of 4,096)."""
+
+from typing import Any
+
+import numpy as np
+
+from .bits import pack, pack_low_bits, read_field
+from .jit import (
+    FLOAT32_MAX,
+    count_ones,
+    cut_bfloat16,
+    from_bfloat16,
+    kernel,
+    lowest_one,
+    prefetch,
+    read_bfloat16,
+    summing_kernel,
+    write_bfloat16,
+)
+
+
+@kernel
+def write_record(positions: Any, values: Any, record: Any, codes: Any, out: Any) -> None:
+    """positions[:k], rising, and values[:k] -> out[:nbytes]. `codes` is scratch for k integers."""
+    k, low_bits = record.k, record.low_bits
+    if record.bits == 32:
+        write_floats(values, out)
+    else:
+        write_codes(values, record.bits, codes[:k], out)
+        pack(codes[:k], record.bits, out[record.codes_at : record.low_at])
+    pack_low_bits(positions[:k], low_bits, out[record.low_at : record.high_at])
+    bitmap = out[record.high_at : record.nbytes]
+    bitmap[:] = 0
+    for j in range(k):
+        high = (positions[j] >> low_bits) + j
+        bitmap[high >> 3] |= 1 << (high & 7)
+
+
+@kernel
+def write_floats(values: Any, out: Any) -> None:
+    for j in range(values.size):
+        raw = np.float32(min(max(values[j], -FLOAT32_MAX), FLOAT32_MAX)).view(np.uint32)
+        for byte in range(4):
+            out[4 * j + byte] = (raw >> np.uint32(8 * byte)) & np.uint32(0xFF)
+
+
+@kernel
+def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
+    """Write the scales to `out` and the codes of the values to `codes`, as `reference.topk.quantize` defines them."""
+    number = values.dtype.type
+    top = number((1 << (bits - 1)) - 1)
+    if bits > 2:
+        smallest, biggest = extremes(values)
+        low = cut_bfloat16(smallest)
+        low_value = from_bfloat16(low)
+        step = cut_bfloat16((number(biggest) - number(low_value)) / top)
+        inverse = number(1) / number(from_bfloat16(step)) if step > 0 else number(0)
+        for j in range(codes.size):
+            share = max(min(abs(values[j]), number(FLOAT32_MAX)) - low_value, number(0)) * inverse + number(0.5)
+            codes[j] = np.int32(min(share, top)) | np.int32(values[j] < 0) << (bits - 1)
+        write_bfloat16(out, 2, step)
+    else:
+        low = cut_bfloat16(sum_from(values, number(0))[0] / values.size)
+        if bits == 1:
+            for j in range(codes.size):
+                codes[j] = values[j] < 0
+        else:
+            split = number(from_bfloat16(low))
+            total, count = sum_from(values, split)
+            low = cut_bfloat16(sum_below(values, split) / max(values.size - count, 1))
+            rise = total / max(count, 1) - np.float64(from_bfloat16(low))
+            for j in range(codes.size):
+                codes[j] = np.int32(abs(values[j]) >= split) | np.int32(values[j] < 0) << 1
+            write_bfloat16(out, 2, cut_bfloat16(max(rise, 0.0)))
+    write_bfloat16(out, 0, low)
+
+
+@kernel
+def extremes(values: Any) -> Any:
+    """The smallest and the largest magnitude, as far as float32 goes."""
+    smallest, biggest = np.float64(np.inf), 0.0
+    for j in range(values.size):
+        magnitude = min(np.float64(abs(values[j])), FLOAT32_MAX)
+        smallest, biggest = min(smallest, magnitude), max(biggest, magnitude)
+    return smallest, biggest
+
+
+@summing_kernel
+def sum_from(values: Any, split: Any) -> Any:
+    """Sum, in float64, and number of the magnitudes from `split` up."""
+    total, count = 0.0, np.int32(0)
+    number = values.dtype.type
+    for j in range(values.size):
+        magnitude = min(abs(values[j]), number(FLOAT32_MAX))
+        total += np.float64(magnitude if magnitude >= split else number(0))
+        count = np.int32(count + np.int32(magnitude >= split))
+    return total, count
+
+
+@summing_kernel
+def sum_below(values: Any, split: Any) -> float:
+    total = 0.0
+    number = values.dtype.type
+    for j in range(values.size):
+        magnitude = min(abs(values[j]), number(FLOAT32_MAX))
+        total += np.float64(magnitude if magnitude < split else number(0))
+    return total
+
+
+@kernel
+def read_record(
+    data: Any, record: Any, first_byte: int, last_byte: int, rank: int, positions: Any, values: Any, out: Any
+) -> int:
+    """Positions and values of the entries whose ones stand in these bytes of the bitmap; returns how many.
+
+    `rank` ones come before them. Trusts nothing: entries outside `out` are passed over, and so is the (k+1)-th. What
+    will be added to is fetched into the cache on the way: the positions are too scattered for the hardware to foresee.
+    """
+    k, bits, low_bits = record.k, record.bits, record.low_bits
+    low, step = np.float32(0), np.float32(0)
+    if bits < 32:
+        low = read_bfloat16(data, 0)
+    if 1 < bits < 32:
+        step = read_bfloat16(data, 2)
+    index_mask = (1 << (bits - 1)) - 1
+    j, count = rank, 0
+    for byte in range(first_byte, last_byte):
+        ones = np.uint64(data[record.high_at + byte])
+        while ones != np.uint64(0) and j < k:
+            high = 8 * byte + lowest_one(ones) - j
+            ones &= ones - np.uint64(1)
+            position = high << low_bits | read_field(data, record.low_at, j * low_bits, low_bits)
+            code = read_field(data, record.codes_at, j * bits, bits)
+            if bits == 32:
+                value = np.uint32(code).view(np.float32)
+            else:
+                value = low + np.float32(code & index_mask) * step
+                value = -value if code > index_mask else value
+            j += 1
+            if position < out.size:
+                prefetch(out, position)
+                positions[count] = position
+                values[count] = value
+                count += 1
+    return count
+
+
+@kernel
+def add_entries(positions: Any, values: Any, count: int, weight: Any, out: Any) -> None:
+    for j in range(count):
+        out[positions[j]] += weight * out.dtype.type(values[j])
+
+
+@kernel
+def count_bitmap(data: Any, first_byte: int, last_byte: int) -> int:
+    total = 0
+    for byte in range(first_byte, last_byte):
+        total += count_ones(np.uint64(data[byte]))
+    return total

@@ -1,0 +1,126 @@
+"""The exact k largest of a chunk, in about one pass over it.
+
+Neighbouring chunks look alike, so the last chunk's threshold, lowered by a few percent, is a good guess for this one:
+the pass that adds gradient and residual also counts how many magnitudes reach the guess. If that is at least k and not
+many more, they are collected (64 compares at a time) and the k-th largest is searched among those few only. Otherwise a
+bisection over the whole chunk finds it. The guess decides how long it takes, never what is selected.
+
+Magnitudes are compared as integers (`magnitude_bits`): float32 in 31 bits, float64 in 63.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from .jit import kernel, lowest_one, magnitude_bits, mask64, widen
+
+CROWD = 8
+"""Up to this many times k candidates are cheaper to search than the chunk."""
+
+
+@kernel
+def total_at(g: Any, r: Any, i: int) -> Any:
+    """Entry i of tensor + residual."""
+    if r is None:
+        return widen(g[i])
+    return widen(g[i]) + r[i]
+
+
+@kernel
+def fill_magnitudes(g: Any, r: Any, guess: Any, magnitudes: Any) -> int:
+    """Write the magnitudes of g + r, and count those that reach the guess."""
+    count = np.int32(0)
+    for i in range(g.size):
+        if r is None:
+            bits = magnitude_bits(widen(g[i]))
+        else:
+            bits = magnitude_bits(widen(g[i]) + r[i])
+        magnitudes[i] = bits
+        count = np.int32(count + np.int32(bits >= guess))
+    return count
+
+
+@kernel
+def largest(values: Any) -> Any:
+    result = values[0]
+    for i in range(values.size):
+        result = max(result, values[i])
+    return result
+
+
+@kernel
+def smallest(values: Any) -> Any:
+    result = values[0]
+    for i in range(values.size):
+        result = min(result, values[i])
+    return result
+
+
+@kernel
+def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
+    """A threshold that k values or more reach, and no higher one does unless exactly k reach it.
+
+    Needs: at least k values reach `low`, fewer than k reach `high`.
+    """
+    while high - low > 1:
+        middle = values.dtype.type(low + (high - low) // 2)
+        count = np.int32(0)
+        for i in range(values.size):
+            count = np.int32(count + np.int32(values[i] >= middle))
+        if count == k:
+            return middle
+        if count > k:
+            low = middle
+        else:
+            high = middle
+    return values.dtype.type(low)
+
+
+@kernel
+def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any) -> int:
+    """Positions and magnitudes of all that reach the threshold, in rising order. Reads whole groups of 64."""
+    count = 0
+    for start in range(0, magnitudes.size, 64):
+        mask = mask64(magnitudes, start, threshold)
+        while mask != np.uint64(0):
+            i = start + lowest_one(mask)
+            mask &= mask - np.uint64(1)
+            positions[count] = i
+            found[count] = magnitudes[i]
+            count += 1
+    return count
+
+
+@kernel
+def keep_k(k: int, threshold: Any, positions: Any, found: Any, count: int) -> None:
+    """Drop what is below the threshold, and of those just on it the last ones beyond k."""
+    ties = k
+    for j in range(count):
+        ties -= found[j] > threshold
+    kept = 0
+    for j in range(count):
+        value = found[j]
+        tie = value == threshold and ties > 0
+        positions[kept] = positions[j]
+        found[kept] = value
+        ties -= tie
+        kept += value > threshold or tie
+
+
+@kernel
+def select(magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, found: Any) -> None:
+    """Put the k largest into positions[:k], rising, and their magnitudes into found[:k].
+
+    `reached` magnitudes reach `guess`; their array is filled up with -1 to a multiple of 64.
+    """
+    if reached < k:
+        threshold = kth_largest(magnitudes, k, 0, guess)
+    elif reached > CROWD * k:
+        threshold = kth_largest(magnitudes, k, guess, np.int64(largest(magnitudes)) + 1)
+    else:
+        threshold = guess
+    count = collect(magnitudes, threshold, positions, found)
+    if count > k:
+        candidates = found[:count]
+        threshold = kth_largest(candidates, k, threshold, np.int64(largest(candidates)) + 1)
+        keep_k(k, threshold, positions, found, count)

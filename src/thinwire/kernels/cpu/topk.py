@@ -1,0 +1,136 @@
+"""TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..layout import TopKLayout, TopKRecord, residual_dtype
+from ..reference import topk as reference
+from . import threads, topk_global
+from .jit import INFINITY_BITS, as_array, kernel, stage_limit, staged, widen
+from .records import add_entries, read_record, write_record
+from .selection import fill_magnitudes, largest, select, smallest, total_at
+
+LARGEST_CHUNK = 1 << 16
+"""Above it (only with chunk=None) a record does not fit the cache, and `topk_global` takes over."""
+
+GUESS_MARGIN = {4: 1 << 19, 8: 1 << 48}
+"""How far the next guess lies below the last chunk's threshold, in units of `magnitude_bits`: 3 to 6 percent."""
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+    g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
+    for record, part in layout.parts(layout.numel):
+        g_part, r_part = g[part.entries], None if r is None else r[part.entries]
+        encode_part = topk_global.encode if record.n > LARGEST_CHUNK else _encode_part
+        if not encode_part(g_part, r_part, record, out[part.nbytes], residual_dtype(layout.dtype).itemsize):
+            reference.mark(layout, payload)
+            return False
+    return True
+
+
+def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
+    def share(first: int, last: int) -> bool:
+        entries, nbytes = slice(first * record.n, last * record.n), slice(first * record.nbytes, last * record.nbytes)
+        magnitudes = np.full((record.n + 63) // 64 * 64, -1, f"i{width}")
+        values = np.empty(record.k, f"f{width}")
+        r_share = None if r is None else r[entries]
+        return bool(
+            encode_chunks(
+                g[entries], r_share, record, magnitudes, values, INFINITY_BITS[width], GUESS_MARGIN[width], out[nbytes]
+            )
+        )
+
+    return all(threads.run(share, threads.shares(g.size // record.n, record.n)))
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+    g, r, payloads = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
+    for record, part in layout.parts(layout.numel):
+        if record.n > LARGEST_CHUNK:
+            residual.add_(tensor)
+            topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
+        else:
+            _decode_part(payloads, part.nbytes.start, record, g[part.entries], -1.0, True, r[part.entries])
+
+
+def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    data = payloads.numpy()
+    for record, part in layout.parts(stage_limit(out)):
+        with staged(out.view(-1)[part.entries], keep=add) as target:
+            if record.n > LARGEST_CHUNK:
+                if not add:
+                    target.fill(0)
+                topk_global.decode(data, part.nbytes.start, record, weight, target)
+            else:
+                _decode_part(data, part.nbytes.start, record, None, weight, add, target)
+
+
+def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight: float, add: bool, out: Any) -> None:
+    bitmap = record.nbytes - record.high_at
+
+    def share(first: int, last: int) -> None:
+        entries = slice(first * record.n, last * record.n)
+        g_share = None if g is None else g[entries]
+        decode_chunks(payloads, offset + first * record.nbytes, record, bitmap, g_share, weight, add, out[entries])
+
+    threads.run(share, threads.shares(out.size // record.n, record.n))
+
+
+@kernel
+def encode_chunks(
+    g: Any, r: Any, record: Any, magnitudes: Any, values: Any, infinity: int, margin: int, out: Any
+) -> bool:
+    """Every chunk of g + r into its record; False at the first that is not finite. Only reads g and r.
+
+    `magnitudes` (filled with -1 behind the chunk) and `values` are scratch; their types say in which precision to work.
+    """
+    n, k = record.n, record.k
+    found = np.empty_like(magnitudes)
+    positions = np.empty(magnitudes.size, np.int64)
+    codes = np.empty(k, np.int32)
+    guess = magnitudes.dtype.type(infinity - 1)
+    for row in range(g.size // n):
+        start = row * n
+        if r is None:
+            reached = fill_magnitudes(g[start : start + n], None, guess, magnitudes)
+        else:
+            reached = fill_magnitudes(g[start : start + n], r[start : start + n], guess, magnitudes)
+        select(magnitudes, k, guess, reached, positions, found)
+        if largest(found[:k]) >= infinity:
+            return False
+        for j in range(k):
+            values[j] = total_at(g, r, start + positions[j])
+        write_record(positions, values, record, codes, out[row * record.nbytes : (row + 1) * record.nbytes])
+        guess = magnitudes.dtype.type(max(smallest(found[:k]) - margin, 1))
+    return True
+
+
+@kernel
+def decode_chunks(
+    payloads: Any, offset: int, record: Any, bitmap: int, g: Any, weight: float, add: bool, out: Any
+) -> None:
+    """out <- (out + g, or out, or 0) + weight * each payload, chunk after chunk, while the chunk is in the cache."""
+    n = record.n
+    factor = out.dtype.type(weight)
+    positions, values = np.empty((2, record.k), np.int64), np.empty((2, record.k), np.float32)
+    waiting, waiting_chunk = 0, out
+    turn = 0
+    for row in range(out.size // n):
+        chunk = out[row * n : (row + 1) * n]
+        if g is not None:
+            g_chunk = g[row * n : (row + 1) * n]
+            for i in range(n):
+                chunk[i] += widen(g_chunk[i])
+        elif not add:
+            chunk[:] = 0
+        start = offset + row * record.nbytes
+        for p in range(payloads.shape[0]):
+            data = payloads[p][start : start + record.nbytes]
+            count = read_record(data, record, 0, bitmap, 0, positions[turn], values[turn], chunk)
+            # Add what was read the time before: by now its entries have arrived in the cache.
+            turn = 1 - turn
+            add_entries(positions[turn], values[turn], waiting, factor, waiting_chunk)
+            waiting, waiting_chunk = count, chunk
+    add_entries(positions[1 - turn], values[1 - turn], waiting, factor, waiting_chunk)

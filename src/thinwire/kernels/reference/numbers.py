@@ -1,0 +1,141 @@
+"""The number formats of a payload: bit fields, bfloat16 scales, level codes and counter-based draws.
+
+A value of `bits` bits is a sign (the highest bit) and the index i of a level: it stands for ±(low + i * step), where
+`low` and `step` are the record's scales. Scales are stored as bfloat16, cut towards zero, so that no level exceeds what
+came in; with 8 significant bits, i * step is exact in float32, so every backend decodes the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from ..layout import bytes_for, residual_dtype
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+MARK = 0x7FC0
+"""A bfloat16 NaN: the scale of a payload whose input was not finite."""
+SMALLEST_SCALE = 0x0080
+"""The smallest normal bfloat16. No scale lies between it and 0, so that 1 / scale is always finite."""
+
+
+def add_residual(tensor: Tensor, residual: Tensor | None) -> Tensor:
+    """tensor + residual, flat, in the dtype of the arithmetic."""
+    flat = tensor.reshape(-1).to(residual_dtype(tensor.dtype))
+    return flat if residual is None else flat + residual.reshape(-1)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
+    """Means of the chosen entries along the last dimension; 0 where none is chosen.
+
+    Summed in float64 where the device has it: there the sum of equal numbers is exact, so that cutting the mean loses
+    nothing, and backends which add in another order agree.
+    """
+    dtype = torch.float32 if magnitudes.device.type == "mps" else torch.float64
+    return torch.where(chosen, magnitudes, 0).sum(-1, dtype=dtype) / chosen.sum(-1).clamp(min=1)
+
+
+# Bit fields ---------------------------------------------------------------------------------------------------------
+
+
+def pack(values: Tensor, width: int) -> Tensor:
+    """Rows of unsigned integers -> rows of bytes, `width` bits each, lowest bit first."""
+    rows, count = values.shape
+    shifts = torch.arange(width, device=values.device)
+    bits = ((values.unsqueeze(-1) >> shifts) & 1).to(torch.uint8).view(rows, count * width)
+    bits = torch.nn.functional.pad(bits, (0, bytes_for(count * width) * 8 - count * width))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
+    return (bits.view(rows, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, width: int, count: int) -> Tensor:
+    """The inverse of `pack`: rows of `count` int64."""
+    rows = packed.shape[0]
+    bits = unpack_bits(packed)[:, : count * width].view(rows, count, width)
+    return (bits.to(torch.int64) << torch.arange(width, device=packed.device)).sum(-1)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """Rows of bytes -> rows of 0 and 1."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).view(packed.shape[0], -1)
+
+
+def check_padding(packed: Tensor, used_bits: int) -> None:
+    if bool(unpack_bits(packed)[:, used_bits:].any()):
+        raise ValueError("a bit beyond the last field is set, expected zeros")
+
+
+# Scales and levels --------------------------------------------------------------------------------------------------
+
+
+def to_bfloat16_bits(values: Tensor) -> Tensor:
+    """Non-negative numbers -> the 16 bits of the bfloat16 next towards zero, as int64; denormal ones become 0."""
+    bits = values.clamp(max=FLOAT32_MAX).to(torch.float32).contiguous().view(torch.int32).to(torch.int64) >> 16
+    return torch.where(bits >= SMALLEST_SCALE, bits, 0)
+
+
+def from_bfloat16_bits(bits: Tensor) -> Tensor:
+    return (bits << 16).to(torch.int32).view(torch.float32)
+
+
+def check_scales(bits: Tensor) -> None:
+    """Either every scale is a finite number >= 0, or every one is the mark."""
+    marked = bits == MARK
+    if bool(marked.any()) and not bool(marked.all()):
+        raise ValueError("some scales are marked as not finite and others are not, expected all or none")
+    if not bool(marked.any()) and bool(((bits >= 0x7F80) | ((bits > 0) & (bits < SMALLEST_SCALE))).any()):
+        raise ValueError("a scale is negative, denormal, infinite or NaN, expected 0 or a normal number above")
+
+
+def check_floats(values: Tensor) -> None:
+    """Either every value is finite, or every one is NaN."""
+    nan = torch.isnan(values)
+    if bool(nan.any()) and not bool(nan.all()):
+        raise ValueError("some values are marked as not finite and others are not, expected all or none")
+    if bool(torch.isinf(values).any()):
+        raise ValueError("a value is infinite, expected finite numbers")
+
+
+def nearest_level(magnitudes: Tensor, low: Tensor, step: Tensor, levels: int) -> Tensor:
+    """Index of the level next to each magnitude; halves go up. `low` and `step` have one entry per row."""
+    share = (magnitudes - low.unsqueeze(-1)).clamp(min=0) * inverse(step, magnitudes.dtype).unsqueeze(-1) + 0.5
+    return share.clamp(max=levels - 1).to(torch.int64)
+
+
+def inverse(step: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / step in the precision of the values, and 0 for a step of 0. Multiplying by it is quicker than dividing."""
+    return torch.where(step > 0, 1 / step.to(dtype), 0)
+
+
+def signed_levels(codes: Tensor, bits: int, low: Tensor, step: Tensor) -> Tensor:
+    """±(low + i * step) for each code, in float32."""
+    index = codes & ((1 << (bits - 1)) - 1)
+    level = low.unsqueeze(-1) + index.to(torch.float32) * step.unsqueeze(-1)
+    return torch.where((codes >> (bits - 1)) == 1, -level, level)
+
+
+# Draws --------------------------------------------------------------------------------------------------------------
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def draw(key: int, counters: Tensor) -> Tensor:
+    """63 random bits for each counter: splitmix64, a pure function of (key, counter)."""
+    z = counters.to(torch.int64) * _signed(GOLDEN) + _signed(key)
+    for shift, factor in zip((30, 27), MIX, strict=True):
+        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+    return _shift_right(z ^ _shift_right(z, 31), 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits: torch has no arithmetic on uint64, but multiplies int64 modulo 2**64."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,66 @@
+"""One entry out of each of k strata, drawn from the key: the same positions on every rank, none of them sent.
+
+Strata keep the positions sorted and spread evenly, and make a draw O(k). Without a residual a value is multiplied by
+the width of its stratum, so that the expectation is right; with one it is not, or the feedback would not contract.
+"""
+
+import torch
+from torch import Tensor
+
+from ..layout import RandomKLayout, residual_dtype
+from . import numbers
+from .dense import read_values, to_wire
+
+
+def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    stratum = torch.arange(layout.k, device=device)
+    width, wider = divmod(layout.numel, layout.k)
+    widths = width + (stratum < wider).to(torch.int64)
+    start = stratum * width + stratum.clamp(max=wider)
+    # 31 random bits times a width below 2**32 stays inside int64.
+    return start + ((numbers.draw(key, stratum) >> 32) * widths >> 31), widths
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
+    total = numbers.add_residual(tensor, residual)
+    if not numbers.is_finite(total):
+        mark(layout, payload)
+        return False
+    positions, widths = positions_and_widths(layout, key, tensor.device)
+    values = total[positions]
+    if residual is None:
+        values = values * widths
+    write(values, layout, payload)
+    return True
+
+
+def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
+    limit = torch.finfo(layout.dtype).max
+    payload.copy_(to_wire(values.clamp(-limit, limit), layout.dtype).view(torch.uint8))
+
+
+def mark(layout: RandomKLayout, payload: Tensor) -> None:
+    """The payload of an input that was not finite: every value NaN."""
+    nan = torch.full((layout.k,), torch.nan, dtype=layout.dtype, device=payload.device)
+    payload.copy_(nan.view(torch.uint8))
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    residual.add_(tensor)
+    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+
+
+def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    positions, _ = positions_and_widths(layout, key, out.device)
+    flat = out.view(-1)
+    if not add:
+        flat.zero_()
+    dtype = residual_dtype(out.dtype)
+    total = flat[positions].to(dtype)
+    for payload in payloads:
+        total = total + read_values(payload, layout.dtype).to(dtype) * weight
+    flat[positions] = total.to(out.dtype)
+
+
+def check(payload: Tensor, layout: RandomKLayout) -> None:
+    numbers.check_floats(read_values(payload, layout.dtype))

@@ -1,0 +1,44 @@
+"""What a compressor has done so far."""
+
+import threading
+from dataclasses import dataclass, field
+
+# One lock for all: it is held for nanoseconds, and a lock inside would make compressors impossible to pickle.
+_LOCK = threading.Lock()
+
+
+@dataclass
+class Statistics:
+    """Counters of one compressor object, safe to add to from several threads.
+
+    >>> import torch, thinwire
+    >>> c = thinwire.TopK(ratio="1/64", bits=2)
+    >>> _ = c.compress(torch.randn(8192))
+    >>> c.stats.calls, c.stats.bytes_before, c.stats.bytes_sent
+    (1, 32768, 168)
+    """
+
+    calls: int = 0
+    bytes_before: int = 0
+    bytes_sent: int = 0
+    """Bytes of the payloads made. A frame adds its header, a collective what its algorithm costs."""
+    seconds: float = 0.0
+    """Time inside `compress`. On an accelerator this is the time to launch it."""
+    nonfinite: int = 0
+    """Calls whose input held NaN or Inf."""
+    kernels: dict[str, int] = field(default_factory=dict)
+    """Calls by backend."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the bytes became; 1.0 before the first call."""
+        return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
+
+    def add(self, bytes_before: int, bytes_sent: int, seconds: float, finite: bool, kernels: str) -> None:
+        with _LOCK:
+            self.calls += 1
+            self.bytes_before += bytes_before
+            self.bytes_sent += bytes_sent
+            self.seconds += seconds
+            self.nonfinite += not finite
+            self.kernels[kernels] = self.kernels.get(kernels, 0) + 1

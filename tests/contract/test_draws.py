@@ -1,0 +1,89 @@
+"""Random numbers: a pure function of seed and key, apart from everybody else's, and right on average."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import thinwire
+from cases import ALL_SPECS, DRAWING, KEY, make_input
+from oracle import bytes_of
+
+UNSEEDED = sorted({spec.partition(",seed")[0] for spec in DRAWING})
+
+
+def draw(spec: str, key: int, numel: int = 4097) -> bytes:
+    tensor, _ = make_input("normal", numel, torch.float32)
+    return bytes_of(thinwire.compressor(spec).compress(tensor, key=key).payload)
+
+
+@pytest.mark.parametrize("spec", DRAWING)
+def test_same_seed_and_key_same_bytes(spec: str, backend: str) -> None:
+    assert draw(spec, KEY) == draw(spec, KEY)
+    others = [draw(spec, key) for key in (0, KEY + 1, -KEY, KEY + (1 << 32), (1 << 63) + KEY)]
+    assert len({draw(spec, KEY), *others}) == 6, f"{spec}: keys share their draws"
+
+
+@pytest.mark.parametrize("spec", UNSEEDED)
+def test_other_seed_other_bytes(spec: str, backend: str) -> None:
+    drawn = {draw(f"{spec},seed={seed}", KEY) for seed in (0, 1, 2, 1 << 32, (1 << 64) - 1)}
+    assert len(drawn) == 5, f"{spec}: seeds share their draws"
+
+
+@pytest.mark.parametrize("spec", DRAWING)
+def test_draws_are_no_shifted_copies(spec: str, backend: str) -> None:
+    """Neighbouring keys, and seed for key, must not give the same stream a little later."""
+    ones = torch.full((4096,), 0.3)
+    compressor = thinwire.compressor(spec)
+    streams = []
+    for key in range(4):
+        decoded = compressor.compress(ones, key=key).decompress()
+        streams.append((decoded - decoded.mean()) / decoded.std().clamp(min=1e-9))
+    for first in range(4):
+        for second in range(first + 1, 4):
+            spectrum = torch.fft.rfft(streams[first]) * torch.fft.rfft(streams[second]).conj()
+            correlation = torch.fft.irfft(spectrum) / 4096
+            assert correlation.abs().max() < 0.5, f"{spec}: keys {first} and {second} are shifted copies"
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_other_generators_are_left_alone(spec: str, backend: str) -> None:
+    compressor = thinwire.compressor(spec)
+    tensor, residual = make_input("normal", 4097, torch.float32)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    ct = compressor.compress(tensor, residual, key=KEY)
+    compressor.accumulate(ct, ct.decompress())
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]), f"{spec}: torch's generator moved"
+    assert before[1:] == after[1:], f"{spec}: Python's or NumPy's generator moved"
+
+
+@pytest.mark.parametrize("spec", DRAWING)
+def test_unbiased_without_a_residual(spec: str, backend: str) -> None:
+    """The mean of n draws misses the tensor by what n draws miss by chance, entry by entry."""
+    compressor, draws = thinwire.compressor(spec), 1500
+    tensor = torch.linspace(-1, 1, 96)
+    decoded = torch.stack([compressor.compress(tensor, key=key).decompress() for key in range(draws)]).to(torch.float64)
+    error = decoded.mean(0) - tensor
+    by_chance = decoded.std(0) / draws**0.5
+    assert (error.abs() <= 5 * by_chance + 2e-4).all(), f"{spec}: off by {(error / by_chance).abs().max():.1f} sigma"
+    assert decoded.std(0).mean() > 0, f"{spec}: nothing was drawn"
+
+
+@pytest.mark.parametrize("ratio", ["1/3", "1/64", "1"])
+@pytest.mark.parametrize("numel", [1, 2, 100, 4097])
+def test_randomk_takes_one_of_each_stratum(ratio: str, numel: int, backend: str) -> None:
+    """No position twice, every position in its turn: then the values of all ranks can simply be summed."""
+    compressor, ever = thinwire.RandomK(ratio), torch.zeros(numel)
+    kept = -(-numel * compressor.ratio.numerator // compressor.ratio.denominator)
+    for key in range(60):
+        sent = compressor.compress(torch.ones(numel), torch.zeros(numel), key=key).decompress()
+        if compressor.nbytes(numel) == 4 * numel:
+            assert torch.equal(sent, torch.ones(numel))
+            continue
+        assert torch.equal(sent, (sent != 0).to(torch.float32))
+        assert int(sent.sum()) == kept
+        ever += sent
+    if 60 * compressor.ratio > 10 and ever.any():
+        assert ever.all(), "an entry that is never sent would stay in the residual for ever"

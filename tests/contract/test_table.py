@@ -1,0 +1,159 @@
+"""The contract, for every registered compressor x size x dtype x input x backend; failures name the row."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import thinwire
+from cases import ALL_SPECS, BACKENDS, KEY, SPECS, Case, rows, sends_exactly
+from guard import guarded
+from oracle import bytes_of, same_bits
+from thinwire import CompressedTensor, frame, kernels
+from thinwire.kernels.layout import DenseLayout, QuantizeLayout, residual_dtype
+
+PAIRS = [pytest.param((spec, backend), id=f"{spec}-{backend}") for spec in ALL_SPECS for backend in BACKENDS]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def table(request: pytest.FixtureRequest) -> Iterator[list[Case]]:
+    """Every row for one spec on one backend, compressed once for all tests of this file."""
+    spec, backend = request.param
+    with kernels.force(backend):
+        yield list(rows(spec, backend))
+
+
+@pytest.fixture
+def ran(request: pytest.FixtureRequest, table: list[Case]) -> str:
+    """The backend that must have run."""
+    return request.node.callspec.params["table"][1]
+
+
+def beyond_float32(case: Case) -> bool:
+    """Values too large or too small for the wire, which is float32 at best: the residual has them."""
+    return case.kind in ("huge", "denormals") and case.tensor.dtype == torch.float64
+
+
+def test_every_registered_compressor_is_in_the_table() -> None:
+    lacking = set(thinwire.registered()) - set(SPECS)
+    assert not lacking, f"compressors without specs: {sorted(lacking)}; add them to SPECS in tests/cases.py"
+    for name, specs in SPECS.items():
+        assert {thinwire.compressor(spec).name for spec in specs} == {name}
+
+
+def test_sent_plus_kept_is_what_came_in(table: list[Case]) -> None:
+    """The residual is what came in less what was sent, with no more than the rounding of that subtraction."""
+    for case in table:
+        if case.after is None:
+            continue
+        assert torch.equal(case.after, case.came_in - case.sent), f"{case}: kept is not came in - sent"
+        if sends_exactly(case.compressor, case.tensor.dtype):
+            assert torch.equal(case.sent + case.after, case.came_in), f"{case}: sent + kept is not what came in"
+
+
+def test_nothing_is_sent_that_was_not_there(table: list[Case]) -> None:
+    """Compression contracts: less is kept than came in. Otherwise error feedback would diverge."""
+    for case in table:
+        if case.after is None or "stochastic" in str(case) or beyond_float32(case):
+            continue
+        size = case.came_in.abs().amax().to(torch.float64) if len(case.came_in) else 1.0
+        kept, came = ((x.to(torch.float64) / size).square().sum() for x in (case.after, case.came_in))
+        limit = 1.0
+        if isinstance(case.compressor, thinwire.TopK) and case.compressor.bits == 32:
+            limit = 1 - float(case.compressor.ratio)
+        assert size == 0 or kept <= came * limit + 1e-6, f"{case}: kept {kept:.4g} of {came:.4g}"
+
+
+def test_quantisation_error_is_below_one_step(table: list[Case]) -> None:
+    """Even levels: half a step to the nearest, one step if drawn; 2**-7 of the largest for a scale cut to bfloat16."""
+    for case in table:
+        layout = case.ct.layout
+        if case.after is None or not isinstance(layout, QuantizeLayout) or layout.bits <= 2:
+            continue
+        if case.kind == "denormals" or beyond_float32(case):
+            continue  # below the smallest scale, or above the largest
+        step = 1 / ((1 << layout.bits - 1) - 1)
+        share = step * 1.01 if layout.stochastic else step / 2 + 2**-7
+        for values, error in zip(case.came_in.split(layout.block), case.after.split(layout.block), strict=True):
+            worst, allowed = error.abs().amax(), values.abs().amax() * share
+            assert worst <= allowed, f"{case}: off by {worst:.4g}, expected {allowed:.4g}"
+
+
+def test_payload_has_the_promised_size(table: list[Case]) -> None:
+    for case in table:
+        numel, dtype = case.tensor.numel(), case.tensor.dtype
+        promised = case.compressor.nbytes(numel, dtype)
+        assert (case.ct.nbytes, case.ct.payload.numel()) == (promised, promised), f"{case}"
+        assert promised <= numel * dtype.itemsize, f"{case}: {promised} bytes is more than dense"
+        assert case.ct.payload.dtype == torch.uint8
+
+
+def test_which_backend_ran_is_recorded(table: list[Case], ran: str) -> None:
+    for case in table:
+        assert case.ct.kernels == ran, f"{case}: recorded {case.ct.kernels}"
+    assert table[0].compressor.stats.kernels == {ran: len(table)}
+
+
+def test_frame_round_trip(table: list[Case]) -> None:
+    for case in table:
+        data = case.ct.to_bytes()
+        read = CompressedTensor.from_bytes(data)
+        assert read.to_bytes() == data, f"{case}: packs to other bytes"
+        spec = thinwire.format_spec(case.compressor)
+        assert len(data) == case.ct.nbytes + frame.HEADER_BYTES + len(spec), f"{case}: {len(data)} bytes"
+        assert (read.compressor, read.numel, read.dtype) == (case.compressor, case.ct.numel, case.ct.dtype), f"{case}"
+        assert read.finite, f"{case}: said not to be finite"
+        assert read.kernels == "frame"
+        assert bytes_of(read.payload) == bytes_of(case.ct.payload), f"{case}: another payload"
+
+
+def test_finite_in_finite_out(table: list[Case]) -> None:
+    for case in table:
+        assert case.ct.finite, f"{case}: said not to be finite"
+        decoded = case.ct.decompress()
+        assert (decoded.dtype, decoded.shape) == (case.tensor.dtype, (case.tensor.numel(),)), f"{case}"
+        assert bool(decoded.isfinite().all()), f"{case}: decodes to NaN or Inf"
+        if case.after is None or (case.kind == "huge" and "bits=1,rounding=stochastic" in str(case)):
+            continue  # one drawn bit may be off by twice the largest value, and is not meant for a residual
+        assert bool(case.after.isfinite().all()), f"{case}: residual of NaN or Inf"
+
+
+def test_decompress_into_any_dtype(table: list[Case]) -> None:
+    """What was sent, in the arithmetic of the dtype that is written, rounded to it."""
+    for case in table:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            if case.tensor.numel() > 5000 or case.kind == "huge":
+                continue
+            decoded = case.ct.decompress(torch.empty(case.tensor.shape, dtype=dtype))
+            expected = case.sent.to(residual_dtype(dtype)).to(dtype)
+            assert torch.equal(decoded, expected), f"{case}: into {dtype}"
+
+
+def test_accumulate_adds_weighted(table: list[Case]) -> None:
+    """out + weight * decompress, in float32 (float64 for float64), rounded to the dtype of out."""
+    for case in table:
+        if case.before is None or case.tensor.numel() > 5000 or case.kind == "huge":
+            continue
+        for dtype in {case.tensor.dtype, torch.float32}:
+            arithmetic = residual_dtype(dtype)
+            for weight in (1.0, -1.0, 0.5, 1 / 3):
+                out = case.before.to(dtype, copy=True)
+                expected = (out.to(arithmetic) + case.sent.to(arithmetic) * weight).to(dtype)
+                returned = case.compressor.accumulate(case.ct, out, weight)
+                assert returned is out
+                assert torch.equal(out, expected), f"{case}: weight {weight} into {dtype}"
+
+
+def test_payload_is_written_whole_and_nothing_else(table: list[Case]) -> None:
+    """No byte of old memory is sent, at any address, and the caller's tensor is only read."""
+    for index, case in enumerate(table):
+        if case.tensor.numel() > 5000 or isinstance(case.ct.layout, DenseLayout) != (index % 5 == 0):
+            continue
+        expected, tensor = bytes_of(case.ct.payload), case.tensor.clone()
+        with guarded(case.ct.nbytes, torch.uint8, offset=index % 8) as out:
+            residual = None if case.before is None else case.before.clone()
+            ct = case.compressor.compress(tensor, residual, key=KEY, out=out)
+            assert ct.payload is out
+            assert bytes_of(out) == expected, f"{case}: other bytes at another address"
+            assert same_bits(ct.decompress(torch.empty_like(case.sent)), case.sent), f"{case}: misread from there"
+        assert same_bits(tensor, case.tensor), f"{case}: the tensor was written"
