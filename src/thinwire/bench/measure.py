@@ -5,7 +5,6 @@ measured in turns: a few repetitions of one, a few of the other, and so on. Medi
 """
 
 import ctypes
-import gc
 import os
 import sys
 import time
@@ -73,7 +72,6 @@ def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
     job()
-    gc.collect()
     measure = _peak_on_cuda if device.type == "cuda" else _peak_on_linux
     return int(median(measure(job, device) for _ in range(trials)))
 

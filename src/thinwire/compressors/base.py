@@ -70,8 +70,8 @@ class Compressor(ABC):
         """Send the best of tensor + residual, and keep the rest in `residual`, in place.
 
         tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
-        residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: what is not sent is lost.
-        key       what the draw depends on, for compressors that draw: give the step number, or a mix of step and tensor.
+        residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
+        key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
         out       uint8 buffer of `nbytes` for the payload, else a new one.
 
         If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and

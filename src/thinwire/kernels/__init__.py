@@ -4,7 +4,7 @@ Each backend has one kernel module per layout, with the same three functions:
 
     encode(tensor, residual, layout, key, payload) -> bool      payload <- C(tensor + residual); False if not finite
     commit(tensor, residual, layout, key, payload) -> None      residual <- tensor + residual - decode(payload)
-    decode(payloads, layout, key, out, weight, add) -> None     out <- (out if add else 0) + weight * each payload in order
+    decode(payloads, layout, key, out, weight, add) -> None     out <- (out if add else 0) + weight * each payload
 
 `encode` only reads, so that a caller who learns of a NaN anywhere, on this rank or another, has lost nothing. An input
 with a NaN or Inf, or a sum that overflows, makes the *mark*: a payload in which every stored float is NaN.

@@ -23,7 +23,7 @@ BLOCKS_PER_RECORD = 16
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, and so of the residual, for tensors of `dtype`: float64 for float64, else float32."""
+    """The dtype of the arithmetic, and so of the residual: float64 for float64 tensors, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 def _parts(rows: int, entries: int, nbytes: int, limit: int) -> Iterator[Part]:
-    """Cut `rows` records of `entries` entries and `nbytes` bytes each into runs of at most `limit` entries, or one record."""
+    """Cut `rows` records of this many entries and bytes each into runs of at most `limit` entries, or one record."""
     at_once = max(1, limit // entries)
     for first in range(0, rows, at_once):
         stop = min(first + at_once, rows)

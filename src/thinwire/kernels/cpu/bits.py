@@ -78,7 +78,7 @@ def pack_low_bits(values: Any, width: int, out: Any) -> None:
 
 
 @kernel
-def read_field(data: Any, at: int, offset: int, width: int) -> int:
+def read_field(data: Any, at: int, offset: int, width: int) -> Any:
     """`width` bits from bit `offset` behind byte `at`; touches only the bytes that hold them."""
     byte, shift = at + (offset >> 3), offset & 7
     value = np.int64(data[byte]) >> shift if width > 0 else 0

@@ -18,7 +18,8 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from ..reference.numbers import FLOAT32_MAX, SMALLEST_SCALE
+from ..reference.numbers import FLOAT32_MAX as FLOAT32_MAX
+from ..reference.numbers import SMALLEST_SCALE
 
 
 def _sources_digest() -> str:
@@ -32,7 +33,7 @@ _DIGEST = _sources_digest()
 def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         # No bounds checks: the kernels check what comes from outside.
-        dispatcher = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
+        dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
         # Numba calls a cached kernel fresh while its own file is unchanged, but kernels inline functions of other
         # files: any change in this folder must compile all of them anew.
         dispatcher._cache._cache_file._source_stamp = _DIGEST
@@ -45,6 +46,8 @@ def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
 kernel = _compiled(set())
 # The order of a sum is free where it is only rounded to bfloat16 afterwards.
 summing_kernel = _compiled({"reassoc"})
+
+_intrinsic: Any = intrinsic  # its callers leave out the first argument, which its type does not know
 
 _VIEWS = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
 
@@ -123,7 +126,7 @@ INFINITY_BITS = {4: 0x7F800000, 8: 0x7FF0000000000000}
 """`magnitude_bits` of infinity, by the width of the float; everything finite is below."""
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
     """Bit i says whether values[start + i] >= threshold, for i in 0..63: four compares and no branch with AVX-512."""
     signature = types.uint64(values, types.intp, values.dtype)
@@ -142,7 +145,7 @@ def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
     return signature, generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def lowest_one(context: Any, mask: Any) -> Any:
     """The place of the lowest set bit."""
 
@@ -152,7 +155,7 @@ def lowest_one(context: Any, mask: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def count_ones(context: Any, mask: Any) -> Any:
     """How many bits are set."""
 
@@ -162,22 +165,30 @@ def count_ones(context: Any, mask: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
-def prefetch(context: Any, values: Any, index: Any) -> Any:
-    """Ask for values[index] to be in the cache soon, to be written."""
+CACHE_LINE = 64
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), byte_pointer)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte_pointer], ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
-        )
-        for_writing, keep, data_cache = (ir.Constant(int32, value) for value in (1, 3, 1))
-        builder.call(function, [address, for_writing, keep, data_cache])
-        return context.get_dummy_value()
 
-    return types.void(values, types.intp), generate
+def _prefetcher(for_writing: bool, level: int) -> Any:
+    @_intrinsic
+    def prefetch(context: Any, values: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            array = context.make_array(signature.args[0])(context, builder, arguments[0])
+            byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+            address = builder.bitcast(builder.gep(array.data, [arguments[1]]), byte_pointer)
+            function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], function_type)
+            # locality 3 is the first-level cache, 2 the second; the last number says data, not instructions
+            builder.call(function, [address, *(ir.Constant(int32, n) for n in (int(for_writing), 4 - level, 1))])
+            return context.get_dummy_value()
+
+        return types.void(values, types.intp), generate
+
+    return prefetch
+
+
+# Ask for values[index] without waiting for it: to change it in a moment, or to read it after a few thousand others.
+prefetch_now = _prefetcher(for_writing=True, level=1)
+prefetch_soon = _prefetcher(for_writing=False, level=2)
 
 
 @kernel

@@ -27,6 +27,7 @@ from .jit import (
     widen,
     write_bfloat16,
 )
+from .selection import total_at
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
@@ -136,8 +137,8 @@ def encode_records(
     return True
 
 
-# From here on loops take an array and where to start instead of a slice: a block is so short that the reference count of
-# a slice would cost more than its arithmetic. An unsigned index saves the test for "counted from the end".
+# From here on loops take an array and where to start instead of a slice: a block is so short that keeping count of the
+# references to a slice would cost as much as its arithmetic. An unsigned index saves the test for "from the end".
 
 
 @kernel
@@ -145,10 +146,7 @@ def add_block(g: Any, r: Any, first: int, size: int, total: Any) -> Any:
     """total <- g + r; returns the largest magnitude, as `magnitude_bits`."""
     largest = magnitude_bits(total.dtype.type(0))
     for i in range(size):
-        if r is None:
-            value = widen(g[np.uintp(first + i)])
-        else:
-            value = widen(g[np.uintp(first + i)]) + r[np.uintp(first + i)]
+        value = total_at(g, r, np.uintp(first + i))
         total[i] = value
         largest = max(largest, magnitude_bits(value))
     return largest

@@ -1,4 +1,4 @@
-"""One TopK record: k positions and values to bytes, and back (`TopKRecord` has the layout: 84 bytes for 64 of 4,096)."""
+"""One TopK record: k positions and values to bytes, and back (`TopKRecord`; 84 bytes for 64 of 4,096)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .jit import (
     from_bfloat16,
     kernel,
     lowest_one,
-    prefetch,
+    prefetch_now,
     read_bfloat16,
     summing_kernel,
     write_bfloat16,
@@ -78,9 +78,9 @@ def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
 @kernel
 def extremes(values: Any) -> Any:
     """The smallest and the largest magnitude, as far as float32 goes."""
-    smallest, biggest = np.float64(np.inf), 0.0
+    smallest, biggest = np.float64(np.inf), np.float64(0)
     for j in range(values.size):
-        magnitude = min(np.float64(abs(values[j])), FLOAT32_MAX)
+        magnitude = np.float64(min(abs(values[j]), FLOAT32_MAX))
         smallest, biggest = min(smallest, magnitude), max(biggest, magnitude)
     return smallest, biggest
 
@@ -138,7 +138,7 @@ def read_record(
                 value = -value if code > index_mask else value
             j += 1
             if position < out.size:
-                prefetch(out, position)
+                prefetch_now(out, position)
                 positions[count] = position
                 values[count] = value
                 count += 1

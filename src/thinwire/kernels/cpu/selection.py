@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .jit import kernel, lowest_one, magnitude_bits, mask64, widen
+from .jit import CACHE_LINE, kernel, lowest_one, magnitude_bits, mask64, prefetch_soon, widen
 
 CROWD = 8
 """Up to this many times k candidates are cheaper to search than the chunk."""
 
 
 @kernel
-def total_at(g: Any, r: Any, i: int) -> Any:
+def total_at(g: Any, r: Any, i: Any) -> Any:
     """Entry i of tensor + residual."""
     if r is None:
         return widen(g[i])
@@ -27,14 +27,11 @@ def total_at(g: Any, r: Any, i: int) -> Any:
 
 
 @kernel
-def fill_magnitudes(g: Any, r: Any, guess: Any, magnitudes: Any) -> int:
-    """Write the magnitudes of g + r, and count those that reach the guess."""
+def fill_magnitudes(g: Any, r: Any, start: int, size: int, guess: Any, magnitudes: Any) -> Any:
+    """Write the magnitudes of `size` entries of g + r from `start` on, and count those that reach the guess."""
     count = np.int32(0)
-    for i in range(g.size):
-        if r is None:
-            bits = magnitude_bits(widen(g[i]))
-        else:
-            bits = magnitude_bits(widen(g[i]) + r[i])
+    for i in range(size):
+        bits = magnitude_bits(total_at(g, r, np.uintp(start + i)))
         magnitudes[i] = bits
         count = np.int32(count + np.int32(bits >= guess))
     return count
@@ -77,10 +74,17 @@ def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
 
 
 @kernel
-def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any) -> int:
-    """Positions and magnitudes of all that reach the threshold, in rising order. Reads whole groups of 64."""
+def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any, g: Any, r: Any, ahead: int) -> int:
+    """Positions and magnitudes of all that reach the threshold, in rising order. Reads whole groups of 64.
+
+    On the way it asks for the entries of g and r from `ahead` on, where the next chunk begins: the memory works while
+    this chunk is computed. A request beyond the end does nothing.
+    """
     count = 0
     for start in range(0, magnitudes.size, 64):
+        fetch64(g, ahead + start)
+        if r is not None:
+            fetch64(r, ahead + start)
         mask = mask64(magnitudes, start, threshold)
         while mask != np.uint64(0):
             i = start + lowest_one(mask)
@@ -89,6 +93,12 @@ def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any) -> int:
             found[count] = magnitudes[i]
             count += 1
     return count
+
+
+@kernel
+def fetch64(array: Any, start: int) -> None:
+    for i in range(start, start + 64, CACHE_LINE // array.itemsize):
+        prefetch_soon(array, i)
 
 
 @kernel
@@ -108,10 +118,13 @@ def keep_k(k: int, threshold: Any, positions: Any, found: Any, count: int) -> No
 
 
 @kernel
-def select(magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, found: Any) -> None:
+def select(
+    magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, found: Any, g: Any, r: Any, ahead: int
+) -> None:
     """Put the k largest into positions[:k], rising, and their magnitudes into found[:k].
 
-    `reached` magnitudes reach `guess`; their array is filled up with -1 to a multiple of 64.
+    `reached` magnitudes reach `guess`; their array is filled up with -1 to a multiple of 64. For g, r and ahead see
+    `collect`.
     """
     if reached < k:
         threshold = kth_largest(magnitudes, k, 0, guess)
@@ -119,7 +132,7 @@ def select(magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, fo
         threshold = kth_largest(magnitudes, k, guess, np.int64(largest(magnitudes)) + 1)
     else:
         threshold = guess
-    count = collect(magnitudes, threshold, positions, found)
+    count = collect(magnitudes, threshold, positions, found, g, r, ahead)
     if count > k:
         candidates = found[:count]
         threshold = kth_largest(candidates, k, threshold, np.int64(largest(candidates)) + 1)

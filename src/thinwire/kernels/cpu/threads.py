@@ -5,9 +5,9 @@ once, as overlapping buckets do, and their thread count is a setting of its own 
 """
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,13 +34,16 @@ def shares(items: int, entries_per_item: int = 1) -> list[tuple[int, int]]:
     return [(items * i // count, items * (i + 1) // count) for i in range(count)]
 
 
-def run(function: Callable[[int, int], T], ranges: list[tuple[int, int]]) -> list[T]:
-    """function(start, stop) for every range, each in a thread of its own; the results in order."""
+def run(function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+    """function(*each) for every tuple of arguments, each in a thread of its own; the results in order."""
     global _pool
-    if len(ranges) == 1:
-        return [function(*ranges[0])]
+    if len(arguments) == 1:
+        return [function(*arguments[0])]
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="thinwire")
-    others = [_pool.submit(function, *each) for each in ranges[1:]]
-    first = function(*ranges[0])
+    others = [_pool.submit(function, *each) for each in arguments[1:]]
+    try:
+        first = function(*arguments[0])
+    finally:
+        wait(others)  # they write into the caller's memory, so they must have ended when this returns
     return [first, *(other.result() for other in others)]

@@ -52,7 +52,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, paylo
             residual.add_(tensor)
             topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
         else:
-            _decode_part(payloads, part.nbytes.start, record, g[part.entries], -1.0, True, r[part.entries])
+            _decode_part(payloads, part.nbytes.start, record, g[part.entries], -1.0, False, r[part.entries])
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -68,12 +68,14 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
 
 
 def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight: float, add: bool, out: Any) -> None:
-    bitmap = record.nbytes - record.high_at
+    bitmap, factor = record.nbytes - record.high_at, out.dtype.type(weight)
 
     def share(first: int, last: int) -> None:
-        entries = slice(first * record.n, last * record.n)
-        g_share = None if g is None else g[entries]
-        decode_chunks(payloads, offset + first * record.nbytes, record, bitmap, g_share, weight, add, out[entries])
+        entries, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
+        if add:
+            add_chunks(payloads, start, record, bitmap, factor, out[entries])
+        else:
+            start_chunks(payloads, start, record, bitmap, None if g is None else g[entries], factor, out[entries])
 
     threads.run(share, threads.shares(out.size // record.n, record.n))
 
@@ -93,11 +95,8 @@ def encode_chunks(
     guess = magnitudes.dtype.type(infinity - 1)
     for row in range(g.size // n):
         start = row * n
-        if r is None:
-            reached = fill_magnitudes(g[start : start + n], None, guess, magnitudes)
-        else:
-            reached = fill_magnitudes(g[start : start + n], r[start : start + n], guess, magnitudes)
-        select(magnitudes, k, guess, reached, positions, found)
+        reached = fill_magnitudes(g, r, start, n, guess, magnitudes)
+        select(magnitudes, k, guess, reached, positions, found, g, r, start + n)
         if largest(found[:k]) >= infinity:
             return False
         for j in range(k):
@@ -108,29 +107,37 @@ def encode_chunks(
 
 
 @kernel
-def decode_chunks(
-    payloads: Any, offset: int, record: Any, bitmap: int, g: Any, weight: float, add: bool, out: Any
-) -> None:
-    """out <- (out + g, or out, or 0) + weight * each payload, chunk after chunk, while the chunk is in the cache."""
+def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, weight: Any, out: Any) -> None:
+    """out <- (out + g, or 0 if there is no g) + weight * each payload, chunk after chunk in the first-level cache."""
     n = record.n
-    factor = out.dtype.type(weight)
-    positions, values = np.empty((2, record.k), np.int64), np.empty((2, record.k), np.float32)
-    waiting, waiting_chunk = 0, out
-    turn = 0
+    positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
     for row in range(out.size // n):
         chunk = out[row * n : (row + 1) * n]
-        if g is not None:
-            g_chunk = g[row * n : (row + 1) * n]
-            for i in range(n):
-                chunk[i] += widen(g_chunk[i])
-        elif not add:
+        if g is None:
             chunk[:] = 0
+        else:
+            for i in range(n):
+                chunk[i] += widen(g[np.uintp(row * n + i)])
+        start = offset + row * record.nbytes
+        for p in range(payloads.shape[0]):
+            data = payloads[p][start : start + record.nbytes]
+            count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
+            add_entries(positions, values, count, weight, chunk)
+
+
+@kernel
+def add_chunks(payloads: Any, offset: int, record: Any, bitmap: int, weight: Any, out: Any) -> None:
+    """out += weight * each payload. One record is read while the entries of the last one come from the memory."""
+    n = record.n
+    positions, values = np.empty((2, record.k), np.int64), np.empty((2, record.k), np.float32)
+    waiting, waiting_chunk, turn = 0, out, 0
+    for row in range(out.size // n):
+        chunk = out[row * n : (row + 1) * n]
         start = offset + row * record.nbytes
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions[turn], values[turn], chunk)
-            # Add what was read the time before: by now its entries have arrived in the cache.
             turn = 1 - turn
-            add_entries(positions[turn], values[turn], waiting, factor, waiting_chunk)
+            add_entries(positions[turn], values[turn], waiting, weight, waiting_chunk)
             waiting, waiting_chunk = count, chunk
-    add_entries(positions[1 - turn], values[1 - turn], waiting, factor, waiting_chunk)
+    add_entries(positions[1 - turn], values[1 - turn], waiting, weight, waiting_chunk)

@@ -5,7 +5,8 @@ bits found so far; the sum of the counts tells which value the k-th largest has.
 float64. The counts per thread then say where each thread writes its entries, and how many of the ties it may take.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,72 +26,77 @@ PIECE = 32
 """Bytes of the bitmap at a time when a record is read: up to 256 entries wait for the memory."""
 
 
+class Selection(NamedTuple):
+    """The k-th largest magnitude; per share, how many entries lie above it and how many on it are taken."""
+
+    threshold: int
+    above: list[int]
+    ties: list[int]
+
+
 def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
     """One record for the whole tensor; False if it is not finite."""
     ranges = threads.shares(g.size)
-
-    def part(array: Any, start: int, stop: int) -> Any:
-        return None if array is None else array[start:stop]
-
-    above = [0] * len(ranges)
-    ties = above
-    prefix, wanted = 0, record.k
-    for shift, bits in DIGITS[width]:
-
-        def count(start: int, stop: int, shift: int = shift, bits: int = bits, prefix: int = prefix) -> Any:
-            counts = np.zeros(1 << bits, np.int64)
-            count_digits(part(g, start, stop), part(r, start, stop), shift, bits, prefix, counts)
-            return counts
-
-        counts = threads.run(count, ranges)
-        if prefix == 0 and any(
-            c[INFINITY_BITS[width] >> shift :].any() for c in counts if shift == DIGITS[width][0][0]
-        ):
-            return False
-        at_or_above = np.cumsum(sum(counts)[::-1])[::-1]
-        digit = int(np.flatnonzero(at_or_above >= wanted)[-1])
-        wanted -= int(at_or_above[digit + 1]) if digit + 1 < at_or_above.size else 0
-        above = [a + int(c[digit + 1 :].sum()) for a, c in zip(above, counts, strict=True)]
-        ties = [int(c[digit]) for c in counts]
-        prefix = prefix << bits | digit
-    # `wanted` of the entries that equal the threshold are taken: the first ones, so each thread knows how many are its.
-    quotas = [min(t, max(0, wanted - sum(ties[:i]))) for i, t in enumerate(ties)]
-    sizes = [a + q for a, q in zip(above, quotas, strict=True)]
+    shares = [(g[start:stop], None if r is None else r[start:stop]) for start, stop in ranges]
+    selection = find_threshold(shares, record.k, width)
+    if selection is None:
+        return False
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, f"f{width}")
+    ends = np.cumsum(selection.above) + np.cumsum(selection.ties)
 
-    def gather(index: int, _: int) -> None:
-        start, stop = ranges[index]
-        mine = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+    def gather(i: int) -> None:
+        mine = slice(ends[i] - selection.above[i] - selection.ties[i], ends[i])
         buffer = np.full(STRIDE, -1, f"i{width}")
         gather_chosen(
-            part(g, start, stop),
-            part(r, start, stop),
-            prefix,
-            quotas[index],
-            start,
-            buffer,
-            positions[mine],
-            values[mine],
+            *shares[i], selection.threshold, selection.ties[i], ranges[i][0], buffer, positions[mine], values[mine]
         )
 
-    threads.run(gather, [(i, i + 1) for i in range(len(ranges))])
+    threads.run(gather, [(i,) for i in range(len(shares))])
     write_record(positions, values, record, np.empty(record.k, np.int32), out)
     return True
 
 
+def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selection | None:
+    """None if an entry is not finite."""
+    above, on_it = [0] * len(shares), [0] * len(shares)
+    threshold, wanted = 0, k
+    for shift, bits in DIGITS[width]:
+        counts = threads.run(functools.partial(digit_counts, shift, bits, threshold), shares)
+        # How many magnitudes have this digit or a higher one.
+        reached = np.cumsum(sum(counts)[::-1])[::-1]
+        if (shift, bits) == DIGITS[width][0] and reached[INFINITY_BITS[width] >> shift]:
+            return None
+        digit = int(np.flatnonzero(reached >= wanted)[-1])
+        wanted -= int(reached[digit + 1]) if digit + 1 < reached.size else 0
+        above = [a + int(c[digit + 1 :].sum()) for a, c in zip(above, counts, strict=True)]
+        on_it = [int(c[digit]) for c in counts]
+        threshold = threshold << bits | digit
+    # The first `wanted` of those on the threshold are taken, whichever share they are in.
+    before = np.cumsum([0, *on_it[:-1]]).tolist()
+    ties = [min(there, max(0, wanted - earlier)) for there, earlier in zip(on_it, before, strict=True)]
+    return Selection(threshold, above, ties)
+
+
+def digit_counts(shift: int, bits: int, prefix: int, g: Any, r: Any) -> Any:
+    counts = np.zeros(1 << bits, np.int64)
+    count_digits(g, r, shift, bits, prefix, counts)
+    return counts
+
+
 def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: Any) -> None:
-    """out += weight * each payload. The bitmap is cut into one piece per thread; each finds its rank by counting ones."""
-    factor = out.dtype.type(weight)
+    """out += weight * each payload. The bitmap is cut into a piece per thread; counting ones gives each its rank."""
     for payload in payloads:
         data = payload[offset : offset + record.nbytes]
         ranges = threads.shares(record.nbytes - record.high_at, 8)
-        ones = threads.run(lambda a, b: count_bitmap(data, record.high_at + a, record.high_at + b), ranges)  # noqa: B023
-        ranks = dict(zip(ranges, np.cumsum([0, *ones[:-1]]).tolist(), strict=True))
-
-        def share(start: int, stop: int, data: Any = data, ranks: dict[tuple[int, int], int] = ranks) -> None:
-            add_pieces(data, record, start, stop, ranks[start, stop], factor, out)
-
-        threads.run(share, ranges)
+        ones = threads.run(
+            count_bitmap, [(data, record.high_at + start, record.high_at + stop) for start, stop in ranges]
+        )
+        ranks = np.cumsum([0, *ones[:-1]]).tolist()
+        pieces = [
+            (data, record, start, stop, rank, out.dtype.type(weight), out)
+            for (start, stop), rank in zip(ranges, ranks, strict=True)
+        ]
+        threads.run(add_pieces, pieces)
 
 
 @kernel
@@ -112,12 +118,9 @@ def gather_chosen(
     kept = 0
     for start in range(0, g.size, buffer.size):
         stop = min(start + buffer.size, g.size)
-        if r is None:
-            fill_magnitudes(g[start:stop], None, buffer.dtype.type(threshold), buffer)
-        else:
-            fill_magnitudes(g[start:stop], r[start:stop], buffer.dtype.type(threshold), buffer)
+        fill_magnitudes(g, r, start, stop - start, buffer.dtype.type(threshold), buffer)
         buffer[stop - start :] = -1
-        for j in range(collect(buffer, buffer.dtype.type(threshold), places, found)):
+        for j in range(collect(buffer, buffer.dtype.type(threshold), places, found, g, r, stop)):
             if found[j] == threshold:
                 ties -= 1
                 if ties < 0:
