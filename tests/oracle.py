@@ -44,8 +44,7 @@ def largest(magnitudes: Tensor, k: int) -> list[int]:
 def topk_positions(came_in: Tensor, layout: TopKLayout) -> list[int]:
     """Where the kept entries of the whole tensor are, chunk by chunk."""
     found: list[int] = []
-    for start in range(0, layout.numel, layout.record.n):
-        part = came_in[start : start + layout.record.n].abs()
+    for start, part in zip(range(0, layout.numel, layout.record.n), came_in.abs().split(layout.record.n), strict=True):
         record = layout.record if len(part) == layout.record.n else layout.tail
         assert record is not None
         found += [start + position for position in largest(part, record.k)]

@@ -5,63 +5,12 @@ import pytest
 import torch
 
 import thinwire
-from cases import ALL_SPECS, BACKENDS, DTYPES, INPUTS, KEY, SIZES, Case, make_input, rows
-from oracle import Record, bytes_of, read_quantize, read_topk, same_bits, scale_values, topk_positions
-from thinwire import CompressedTensor, kernels
-from thinwire.kernels.layout import DenseLayout, QuantizeLayout, TopKLayout
+from cases import ALL_SPECS, BACKENDS, DTYPES, KEY, make_input, rows
+from oracle import bytes_of, read_quantize, same_bits, scale_values
+from thinwire import kernels
+from thinwire.kernels.layout import DenseLayout
 
-TOPK = [spec for spec in ALL_SPECS if spec.startswith("topk")]
 OTHERS = [name for name in BACKENDS if name != "reference"]
-
-
-def compress(spec: str, backend: str, sizes: tuple[int, ...] = SIZES) -> list[Case]:
-    with kernels.force(backend):
-        return list(rows(spec, backend, sizes))
-
-
-def records(ct: CompressedTensor) -> list[Record]:
-    layout = ct.layout
-    if isinstance(layout, TopKLayout):
-        return read_topk(ct.payload, layout)
-    return read_quantize(ct.payload, layout) if isinstance(layout, QuantizeLayout) else []
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", TOPK)
-def test_positions_are_those_of_a_stable_sort(spec: str, backend: str) -> None:
-    """The k largest of each chunk, ties to the lowest position, whatever the kernel does to find them."""
-    checked = 0
-    for case in compress(spec, backend):
-        if not isinstance(case.ct.layout, TopKLayout):
-            continue
-        found = np.concatenate([record.positions.reshape(-1) for record in records(case.ct)])
-        assert found.tolist() == topk_positions(case.came_in, case.ct.layout), f"{case}: other positions"
-        at = torch.from_numpy(found)
-        assert not case.sent.index_fill(0, at, 0).any(), f"{case}: decodes to something at another position"
-        if case.compressor.bits == 32:
-            expected = case.came_in[at].clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
-            assert torch.equal(case.sent[at], expected.to(torch.float32).to(expected.dtype)), f"{case}: other values"
-        checked += 1
-    assert checked, f"{spec}: every row was sent dense, so nothing was checked"
-
-
-@pytest.mark.parametrize("spec", ALL_SPECS)
-@pytest.mark.parametrize("backend", OTHERS)
-def test_payloads_agree(spec: str, backend: str) -> None:
-    """Same positions; scales within one unit in the last place; the same codes where the scales are the same."""
-    for case, reference in zip(compress(spec, backend), compress(spec, "reference"), strict=True):
-        assert case.ct.nbytes == reference.ct.nbytes
-        if not isinstance(case.ct.layout, TopKLayout | QuantizeLayout):
-            assert bytes_of(case.ct.payload) == bytes_of(reference.ct.payload), f"{case}: other bytes"
-        for mine, theirs in zip(records(case.ct), records(reference.ct), strict=True):
-            assert np.array_equal(mine.positions, theirs.positions), f"{case}: other positions"
-            if mine.scales is None or theirs.scales is None:
-                assert np.array_equal(mine.codes, theirs.codes), f"{case}: other float32 values"
-                continue
-            off = np.abs(mine.scales - theirs.scales)
-            assert off.max() <= 1, f"{case}: a scale is off by {off.max()} units in the last place"
-            same = (off == 0).all(axis=1)
-            assert np.array_equal(mine.codes[same], theirs.codes[same]), f"{case}: other codes at the same scales"
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS)
@@ -71,12 +20,12 @@ def test_decoding_agrees_to_the_last_bit(spec: str, backend: str) -> None:
     compressor = thinwire.compressor(spec)
     for dtype in DTYPES:
         for numel in (1, 4097, 100_003):
-            for kind in INPUTS:
+            for kind in ("ties", "denormals", "huge", "normal"):
                 tensor, residual = make_input(kind, numel, dtype)
                 with kernels.force("reference"):
                     ct = compressor.compress(tensor, residual.clone(), key=KEY)
                 for out in DTYPES if numel < 5000 else (dtype,):
-                    for weight in (None, 1.0, -0.5, 1 / 3):
+                    for weight in (None, 1 / 3) if numel > 1 else (None, 1.0, -0.5, 1 / 3):
                         results = []
                         for name in ("reference", backend):
                             with kernels.force(name):
@@ -110,14 +59,31 @@ def test_several_payloads_add_up_in_their_order(spec: str, backend: str) -> None
 @pytest.mark.parametrize("spec", [spec for spec in ALL_SPECS if spec.startswith("quantize")])
 def test_levels_are_what_the_format_says(spec: str, backend: str) -> None:
     """Values computed from the bytes by hand: sign times index times scale; of 1 bit the sign times the scale."""
-    for case in compress(spec, backend, (1, 4095, 4097)):
+    for case in rows(spec, backend, (1, 4095, 4097)):
         layout, decoded = case.ct.layout, []
         if isinstance(layout, DenseLayout):
             continue
-        for record in records(case.ct):
+        for record in read_quantize(case.ct.payload, layout):
             codes = record.codes.reshape(-1)
             scales = scale_values(record.scales).reshape(-1).repeat(layout.block)[: len(codes)]
             index = codes & ((1 << layout.bits - 1) - 1) if layout.bits > 1 else 1
             decoded.append(np.where(codes >> layout.bits - 1, -1, 1) * (index * scales).astype(np.float32))
         expected = torch.from_numpy(np.concatenate(decoded)).to(case.sent.dtype)
         assert torch.equal(case.sent, expected), f"{case}"
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_a_payload_may_lie_at_any_address(spec: str, backend: str) -> None:
+    """As in the middle of a received message: neither its memory nor its place in it need be aligned."""
+    compressor = thinwire.compressor(spec)
+    for dtype in DTYPES:
+        tensor, _ = make_input("normal", 4097, dtype)
+        expected = compressor.compress(tensor, key=KEY)
+        raw = bytearray(expected.nbytes + 16)
+        for base, offset in ((1, 0), (1, 3), (2, 2), (3, 1), (4, 4), (1, 7), (5, 3), (0, 1)):
+            out = torch.frombuffer(raw, dtype=torch.uint8, offset=base)[offset : offset + expected.nbytes]
+            ct = compressor.compress(tensor, key=KEY, out=out)
+            what = f"{spec}, {dtype}, base {base}, offset {offset}, {backend}"
+            assert ct.finite, what
+            assert bytes_of(ct.payload) == bytes_of(expected.payload), what
+            assert same_bits(ct.decompress(), expected.decompress()), what

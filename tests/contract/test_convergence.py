@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import thinwire
-from cases import ALL_SPECS, density
+from cases import ALL_SPECS, SPECS, density
 
 NUMEL = 768
+SLOWLY = {specs[at] for specs in SPECS.values() for at in (0, len(specs) // 2, -1)}
+"""What the reference descends with too: the same arithmetic many times slower."""
 
 
 def descend(compressor: thinwire.Compressor, *, feedback: bool, steps: int, rate: float) -> float:
@@ -27,6 +29,8 @@ def test_quadratic_converges(spec: str, backend: str) -> None:
 
     The longer an entry waits for its turn, the smaller the steps must be, and the more of them.
     """
+    if backend == "reference" and spec not in SLOWLY:
+        return
     compressor = thinwire.compressor(spec)
     wait = float(1 / density(compressor))
     rate = min(0.05, 0.3 / wait if compressor.name == "randomk" else 0.3 / wait**0.75)

@@ -25,6 +25,15 @@ def test_same_seed_and_key_same_bytes(spec: str, backend: str) -> None:
     assert len({draw(spec, KEY), *others}) == 6, f"{spec}: keys share their draws"
 
 
+@pytest.mark.parametrize("spec", DRAWING)
+def test_a_key_is_a_whole_number_of_any_kind(spec: str, backend: str) -> None:
+    """Step counters come from NumPy and torch too; what is not a whole number is refused."""
+    assert draw(spec, np.int64(KEY)) == draw(spec, torch.tensor(KEY)) == draw(spec, KEY)
+    for key in (1.5, "1", torch.tensor(1.5)):
+        with pytest.raises((TypeError, ValueError)):
+            draw(spec, key)
+
+
 @pytest.mark.parametrize("spec", UNSEEDED)
 def test_other_seed_other_bytes(spec: str, backend: str) -> None:
     drawn = {draw(f"{spec},seed={seed}", KEY) for seed in (0, 1, 2, 1 << 32, (1 << 64) - 1)}
@@ -87,3 +96,27 @@ def test_randomk_takes_one_of_each_stratum(ratio: str, numel: int, backend: str)
         ever += sent
     if 60 * compressor.ratio > 10 and ever.any():
         assert ever.all(), "an entry that is never sent would stay in the residual for ever"
+
+
+def splitmix64(state: int) -> int:
+    """Vigna's splitmix64, without the first increment: the 64-bit output for a state."""
+    z = state % (1 << 64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> shift) * factor % (1 << 64)
+    return z ^ z >> 31
+
+
+@pytest.mark.parametrize("numel", [100, 4097, 100_003])
+def test_randomk_positions_are_those_of_the_document(numel: int, backend: str) -> None:
+    """docs/wire-format.md, in plain integers: other programs must draw the same."""
+    compressor = thinwire.RandomK("1/7", seed=9)
+    for key in (0, 1, (1 << 63) + 5):
+        ct = compressor.compress(torch.ones(numel), torch.zeros(numel), key=key)
+        k = -(-numel // 7)
+        width, wider = divmod(numel, k)
+        expected = []
+        for stratum in range(k):
+            drawn = splitmix64(ct.key + stratum * 0x9E3779B97F4A7C15) >> 1
+            start = stratum * width + min(stratum, wider)
+            expected.append(start + ((drawn >> 32) * (width + (stratum < wider)) >> 31))
+        assert ct.decompress().nonzero().view(-1).tolist() == expected

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 import thinwire
 from cases import ALL_SPECS, BACKENDS, KEY, SPECS, Case, rows, sends_exactly
 from guard import guarded
-from oracle import bytes_of, same_bits
+from oracle import Record, bytes_of, read_quantize, read_topk, same_bits, topk_positions
 from thinwire import CompressedTensor, frame, kernels
-from thinwire.kernels.layout import DenseLayout, QuantizeLayout, residual_dtype
+from thinwire.kernels.layout import DenseLayout, QuantizeLayout, TopKLayout, residual_dtype
 
 PAIRS = [pytest.param((spec, backend), id=f"{spec}-{backend}") for spec in ALL_SPECS for backend in BACKENDS]
 
@@ -157,3 +158,49 @@ def test_payload_is_written_whole_and_nothing_else(table: list[Case]) -> None:
             assert bytes_of(out) == expected, f"{case}: other bytes at another address"
             assert same_bits(ct.decompress(torch.empty_like(case.sent)), case.sent), f"{case}: misread from there"
         assert same_bits(tensor, case.tensor), f"{case}: the tensor was written"
+
+
+def records(case: Case) -> list[Record]:
+    layout = case.ct.layout
+    if isinstance(layout, TopKLayout):
+        return read_topk(case.ct.payload, layout)
+    return read_quantize(case.ct.payload, layout) if isinstance(layout, QuantizeLayout) else []
+
+
+def test_positions_are_those_of_a_stable_sort(table: list[Case]) -> None:
+    """The k largest of each chunk, ties to the lowest position, whatever the kernel does to find them."""
+    checked = 0
+    for case in table:
+        if not isinstance(case.ct.layout, TopKLayout):
+            continue
+        found = np.concatenate([record.positions.reshape(-1) for record in records(case)])
+        assert found.tolist() == topk_positions(case.came_in, case.ct.layout), f"{case}: other positions"
+        at = torch.from_numpy(found)
+        assert not case.sent.index_fill(0, at, 0).any(), f"{case}: decodes to something at another position"
+        if case.compressor.bits == 32:
+            largest = torch.finfo(torch.float32).max
+            expected = case.came_in[at].clamp(-largest, largest).to(torch.float32)
+            assert torch.equal(case.sent[at], expected.to(case.sent.dtype)), f"{case}: other values"
+        checked += 1
+    assert checked or table[0].compressor.name != "topk", "every row was sent dense, so nothing was checked"
+
+
+def test_payloads_agree_with_the_reference(table: list[Case], ran: str) -> None:
+    """Same positions; scales within one unit in the last place; the same codes where the scales are the same."""
+    if ran == "reference":
+        return
+    with kernels.force("reference"):
+        reference = list(rows(thinwire.format_spec(table[0].compressor), "reference"))
+    for case, other in zip(table, reference, strict=True):
+        assert case.ct.nbytes == other.ct.nbytes
+        if not isinstance(case.ct.layout, TopKLayout | QuantizeLayout):
+            assert bytes_of(case.ct.payload) == bytes_of(other.ct.payload), f"{case}: other bytes"
+        for mine, theirs in zip(records(case), records(other), strict=True):
+            assert np.array_equal(mine.positions, theirs.positions), f"{case}: other positions"
+            if mine.scales is None or theirs.scales is None:
+                assert np.array_equal(mine.codes, theirs.codes), f"{case}: other float32 values"
+                continue
+            off = np.abs(mine.scales - theirs.scales)
+            assert off.max() <= 1, f"{case}: a scale is off by {off.max()} units in the last place"
+            same = (off == 0).all(axis=1)
+            assert np.array_equal(mine.codes[same], theirs.codes[same]), f"{case}: other codes at the same scales"

@@ -17,7 +17,8 @@ import torch
 Job = Callable[[], object]
 
 BURST = 3
-"""Repetitions before the next job's turn."""
+"""Repetitions before the next job's turn. The first may meet the last job's threads, which spin for a while before they
+sleep; it counts, but the median is that of the others."""
 PATIENCE_SECONDS = 2.0
 """A job that has taken this long, and has been measured three times, is measured no further."""
 

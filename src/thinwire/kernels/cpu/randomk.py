@@ -1,4 +1,8 @@
-"""RandomK on the CPU: gather and scatter of one entry out of each stratum (`reference.randomk` defines the draw)."""
+"""RandomK on the CPU: one entry out of each stratum (`reference.randomk` defines the draw).
+
+Strata are taken in batches of about 4,096 entries. While such a batch is in the first-level cache all of it is read for
+`encode` (is it finite?) or written for `commit`, and the drawn entries cost next to nothing.
+"""
 
 from typing import Any
 
@@ -10,80 +14,129 @@ from ..layout import RandomKLayout, residual_dtype
 from ..reference import randomk as reference
 from ..reference.dense import read_values
 from . import threads
-from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits
+from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now, widen
 from .selection import total_at
+
+BATCH = 4096
+"""Entries in a batch of strata."""
+AHEAD = 64
+"""Strata whose entries are on their way from the memory while those before are added."""
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
     g, r = as_array(tensor), None if residual is None else as_array(residual)
-    dtype = residual_dtype(layout.dtype)
+    values = torch.empty(layout.k, dtype=residual_dtype(layout.dtype))
+    chosen, infinity, scale = values.numpy(), INFINITY_BITS[values.itemsize], residual is None
 
-    def finite(start: int, stop: int) -> bool:
-        return bool(largest_total(g[start:stop], None if r is None else r[start:stop]) < INFINITY_BITS[dtype.itemsize])
+    def gather(first: int, last: int) -> bool:
+        return bool(gather_strata(g, r, layout.k, np.uint64(key), first, scale, infinity, chosen[first:last]))
 
-    if not all(threads.run(finite, threads.shares(layout.numel))):
+    if not all(threads.run(gather, _shares(layout))):
         reference.mark(layout, payload)
         return False
-    values = torch.empty(layout.k, dtype=dtype)
-    chosen = values.numpy()
-
-    def gather(first: int, last: int) -> None:
-        gather_strata(g, r, layout.k, np.uint64(key), first, residual is None, chosen[first:last])
-
-    threads.run(gather, threads.shares(layout.k, layout.numel // layout.k))
     reference.write(values, layout, payload)
     return True
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
-    residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+    _start(payload.unsqueeze(0), layout, key, as_array(tensor), -1.0, residual)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
-    if not add:
-        out.zero_()
-    if out.dtype.itemsize == 2:
-        reference.decode(payloads, layout, key, out, weight, True)
-        return
-    target = as_array(out)
-    for payload in payloads:
-        values = read_values(payload, layout.dtype).to(out.dtype).numpy()
+    if out.dtype.itemsize == 2:  # k entries only: torch does as well
+        reference.decode(payloads, layout, key, out, weight, add)
+    elif not add:
+        _start(payloads, layout, key, None, weight, out)
+    else:
+        for values in _values(payloads, layout, out):
+            threads.run(
+                lambda first, last, values=values: add_strata(
+                    values[first:last], layout.k, np.uint64(key), first, values.dtype.type(weight), as_array(out)
+                ),
+                _shares(layout),
+            )
 
-        def scatter(first: int, last: int, values: Any = values) -> None:
-            scatter_strata(values[first:last], layout.k, np.uint64(key), first, target.dtype.type(weight), target)
 
-        threads.run(scatter, threads.shares(layout.k, layout.numel // layout.k))
+def _start(payloads: Tensor, layout: RandomKLayout, key: int, g: Any, weight: float, out: Tensor) -> None:
+    """out <- (out + g, or 0 if there is no g) + weight * each payload."""
+    target, values = as_array(out), np.stack(_values(payloads, layout, out))
+
+    def share(first: int, last: int) -> None:
+        start_strata(values, layout.k, np.uint64(key), first, last, g, target.dtype.type(weight), target)
+
+    threads.run(share, _shares(layout))
+
+
+def _values(payloads: Tensor, layout: RandomKLayout, out: Tensor) -> list[Any]:
+    return [read_values(payload, layout.dtype).to(out.dtype).numpy() for payload in payloads]
+
+
+def _shares(layout: RandomKLayout) -> list[tuple[int, int]]:
+    return threads.shares(layout.k, layout.numel // layout.k)
 
 
 @kernel
-def largest_total(g: Any, r: Any) -> Any:
-    largest = magnitude_bits(total_at(g, r, 0))
-    for i in range(g.size):
-        largest = max(largest, magnitude_bits(total_at(g, r, i)))
-    return largest
+def stratum_start(numel: int, k: int, stratum: int) -> int:
+    return stratum * (numel // k) + min(stratum, numel % k)
 
 
 @kernel
 def place_in(numel: int, k: int, key: Any, stratum: int) -> Any:
-    """(position drawn in this stratum, width of the stratum)."""
-    width, wider = numel // k, numel % k
-    start = stratum * width + min(stratum, wider)
-    if stratum < wider:
-        width += 1
-    return start + (np.int64(draw(key, stratum) >> np.uint64(32)) * width >> 31), width
+    """The position drawn in this stratum."""
+    start = stratum_start(numel, k, stratum)
+    width = stratum_start(numel, k, stratum + 1) - start
+    return start + (np.int64(draw(key, stratum) >> np.uint64(32)) * width >> 31)
 
 
 @kernel
-def gather_strata(g: Any, r: Any, k: int, key: Any, first: int, scale: bool, values: Any) -> None:
-    for j in range(values.size):
-        position, width = place_in(g.size, k, key, first + j)
-        value = total_at(g, r, position)
-        values[j] = value * values.dtype.type(width) if scale else value
+def gather_strata(g: Any, r: Any, k: int, key: Any, first: int, scale: bool, infinity: int, values: Any) -> bool:
+    """The drawn entries of g + r; False if any entry of these strata, drawn or not, is not finite."""
+    strata = max(1, BATCH * k // g.size)
+    for j in range(0, values.size, strata):
+        stop = min(j + strata, values.size)
+        begin, end = stratum_start(g.size, k, first + j), stratum_start(g.size, k, first + stop)
+        largest = magnitude_bits(values.dtype.type(0))
+        for i in range(end - begin):
+            largest = max(largest, magnitude_bits(total_at(g, r, np.uintp(begin + i))))
+        if largest >= infinity:
+            return False
+        for s in range(j, stop):
+            value = total_at(g, r, place_in(g.size, k, key, first + s))
+            if scale:
+                value *= values.dtype.type(
+                    stratum_start(g.size, k, first + s + 1) - stratum_start(g.size, k, first + s)
+                )
+            values[s] = value
+    return True
 
 
 @kernel
-def scatter_strata(values: Any, k: int, key: Any, first: int, weight: Any, out: Any) -> None:
-    for j in range(values.size):
-        position, _ = place_in(out.size, k, key, first + j)
-        out[position] += weight * values[j]
+def start_strata(values: Any, k: int, key: Any, first: int, last: int, g: Any, weight: Any, out: Any) -> None:
+    """For strata first to last: out <- (out + g, or 0) + weight * each row of values."""
+    strata = max(1, BATCH * k // out.size)
+    for j in range(first, last, strata):
+        stop = min(j + strata, last)
+        begin, end = stratum_start(out.size, k, j), stratum_start(out.size, k, stop)
+        if g is None:
+            for i in range(end - begin):
+                out[np.uintp(begin + i)] = 0
+        else:
+            for i in range(end - begin):
+                out[np.uintp(begin + i)] += widen(g[np.uintp(begin + i)])
+        for s in range(j, stop):
+            position = place_in(out.size, k, key, s)
+            for p in range(values.shape[0]):
+                out[position] += weight * values[p, s]
+
+
+@kernel
+def add_strata(values: Any, k: int, key: Any, first: int, weight: Any, out: Any) -> None:
+    """out += weight * values, each at its place; the next places are asked for before they are needed."""
+    positions = np.empty(AHEAD, np.int64)
+    for j in range(values.size + AHEAD):
+        slot = j % AHEAD
+        if j >= AHEAD:
+            out[positions[slot]] += weight * values[j - AHEAD]
+        if j < values.size:
+            positions[slot] = place_in(out.size, k, key, first + j)
+            prefetch_now(out, positions[slot])

@@ -90,8 +90,8 @@ def encode_chunks(
     """
     n, k = record.n, record.k
     found = np.empty_like(magnitudes)
-    positions = np.empty(magnitudes.size, np.int64)
-    codes = np.empty(k, np.int32)
+    positions = np.empty(magnitudes.size, np.int32)
+    codes = np.empty(k, np.uint16)
     guess = magnitudes.dtype.type(infinity - 1)
     for row in range(g.size // n):
         start = row * n

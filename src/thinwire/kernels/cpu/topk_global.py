@@ -41,7 +41,8 @@ def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
     selection = find_threshold(shares, record.k, width)
     if selection is None:
         return False
-    positions, values = np.empty(record.k, np.int64), np.empty(record.k, f"f{width}")
+    positions = np.empty(record.k, np.int32 if record.n <= 1 << 31 else np.int64)
+    values = np.empty(record.k, f"f{width}")
     ends = np.cumsum(selection.above) + np.cumsum(selection.ties)
 
     def gather(i: int) -> None:
@@ -52,7 +53,7 @@ def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
         )
 
     threads.run(gather, [(i,) for i in range(len(shares))])
-    write_record(positions, values, record, np.empty(record.k, np.int32), out)
+    write_record(positions, values, record, np.empty(record.k, np.uint16 if record.bits == 16 else np.uint8), out)
     return True
 
 

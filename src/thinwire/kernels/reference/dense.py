@@ -6,63 +6,71 @@ import torch
 from torch import Tensor
 
 from ..layout import DenseLayout, residual_dtype
-from .numbers import check_floats, is_finite
+from .numbers import check_floats
 
-_SEGMENT = 1 << 18
-"""Entries at a time, so that the working memory is small and stays in the cache."""
+_SEGMENT = 1 << 20
+"""16-bit floats are widened this many entries at a time, to bound the memory; the others are not widened at all."""
 
 
-def _segments(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + _SEGMENT, numel)) for start in range(0, numel, _SEGMENT))
+def _segments(layout: DenseLayout, other: torch.dtype) -> Iterator[slice]:
+    step = layout.numel if layout.dtype == other else _SEGMENT
+    return (slice(start, min(start + step, layout.numel)) for start in range(0, layout.numel, step))
 
 
 def _bytes(part: slice, layout: DenseLayout) -> slice:
     return slice(part.start * layout.dtype.itemsize, part.stop * layout.dtype.itemsize)
 
 
-def to_wire(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite numbers -> finite numbers of `dtype`."""
-    limit = torch.finfo(dtype).max
-    return values if values.dtype == dtype else values.clamp(-limit, limit).to(dtype)
-
-
 def read_values(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes at any address -> numbers."""
-    aligned = payload if payload.data_ptr() % dtype.itemsize == 0 else payload.clone()
-    return aligned.view(dtype)
+    """Bytes at any address -> numbers: the same memory where it is aligned, else a copy."""
+    aligned = payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
+    return (payload if aligned else payload.clone()).view(dtype)
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> bool:
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
-    for part in _segments(layout.numel):
-        total = flat[part].to(residual_dtype(layout.dtype))
+    wide = residual_dtype(layout.dtype)
+    limit = torch.finfo(layout.dtype).max
+    for part in _segments(layout, wide):
+        target = payload[_bytes(part, layout)]
+        values = read_values(target, layout.dtype)
+        total = values if layout.dtype == wide else torch.empty(values.shape, dtype=wide, device=values.device)
+        total.copy_(flat[part])
         if kept is not None:
-            total = total + kept[part]
-        if not is_finite(total):
-            mark = torch.full((layout.numel,), torch.nan, dtype=layout.dtype, device=tensor.device)
-            payload.copy_(mark.view(torch.uint8))
+            total += kept[part]
+        if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(total)):  # needs no memory, knows NaN
+            mark(layout, payload)
             return False
-        payload[_bytes(part, layout)] = to_wire(total, layout.dtype).view(torch.uint8)
+        if total is not values:
+            values.copy_(total.clamp_(-limit, limit))
+        if values.data_ptr() != target.data_ptr():
+            target.copy_(values.view(torch.uint8))
     return True
 
 
+def mark(layout: DenseLayout, payload: Tensor) -> None:
+    """The payload of an input that was not finite: every value NaN."""
+    nan = torch.full((layout.numel,), torch.nan, dtype=layout.dtype, device=payload.device)
+    payload.copy_(nan.view(torch.uint8))
+
+
 def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
-    flat, kept = tensor.view(-1), residual.view(-1)
-    for part in _segments(layout.numel):
-        kept[part] += flat[part]
-        kept[part] -= read_values(payload[_bytes(part, layout)], layout.dtype)
+    residual.add_(tensor)
+    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     flat = out.view(-1)
-    for part in _segments(layout.numel):
-        total = flat[part].to(residual_dtype(out.dtype))
+    wide = residual_dtype(out.dtype)
+    for part in _segments(layout, wide):
+        target = flat[part]
+        total = target if target.dtype == wide else target.to(wide)
         if not add:
-            total = torch.zeros_like(total)
+            total.zero_()
         for payload in payloads:
-            values = read_values(payload[_bytes(part, layout)], layout.dtype).to(total.dtype)
-            total = total + (values if weight == 1 else values * weight)
-        flat[part] = total
+            total.add_(read_values(payload[_bytes(part, layout)], layout.dtype), alpha=weight)
+        if total is not target:
+            target.copy_(total)
 
 
 def check(payload: Tensor, layout: DenseLayout) -> None:

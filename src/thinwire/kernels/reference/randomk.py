@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layout import RandomKLayout, residual_dtype
 from . import numbers
-from .dense import read_values, to_wire
+from .dense import read_values
 
 
 def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,9 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: 
 
 
 def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
+    """Values beyond the tensor's dtype, as the scaling can make them, saturate."""
     limit = torch.finfo(layout.dtype).max
-    payload.copy_(to_wire(values.clamp(-limit, limit), layout.dtype).view(torch.uint8))
+    payload.copy_(values.clamp(-limit, limit).to(layout.dtype).view(torch.uint8))
 
 
 def mark(layout: RandomKLayout, payload: Tensor) -> None:

@@ -1,0 +1,70 @@
+"""Many threads, the same bytes: the work is shared in a way that no result depends on."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import thinwire
+from cases import ALL_SPECS, KEY, make_input
+from oracle import bytes_of
+from thinwire import kernels
+
+NUMEL = 300_007
+"""More than four times what the kernels hold worth a thread of its own."""
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    """Three of them, even on a machine with fewer cores."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(spec: str, dtype: torch.dtype, kind: str) -> tuple[bytes, bytes, bytes]:
+    compressor = thinwire.compressor(spec)
+    tensor, residual = make_input(kind, NUMEL, dtype)
+    ct = compressor.compress(tensor, residual, key=KEY)
+    total = compressor.accumulate(ct, torch.ones(NUMEL, dtype=dtype), 0.5)
+    return bytes_of(ct.payload), bytes_of(residual), bytes_of(total)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_the_number_of_threads_changes_nothing(spec: str) -> None:
+    for dtype, kind in ((torch.float32, "ties"), (torch.float32, "normal"), (torch.bfloat16, "normal")):
+        results = {}
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            with kernels.force("cpu"):
+                results[count] = run(spec, dtype, kind)
+        for count in (2, 3):
+            for name, one, many in zip(("payload", "residual", "sum"), results[1], results[count], strict=True):
+                assert one == many, f"{spec}, {dtype}, {kind}: another {name} with {count} threads"
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_a_nan_in_any_thread_s_share_is_seen(spec: str) -> None:
+    torch.set_num_threads(3)
+    compressor = thinwire.compressor(spec)
+    for at in (0, NUMEL // 2, NUMEL - 1):
+        tensor, residual = make_input("normal", NUMEL, torch.float32)
+        tensor[at] = torch.nan
+        before = bytes_of(residual)
+        with kernels.force("cpu"):
+            assert not compressor.compress(tensor, residual, key=KEY).finite, f"{spec}: NaN at {at} not seen"
+        assert bytes_of(residual) == before, f"{spec}: NaN at {at}, residual written"
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "topk:ratio=1/64,bits=2,chunk=none", "quantize:bits=8"])
+def test_callers_at_the_same_time(spec: str, backend: str) -> None:
+    """As overlapping buckets do: calls from several threads neither wait for ever nor mix their data."""
+    kinds = ["normal", "ties", "one-hot", "denormals"]
+    alone = [run(spec, torch.float32, kind) for kind in kinds]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        futures = [pool.submit(run, spec, torch.float32, kind) for kind in kinds * 3]
+        together = [future.result(timeout=120) for future in futures]
+    assert together == alone * 3

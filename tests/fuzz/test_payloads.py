@@ -1,0 +1,119 @@
+"""Hostile payloads straight into the kernels, as a collective hands them over: unchecked.
+
+Whatever the bytes say, nothing is written outside `out`. The reference may raise; the others have nobody to raise to.
+"""
+
+import contextlib
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import SMALL, bounded
+
+import thinwire
+from cases import BACKENDS, DTYPES
+from framing import write_positions
+from guard import guarded
+from thinwire import kernels
+from thinwire.kernels.layout import DenseLayout, Layout, TopKLayout
+
+SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
+
+
+EDGES = [b"\0", b"\xff", b"\x01", b"\x80", b"\x7f", b"\xff\0"]
+
+
+def decode_all(payloads: torch.Tensor, layout: Layout, key: int, weight: float, out_dtype: torch.dtype) -> None:
+    for backend in BACKENDS:
+        with kernels.force(backend), guarded(layout.numel, out_dtype) as out:
+            _, kernel = kernels.select(layout, out.device)
+            for add in (False, True):
+                with contextlib.suppress(RuntimeError) if backend == "reference" else contextlib.nullcontext():
+                    kernel.decode(payloads, layout, key, out, weight, add)
+
+
+def as_payloads(layout: Layout, copies: int, content: bytes) -> torch.Tensor:
+    """`copies` payloads of the right size, filled with `content` again and again."""
+    size = copies * layout.nbytes
+    repeated = (content * (size // len(content) + 1))[:size]
+    return torch.frombuffer(bytearray(repeated), dtype=torch.uint8).view(copies, layout.nbytes)
+
+
+@bounded(600)
+@given(
+    st.sampled_from(SMALL),
+    st.sampled_from(SIZES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 3),
+    st.one_of(st.binary(min_size=1, max_size=64), st.sampled_from(EDGES)),
+    st.integers(0, (1 << 64) - 1),
+)
+def test_any_bytes(
+    spec: str, numel: int, dtype: torch.dtype, out: torch.dtype, copies: int, content: bytes, key: int
+) -> None:
+    layout = thinwire.compressor(spec).layout(numel, dtype)
+    decode_all(as_payloads(layout, copies, content), layout, key, 0.5, out)
+
+
+@bounded(300)
+@given(
+    st.sampled_from(["topk:ratio=1/64,bits=2", "topk:ratio=1/16,bits=32", "topk:ratio=1%,bits=1,chunk=none"]),
+    st.sampled_from([1000, 4000, 5000, 9001]),
+    st.randoms(use_true_random=False),
+    st.sampled_from(DTYPES),
+)
+def test_forged_positions(spec: str, numel: int, random: object, out: torch.dtype) -> None:
+    """Records that are well formed but for their positions: beyond the end, repeated, falling."""
+    layout = thinwire.compressor(spec).layout(numel, torch.float32)
+    assert isinstance(layout, TopKLayout)
+    raw = bytearray()
+    for record, rows in ((layout.record, layout.rows), (layout.tail, 1)):
+        for _ in range(rows if record else 0):
+            last = (((record.n - 1) >> record.low_bits) << record.low_bits) + (1 << record.low_bits) - 1
+            positions = sorted(random.randint(max(0, last - 4 * record.k), last) for _ in range(record.k))
+            raw += bytes([0x80, 0x3F] * record.low_at)[: record.low_at] + write_positions(positions, record)
+    decode_all(torch.frombuffer(raw, dtype=torch.uint8).unsqueeze(0), layout, 0, 1.0, out)
+
+
+def test_every_position_that_the_code_can_hold() -> None:
+    """One record, its last position moved over everything the bitmap and the low bits have room for."""
+    for spec, numel in (("topk:ratio=1/64,bits=2", 100), ("topk:ratio=1/64,bits=32,chunk=none", 300)):
+        layout = thinwire.compressor(spec).layout(numel, torch.float32)
+        if isinstance(layout, DenseLayout):
+            continue
+        record = layout.tail or layout.record
+        room = (8 * (record.nbytes - record.high_at) - record.k + 1) << record.low_bits
+        for last in range(record.k - 1, room):
+            raw = bytearray([0x80, 0x3F] * record.low_at)[: record.low_at]
+            raw += write_positions([*range(record.k - 1), last], record)
+            decode_all(torch.frombuffer(raw, dtype=torch.uint8).unsqueeze(0), layout, 0, 1.0, torch.float32)
+
+
+def test_any_bytes_with_several_threads() -> None:
+    """Large enough for the kernels to share the work: each thread must find its place in what it cannot trust."""
+    generator = torch.Generator().manual_seed(0)
+    for spec in (
+        "topk:ratio=1/64,bits=2,chunk=none",
+        "topk:ratio=1/64,bits=2",
+        "quantize:bits=8",
+        "randomk:ratio=1/16",
+    ):
+        layout = thinwire.compressor(spec).layout(300_001, torch.float32)
+        noise = torch.randint(0, 256, (2, layout.nbytes), generator=generator, dtype=torch.uint8)
+        for payloads in (noise, noise & noise.roll(1), torch.full_like(noise, 0xFF), torch.zeros_like(noise)):
+            decode_all(payloads, layout, 1, 1.0, torch.float32)
+
+
+@bounded(100)
+@given(st.sampled_from(SMALL), st.sampled_from(SIZES), st.sampled_from(DTYPES), st.integers(0, 7))
+def test_encoding_stays_inside_the_payload(spec: str, numel: int, dtype: torch.dtype, offset: int) -> None:
+    """At any address, for good tensors and for those that are not finite."""
+    compressor = thinwire.compressor(spec)
+    for poison in (False, True):
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+        if poison:
+            tensor[-1] = torch.inf
+        for backend in BACKENDS:
+            with kernels.force(backend), guarded(compressor.nbytes(numel, dtype), torch.uint8, offset=offset) as out:
+                assert compressor.compress(tensor, key=3, out=out).finite is not poison

@@ -1,0 +1,81 @@
+"""Random spec strings: a compressor that round-trips, or a ValueError that says what is wrong."""
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+from samples import bounded
+
+import thinwire
+from thinwire import Quantize, RandomK, TopK
+
+NAMES = sorted(thinwire.registered())
+WORDS = ["ratio", "bits", "chunk", "block", "rounding", "seed", "none", "stochastic", "1/64", "1%", "0.01", "4"]
+PIECES = st.one_of(st.sampled_from([*NAMES, *WORDS, ":", "=", ",", "", " ", "-", "/"]), st.text(max_size=4))
+
+ratios = st.one_of(
+    st.fractions(min_value=0, max_value=1, max_denominator=1 << 48).filter(bool).map(str),
+    st.floats(min_value=1e-9, max_value=1).map(repr),
+    st.integers(1, 100).map(lambda percent: f"{percent}%"),
+)
+seeds = st.integers(0, (1 << 64) - 1)
+valid = st.one_of(
+    st.just(thinwire.NoCompression()),
+    st.builds(
+        TopK,
+        ratios,
+        bits=st.sampled_from([1, 2, 4, 8, 16, 32]),
+        chunk=st.one_of(st.none(), st.integers(4, 16).map(lambda exponent: 1 << exponent)),
+    ),
+    st.builds(RandomK, ratios, seed=seeds),
+    st.builds(Quantize, st.sampled_from([1, 2, 4, 8]), block=st.integers(5, 16).map(lambda exponent: 1 << exponent)),
+    st.builds(Quantize, st.sampled_from([1, 2, 4, 8]), rounding=st.just("stochastic"), seed=seeds),
+)
+
+
+def round_trips(compressor: thinwire.Compressor) -> None:
+    spec = thinwire.format_spec(compressor)
+    assert spec.isascii()
+    assert len(spec) < 1 << 16, "would not fit the frame's header"
+    assert thinwire.compressor(spec) == compressor
+    assert thinwire.format_spec(thinwire.compressor(spec)) == spec
+
+
+@bounded(400)
+@given(valid)
+def test_every_compressor_round_trips(compressor: thinwire.Compressor) -> None:
+    round_trips(compressor)
+
+
+@bounded(500)
+@given(st.lists(PIECES, max_size=8).map("".join))
+@example("topk:ratio=1/64,bits=٢")
+@example("topk:ratio=٢/64")
+@example("topk:ratio=1_0/6_4")
+@example("quantize:bits=08")
+@example("randomk:ratio=1/64,seed=-0")
+@example("topk:ratio= 1/64")
+def test_any_text(spec: str) -> None:
+    try:
+        compressor = thinwire.compressor(spec)
+    except ValueError:
+        return
+    round_trips(compressor)
+
+
+@bounded(400)
+@given(valid, st.integers(0, 200), st.sampled_from([*"0123456789abcxyz:=,/.%- "]), st.booleans())
+def test_one_character_changed(compressor: thinwire.Compressor, at: int, character: str, insert: bool) -> None:
+    spec = thinwire.format_spec(compressor)
+    at %= len(spec)
+    try:
+        changed = thinwire.compressor(spec[:at] + character + spec[at + (not insert) :])
+    except ValueError:
+        return
+    round_trips(changed)
+
+
+@bounded(150)
+@given(valid, st.integers(0, 1 << 48), st.sampled_from(thinwire.kernels.layout.DTYPES))
+def test_sizes_need_no_data_and_never_exceed_dense(
+    compressor: thinwire.Compressor, numel: int, dtype: thinwire.kernels.torch.dtype
+) -> None:
+    assert 0 <= compressor.nbytes(numel, dtype) <= numel * dtype.itemsize

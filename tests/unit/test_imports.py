@@ -1,0 +1,91 @@
+"""Imports point downwards only, so that every layer can be read, tested and used without those above it."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import thinwire
+
+ROOT = Path(thinwire.__file__).parent
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"train", "bench"},
+    {"integrations", "optim"},
+    {"sync", "policy", "residuals"},
+    {"collectives"},
+    {"compressors"},
+    {"frame", "statistics"},
+    {"kernels"},
+]
+"""From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""
+SIBLINGS = [{"sync", "policy", "residuals"}]
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The full names of everything in thinwire that a file imports, at its top or inside its functions."""
+    package = ["thinwire", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str | None:
+    """The layer's name in "thinwire.frame.pack" (frame) or "thinwire.TopK" (compressors); None outside thinwire."""
+    if not name.startswith("thinwire."):
+        return None
+    part = name.split(".")[1]
+    if part in thinwire._HOME:
+        part = thinwire._HOME[part].lstrip(".")
+    return None if part.startswith("__") else part
+
+
+def layer_of(part: str) -> int:
+    for index, layer in enumerate(LAYERS):
+        if part in layer:
+            return index
+    raise AssertionError(f"thinwire.{part} has no place in LAYERS of {__file__}: give it one")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downwards(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    own = relative.parts[0].removesuffix(".py")
+    if own == "__init__":
+        return  # the public names, loaded on first use
+    for name in imported(path):
+        part = part_of(name)
+        if part is None or part == own or any({part, own} <= group for group in SIBLINGS):
+            continue
+        assert layer_of(part) > layer_of(own), f"{relative} imports {name}: thinwire.{part} does not stand below {own}"
+
+
+@pytest.mark.parametrize("name", thinwire.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(thinwire, name) is not None
+    assert name in dir(thinwire)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'thinwire' has no attribute 'gzip'"):
+        thinwire.gzip  # noqa: B018
+
+
+def test_the_layer_test_sees_what_it_should() -> None:
+    """Relative, absolute and inside a function: otherwise the test above would pass on anything."""
+    names = set(imported(ROOT / "compressors" / "base.py"))
+    assert "thinwire.statistics.Statistics" in names
+    assert "thinwire.kernels" in names
+    assert part_of("thinwire.TopK") == "compressors"
+    assert part_of("thinwire.__version__") is None
+    assert part_of("torch.nn") is None
+    assert importlib.import_module("thinwire.frame")
