@@ -122,6 +122,34 @@ def _from_magnitude_bits(bits: Any) -> Any:
     return lambda bits: np.int32(bits).view(np.float32)
 
 
+def sign_of(x: Any) -> Any:
+    """-1 (all bits set) or 0, as a signed integer of the same width; -1 for -0.0 too."""
+    raise TypeError("only inside a kernel")
+
+
+@overload(sign_of, strict=False)
+def _sign_of(x: Any) -> Any:
+    if x == types.float64:
+        return lambda x: np.float64(x).view(np.int64) >> np.int64(63)
+    return lambda x: np.int32(np.float32(x).view(np.int32) >> np.int32(31))
+
+
+def nearest_integer(x: Any) -> Any:
+    """0 <= x < 2**16 to the nearest integer, halves to the even one.
+
+    Adding 2**23 (float64: 2**52) leaves no room for a fraction, so the sum's lowest bits are the rounded number: two
+    operations that the compiler vectorises, where a conversion from float to integer would not be.
+    """
+    raise TypeError("only inside a kernel")
+
+
+@overload(nearest_integer, strict=False)
+def _nearest_integer(x: Any) -> Any:
+    if x == types.float64:
+        return lambda x: np.float64(x + np.float64(2.0**52)).view(np.int64) & np.int64(0xFFFF)
+    return lambda x: np.int32(np.float32(x + np.float32(2.0**23)).view(np.int32) & np.int32(0xFFFF))
+
+
 INFINITY_BITS = {4: 0x7F800000, 8: 0x7FF0000000000000}
 """`magnitude_bits` of infinity, by the width of the float; everything finite is below."""
 

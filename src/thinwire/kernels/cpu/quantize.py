@@ -20,7 +20,9 @@ from .jit import (
     from_magnitude_bits,
     kernel,
     magnitude_bits,
+    nearest_integer,
     read_bfloat16,
+    sign_of,
     stage_limit,
     staged,
     summing_kernel,
@@ -165,38 +167,41 @@ def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic:
             if number(from_bfloat16(above)) * top <= limit:
                 return above
         return scale
-    mean = sum_above(total, size, number(-1))[0] / size
+    mean = sum_above(total, size, number(-1)) / size
     if bits == 1:
         return cut_bfloat16(mean)
-    large, count = sum_above(total, size, number(0.75 * mean))
-    return cut_bfloat16(large / max(count, 1))
+    threshold = number(0.75 * mean)
+    return cut_bfloat16(sum_above(total, size, threshold) / max(count_above(total, size, threshold), 1))
 
 
 @summing_kernel
-def sum_above(total: Any, size: int, threshold: Any) -> Any:
-    """Sum, in float64, and number of the magnitudes above the threshold."""
-    result, count = 0.0, np.int32(0)
+def sum_above(total: Any, size: int, threshold: Any) -> float:
+    """The sum, in float64, of the magnitudes above the threshold."""
+    result = 0.0
     number = total.dtype.type
     for i in range(size):
         magnitude = min(abs(total[i]), number(FLOAT32_MAX))
         result += np.float64(magnitude if magnitude > threshold else number(0))
-        count = np.int32(count + np.int32(magnitude > threshold))
-    return result, count
+    return result
+
+
+@kernel
+def count_above(total: Any, size: int, threshold: Any) -> Any:
+    count = np.int32(0)
+    for i in range(size):
+        count = np.int32(count + np.int32(abs(total[i]) > threshold))
+    return count
 
 
 @kernel
 def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start: int) -> None:
     number = total.dtype.type
-    if bits == 1:
-        for i in range(size):
-            codes[np.uintp(start + i)] = np.int32(1) if total[i] < 0 else np.int32(0)
-        return
-    top, sign, half = number((1 << (bits - 1)) - 1), np.int32(1 << (bits - 1)), number(0.5)
+    top, sign = number((1 << (bits - 1)) - 1), np.int32(1 << (bits - 1))
     inverse = number(1) / number(step) if step > 0 else number(0)
     for i in range(size):
-        share = abs(total[i]) * inverse + half
-        index = np.int32(share if share < top else top)
-        codes[np.uintp(start + i)] = index | (sign if total[i] < 0 else np.int32(0))
+        index = nearest_integer(min(abs(total[i]) * inverse, top))
+        # Without the casts Numba widens to 64 bits, and the loop takes twice as long.
+        codes[np.uintp(start + i)] = np.int32(np.int32(index) | np.int32(np.int32(sign_of(total[i])) & sign))
 
 
 @kernel
@@ -219,7 +224,7 @@ def codes_stochastic(
             magnitude = min(abs(share), top)
             index = np.floor(magnitude)
             rounded = np.int32(index) + np.int32(uniform < magnitude - index)
-            codes[np.uintp(start + i)] = rounded | np.int32(total[i] < 0) << (bits - 1)
+            codes[np.uintp(start + i)] = rounded | (sign_of(total[i]) & np.int32(1 << (bits - 1)))
 
 
 @kernel

@@ -12,8 +12,10 @@ from .jit import (
     from_bfloat16,
     kernel,
     lowest_one,
+    nearest_integer,
     prefetch_now,
     read_bfloat16,
+    sign_of,
     summing_kernel,
     write_bfloat16,
 )
@@ -48,7 +50,7 @@ def write_floats(values: Any, out: Any) -> None:
 def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
     """Write the scales to `out` and the codes of the values to `codes`, as `reference.topk.quantize` defines them."""
     number = values.dtype.type
-    top = number((1 << (bits - 1)) - 1)
+    top, sign = number((1 << (bits - 1)) - 1), 1 << (bits - 1)
     if bits > 2:
         smallest, biggest = extremes(values)
         low = cut_bfloat16(smallest)
@@ -56,21 +58,21 @@ def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
         step = cut_bfloat16((number(biggest) - number(low_value)) / top)
         inverse = number(1) / number(from_bfloat16(step)) if step > 0 else number(0)
         for j in range(codes.size):
-            share = max(min(abs(values[j]), number(FLOAT32_MAX)) - low_value, number(0)) * inverse + number(0.5)
-            codes[j] = np.int32(min(share, top)) | np.int32(values[j] < 0) << (bits - 1)
+            share = max(min(abs(values[j]), number(FLOAT32_MAX)) - low_value, number(0)) * inverse
+            codes[j] = nearest_integer(min(share, top)) | (sign_of(values[j]) & sign)
         write_bfloat16(out, 2, step)
     else:
         low = cut_bfloat16(sum_from(values, number(0))[0] / values.size)
         if bits == 1:
             for j in range(codes.size):
-                codes[j] = values[j] < 0
+                codes[j] = sign_of(values[j]) & sign
         else:
             split = number(from_bfloat16(low))
             total, count = sum_from(values, split)
             low = cut_bfloat16(sum_below(values, split) / max(values.size - count, 1))
             rise = total / max(count, 1) - np.float64(from_bfloat16(low))
             for j in range(codes.size):
-                codes[j] = np.int32(abs(values[j]) >= split) | np.int32(values[j] < 0) << 1
+                codes[j] = np.int32(abs(values[j]) >= split) | (sign_of(values[j]) & sign)
             write_bfloat16(out, 2, cut_bfloat16(max(rise, 0.0)))
     write_bfloat16(out, 0, low)
 

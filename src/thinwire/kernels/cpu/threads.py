@@ -28,22 +28,39 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-def shares(items: int, entries_per_item: int = 1) -> list[tuple[int, int]]:
-    """Cut `items` into one even range for each thread that is worth waking."""
-    count = max(1, min(torch.get_num_threads(), items, items * entries_per_item // SMALLEST_SHARE))
+def shares(items: int, entries_per_item: int = 1, per_thread: int = 4) -> list[tuple[int, int]]:
+    """Cut `items` into even ranges, several for each thread that is worth waking.
+
+    A thread that is held up, as by torch's own threads, which keep spinning for some milliseconds after an operation,
+    then leaves its share of the ranges to the others.
+    """
+    threads = min(torch.get_num_threads(), items * entries_per_item // SMALLEST_SHARE)
+    count = max(1, min(items, per_thread * threads)) if threads > 1 else 1
     return [(items * i // count, items * (i + 1) // count) for i in range(count)]
 
 
 def run(function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-    """function(*each) for every tuple of arguments, each in a thread of its own; the results in order."""
+    """function(*each) for every tuple of arguments, spread over the threads; the results in order."""
     global _pool
     if len(arguments) == 1:
         return [function(*arguments[0])]
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="thinwire")
-    others = [_pool.submit(function, *each) for each in arguments[1:]]
+    results: dict[int, T] = {}
+    waiting = iter(range(len(arguments)))  # next() on it is atomic
+
+    def work() -> None:
+        for i in waiting:
+            results[i] = function(*arguments[i])
+
+    helpers = [_pool.submit(work) for _ in range(min(torch.get_num_threads(), len(arguments)) - 1)]
     try:
-        first = function(*arguments[0])
+        work()
     finally:
-        wait(others)  # they write into the caller's memory, so they must have ended when this returns
-    return [first, *(other.result() for other in others)]
+        for helper in helpers:
+            helper.cancel()  # one that has not begun is not needed any more
+        wait(helpers)  # the others write into the caller's memory, so they must end before this returns
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+    return [results[i] for i in range(len(arguments))]

@@ -36,7 +36,7 @@ class Selection(NamedTuple):
 
 def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
     """One record for the whole tensor; False if it is not finite."""
-    ranges = threads.shares(g.size)
+    ranges = threads.shares(g.size, per_thread=1)  # each has tables of its own
     shares = [(g[start:stop], None if r is None else r[start:stop]) for start, stop in ranges]
     selection = find_threshold(shares, record.k, width)
     if selection is None:

@@ -100,9 +100,14 @@ def check_floats(values: Tensor) -> None:
 
 
 def nearest_level(magnitudes: Tensor, low: Tensor, step: Tensor, levels: int) -> Tensor:
-    """Index of the level next to each magnitude; halves go up. `low` and `step` have one entry per row."""
-    share = (magnitudes - low.unsqueeze(-1)).clamp(min=0) * inverse(step, magnitudes.dtype).unsqueeze(-1) + 0.5
-    return share.clamp(max=levels - 1).to(torch.int64)
+    """Index of the level next to each magnitude, halves to the even one. `low` and `step` have one entry per row."""
+    share = (magnitudes - low.unsqueeze(-1)).clamp(min=0) * inverse(step, magnitudes.dtype).unsqueeze(-1)
+    return share.clamp(max=levels - 1).round().to(torch.int64)
+
+
+def sign_bit(values: Tensor, bits: int) -> Tensor:
+    """The highest bit of each value's code; -0.0 counts as negative, as its bits do."""
+    return torch.signbit(values).to(torch.int64) << (bits - 1)
 
 
 def inverse(step: Tensor, dtype: torch.dtype) -> Tensor:

@@ -107,9 +107,9 @@ def _top(bits: int) -> int:
 
 def _codes_nearest(values: Tensor, step: Tensor, bits: int) -> Tensor:
     if bits == 1:
-        return (values < 0).to(torch.int64)
+        return numbers.sign_bit(values, bits)
     index = numbers.nearest_level(values.abs().nan_to_num(0.0), torch.zeros_like(step), step, _top(bits) + 1)
-    return index | (values < 0).to(torch.int64) << (bits - 1)
+    return index | numbers.sign_bit(values, bits)
 
 
 def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) 
     magnitude = ratio.abs().clamp(max=_top(bits))
     index = magnitude.floor()
     index = index + (uniform < magnitude - index)
-    return index.to(torch.int64) | (values < 0).to(torch.int64) << (bits - 1)
+    return index.to(torch.int64) | numbers.sign_bit(values, bits)
 
 
 def _uniform(key: int, positions: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         step = numbers.to_bfloat16_bits((magnitudes.amax(1) - low_value) / (levels - 1))
         index = numbers.nearest_level(magnitudes, low_value, numbers.from_bfloat16_bits(step), levels)
         scales = torch.stack([low, step], 1)
-    return scales, index | (values < 0).to(torch.int64) << (bits - 1)
+    return scales, index | numbers.sign_bit(values, bits)
 
 
 def dequantize(scales: Tensor, codes: Tensor, bits: int) -> Tensor:
