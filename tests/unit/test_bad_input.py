@@ -81,7 +81,7 @@ def test_tensor_not_contiguous(compressor: Compressor) -> None:
 
 def test_residual_is_the_tensor(compressor: Compressor) -> None:
     tensor, both = noise(N), noise(2 * N)
-    refuse(compressor, "residual shares the tensor's memory, expected a tensor of its own", tensor, tensor)
+    refuse(compressor, "residual shares the tensor's memory, expected memory of its own", tensor, tensor)
     refuse(compressor, "residual shares the tensor's memory", tensor, tensor.view(N))
     refuse(compressor, "residual shares the tensor's memory", both[:N], both[N // 2 : N // 2 + N])
 

@@ -115,6 +115,9 @@ class Compressor(ABC):
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
         _check_buffer("out", payload, (layout.nbytes,), torch.uint8, tensor.device)
+        _check_apart("out", payload, "tensor", tensor)
+        if residual is not None:
+            _check_apart("out", payload, "residual", residual)
         draw = self.draw_key(key)
         name, kernel = kernels.select(layout, tensor.device)
         with torch.no_grad():
@@ -156,8 +159,7 @@ class Compressor(ABC):
             raise ValueError("tensor is not contiguous; call .contiguous() first, or flatten it")
         if residual is not None:
             _check_buffer("residual", residual, tuple(tensor.shape), residual_dtype(tensor.dtype), tensor.device)
-            if tensor.numel() and residual.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                raise ValueError("residual shares the tensor's memory, expected a tensor of its own")
+            _check_apart("residual", residual, "tensor", tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
 
@@ -170,3 +172,11 @@ def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
         )
     if not given.is_contiguous():
         raise ValueError(f"{name} is not contiguous, expected a contiguous tensor to write into")
+
+
+def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:
+    """Contiguous tensors on one device must not overlap: writing one would change the other."""
+    first, second = sorted([given, other], key=Tensor.data_ptr)
+    # A tensor without memory (empty, or on the meta device) has the address 0.
+    if first.data_ptr() and first.data_ptr() + first.nbytes > second.data_ptr():
+        raise ValueError(f"{name} shares the {other_name}'s memory, expected memory of its own")

@@ -6,6 +6,7 @@ that a record does not change its meaning when a default does.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -85,8 +86,11 @@ def format_spec(compressor: "Compressor") -> str:
 def parse_ratio(value: Ratio) -> Fraction:
     """0.01, "0.01", "1%" or "1/64" -> the exact fraction in (0, 1]."""
     text = str(value).strip()
+    number = text.removesuffix("%")
     try:
-        ratio = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if "/" not in number and not 0 < float(number) <= 100:  # 1e-999999999 would never become a fraction
+            raise ValueError
+        ratio = Fraction(number) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
         ratio = Fraction(0)
     if not 0 < ratio <= 1:
@@ -108,7 +112,7 @@ def check_seed(seed: int) -> None:
 def mix_key(seed: int, key: int) -> int:
     """One 64-bit number out of a seed and a key; neighbours in either give unrelated numbers (splitmix64)."""
     z = seed
-    for word in (key % (1 << 64), 0x9E3779B97F4A7C15):
+    for word in (operator.index(key) % (1 << 64), 0x9E3779B97F4A7C15):
         z = (z + word) % (1 << 64)
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
         z = (z ^ z >> 27) * 0x94D049BB133111EB % (1 << 64)

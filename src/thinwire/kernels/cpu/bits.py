@@ -75,16 +75,3 @@ def pack_low_bits(values: Any, width: int, out: Any) -> None:
             byte += 1
     if filled > 0:
         out[byte] = waiting
-
-
-@kernel
-def read_field(data: Any, at: int, offset: int, width: int) -> Any:
-    """`width` bits from bit `offset` behind byte `at`; touches only the bytes that hold them."""
-    byte, shift = at + (offset >> 3), offset & 7
-    value = np.int64(data[byte]) >> shift if width > 0 else 0
-    have = 8 - shift
-    while have < width:
-        byte += 1
-        value |= np.int64(data[byte]) << have
-        have += 8
-    return value & ((1 << width) - 1)

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from ..reference.numbers import FLOAT32_MAX as FLOAT32_MAX
-from ..reference.numbers import SMALLEST_SCALE
+from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 
 
 def _sources_digest() -> str:
@@ -30,10 +30,10 @@ def _sources_digest() -> str:
 _DIGEST = _sources_digest()
 
 
-def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         # No bounds checks: the kernels check what comes from outside.
-        dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
+        dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy", **options)(function)
         # Numba calls a cached kernel fresh while its own file is unchanged, but kernels inline functions of other
         # files: any change in this folder must compile all of them anew.
         dispatcher._cache._cache_file._source_stamp = _DIGEST
@@ -43,9 +43,9 @@ def _compiled(fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
 
 
 # No fastmath: every backend must decode the same bits.
-kernel = _compiled(set())
+kernel = _compiled()
 # The order of a sum is free where it is only rounded to bfloat16 afterwards.
-summing_kernel = _compiled({"reassoc"})
+summing_kernel = _compiled(fastmath={"reassoc"})
 
 _intrinsic: Any = intrinsic  # its callers leave out the first argument, which its type does not know
 
@@ -191,6 +191,29 @@ def count_ones(context: Any, mask: Any) -> Any:
         return builder.ctpop(arguments[0])
 
     return types.int64(types.uint64), generate
+
+
+@_intrinsic
+def read_field(context: Any, data: Any, at: Any, offset: Any, width: Any) -> Any:
+    """`width` <= 56 bits from bit `offset` behind data[at], out of one load of eight bytes.
+
+    Near the end the load begins earlier and the shift is longer, so no byte behind the end is touched; `data` needs
+    eight bytes at least. An intrinsic, because a call for every field cost four times as much as the field.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        _, at, offset, width = arguments
+        int64 = at.type
+        byte = builder.add(at, builder.ashr(offset, int64(3)))
+        last = builder.sub(array.nitems, int64(8))
+        start = builder.select(builder.icmp_signed("<", byte, last), byte, last)
+        word = builder.load(builder.bitcast(builder.gep(array.data, [start]), int64.as_pointer()), align=1)
+        shift = builder.add(builder.shl(builder.sub(byte, start), int64(3)), builder.and_(offset, int64(7)))
+        mask = builder.sub(builder.shl(int64(1), width), int64(1))
+        return builder.and_(builder.lshr(word, shift), mask)
+
+    return types.int64(data, types.intp, types.intp, types.intp), generate
 
 
 CACHE_LINE = 64

@@ -13,6 +13,7 @@ from .bits import pack, unpack
 from .jit import (
     FLOAT32_MAX,
     INFINITY_BITS,
+    SMALLEST_SCALE,
     as_array,
     cut_bfloat16,
     draw,
@@ -163,7 +164,7 @@ def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic:
         top = number(max(1, (1 << (bits - 1)) - 1))
         scale = cut_bfloat16(largest / top)
         if stochastic and number(from_bfloat16(scale)) * top < largest:
-            above = np.uint32(scale + np.uint32(1))
+            above = np.uint32(max(scale + np.uint32(1), np.uint32(SMALLEST_SCALE)))
             if number(from_bfloat16(above)) * top <= limit:
                 return above
         return scale

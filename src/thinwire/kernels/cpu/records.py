@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .bits import pack, pack_low_bits, read_field
+from .bits import pack, pack_low_bits
 from .jit import (
     FLOAT32_MAX,
     count_ones,
@@ -15,6 +15,7 @@ from .jit import (
     nearest_integer,
     prefetch_now,
     read_bfloat16,
+    read_field,
     sign_of,
     summing_kernel,
     write_bfloat16,
@@ -115,42 +116,46 @@ def read_record(
 ) -> int:
     """Positions and values of the entries whose ones stand in these bytes of the bitmap; returns how many.
 
-    `rank` ones come before them. Trusts nothing: entries outside `out` are passed over, and so is the (k+1)-th. What
-    will be added to is fetched into the cache on the way: the positions are too scattered for the hardware to foresee.
+    `rank` ones come before them; those after the k-th are passed over. What will be added to is fetched into the cache
+    on the way: the positions are too scattered for the hardware to foresee.
     """
-    k, bits, low_bits = record.k, record.bits, record.low_bits
-    low, step = np.float32(0), np.float32(0)
-    if bits < 32:
-        low = read_bfloat16(data, 0)
-    if 1 < bits < 32:
-        step = read_bfloat16(data, 2)
-    index_mask = (1 << (bits - 1)) - 1
-    j, count = rank, 0
-    for byte in range(first_byte, last_byte):
-        ones = np.uint64(data[record.high_at + byte])
-        while ones != np.uint64(0) and j < k:
+    if data.size < 8:  # of a very small tensor: `read_field` needs eight bytes
+        padded = np.zeros(8, np.uint8)
+        padded[: data.size] = data
+        data = padded
+    low_bits, bits = record.low_bits, record.bits
+    j = rank
+    for byte in range(first_byte, last_byte, 7):
+        ones = np.uint64(read_field(data, record.high_at + byte, 0, 8 * min(7, last_byte - byte)))
+        while ones != np.uint64(0) and j < record.k:
             high = 8 * byte + lowest_one(ones) - j
             ones &= ones - np.uint64(1)
             position = high << low_bits | read_field(data, record.low_at, j * low_bits, low_bits)
-            code = read_field(data, record.codes_at, j * bits, bits)
-            if bits == 32:
-                value = np.uint32(code).view(np.float32)
-            else:
-                value = low + np.float32(code & index_mask) * step
-                value = -value if code > index_mask else value
+            prefetch_now(out, position)
+            positions[np.uintp(j - rank)] = position
             j += 1
-            if position < out.size:
-                prefetch_now(out, position)
-                positions[count] = position
-                values[count] = value
-                count += 1
+    count = j - rank
+    if bits == 32:
+        for i in range(count):
+            raw = read_field(data, 0, 32 * (rank + i), 32)
+            values[i] = np.uint32(raw).view(np.float32)
+        return count
+    low = read_bfloat16(data, 0)
+    step = read_bfloat16(data, 2) if bits > 1 else np.float32(0)
+    index_mask = (1 << (bits - 1)) - 1
+    for i in range(count):
+        code = read_field(data, record.codes_at, (rank + i) * bits, bits)
+        level = low + np.float32(np.int32(code & index_mask)) * step
+        values[i] = -level if code > index_mask else level
     return count
 
 
 @kernel
 def add_entries(positions: Any, values: Any, count: int, weight: Any, out: Any) -> None:
+    """out += weight * values, each at its place. A position outside, as only a damaged payload has, is passed over."""
     for j in range(count):
-        out[positions[j]] += weight * out.dtype.type(values[j])
+        if positions[j] < out.size:
+            out[np.uintp(positions[j])] += weight * out.dtype.type(values[j])
 
 
 @kernel

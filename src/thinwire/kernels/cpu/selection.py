@@ -82,9 +82,11 @@ def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any, g: Any,
     """
     count = 0
     for start in range(0, magnitudes.size, 64):
-        fetch64(g, ahead + start)
+        for i in range(0, 64, CACHE_LINE // g.itemsize):
+            prefetch_soon(g, ahead + start + i)
         if r is not None:
-            fetch64(r, ahead + start)
+            for i in range(0, 64, CACHE_LINE // r.itemsize):
+                prefetch_soon(r, ahead + start + i)
         mask = mask64(magnitudes, start, threshold)
         while mask != np.uint64(0):
             i = start + lowest_one(mask)
@@ -93,12 +95,6 @@ def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any, g: Any,
             found[count] = magnitudes[i]
             count += 1
     return count
-
-
-@kernel
-def fetch64(array: Any, start: int) -> None:
-    for i in range(start, start + 64, CACHE_LINE // array.itemsize):
-        prefetch_soon(array, i)
 
 
 @kernel

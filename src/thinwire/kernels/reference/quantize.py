@@ -95,9 +95,10 @@ def _scale_upwards(largest: Tensor, layout: QuantizeLayout) -> Tensor:
     top = _top(layout.bits)
     down = numbers.to_bfloat16_bits(largest / top)
     reach = numbers.from_bfloat16_bits(down).to(largest.dtype) * top
+    up = (down + 1).clamp(min=numbers.SMALLEST_SCALE)
     limit = min(torch.finfo(layout.dtype).max, FLOAT32_MAX)
-    fits = numbers.from_bfloat16_bits(down + 1).to(largest.dtype) * top <= limit
-    return torch.where((reach < largest) & fits, down + 1, down)
+    fits = numbers.from_bfloat16_bits(up).to(largest.dtype) * top <= limit
+    return torch.where((reach < largest) & fits, up, down)
 
 
 def _top(bits: int) -> int:
