@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import thinwire
-from cases import ALL_SPECS, BACKENDS, DTYPES, KEY, make_input, rows
+from cases import ALL_SPECS, BACKENDS, DTYPES, KEY, WITH_RESIDUAL, make_input, rows
 from oracle import bytes_of, read_quantize, same_bits, scale_values
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout
@@ -13,14 +13,14 @@ from thinwire.kernels.layout import DenseLayout
 OTHERS = [name for name in BACKENDS if name != "reference"]
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize("spec", WITH_RESIDUAL)
 @pytest.mark.parametrize("backend", OTHERS)
 def test_decoding_agrees_to_the_last_bit(spec: str, backend: str) -> None:
     """Ranks with different kernels decode the same payloads: their sums must not drift apart."""
     compressor = thinwire.compressor(spec)
     for dtype in DTYPES:
         for numel in (1, 4097, 100_003):
-            for kind in ("ties", "denormals", "huge", "normal"):
+            for kind in ("ties", "denormals", "huge", "normal") if numel < 5000 else ("normal",):
                 tensor, residual = make_input(kind, numel, dtype)
                 with kernels.force("reference"):
                     ct = compressor.compress(tensor, residual.clone(), key=KEY)

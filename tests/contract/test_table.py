@@ -137,7 +137,7 @@ def test_accumulate_adds_weighted(table: list[Case]) -> None:
             continue
         for dtype in {case.tensor.dtype, torch.float32}:
             arithmetic = residual_dtype(dtype)
-            for weight in (1.0, -1.0, 0.5, 1 / 3):
+            for weight in (1.0, -1.0, 0.5, 1 / 3) if case.tensor.numel() < 3 else (-1.0, 1 / 3):
                 out = case.before.to(dtype, copy=True)
                 expected = (out.to(arithmetic) + case.sent.to(arithmetic) * weight).to(dtype)
                 returned = case.compressor.accumulate(case.ct, out, weight)

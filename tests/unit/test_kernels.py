@@ -160,12 +160,12 @@ def test_importing_has_no_side_effects() -> None:
 
 COMPRESS_AND_COUNT = """
     import json, sys, torch, thinwire
-    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"):
-        c = thinwire.compressor(spec)
-        ct = c.compress(torch.ones(8192), torch.zeros(8192), key=1)
-        assert ct.kernels == "cpu"
-        c.accumulate(ct, torch.zeros(8192))
+    c = thinwire.compressor("topk:ratio=1/64,bits=2")
+    ct = c.compress(torch.ones(8192), torch.zeros(8192))
+    assert ct.kernels == "cpu"
+    c.accumulate(ct, torch.zeros(8192))
 
+    import thinwire.kernels.cpu.quantize, thinwire.kernels.cpu.randomk  # not compiled before they are called
     from numba.core.dispatcher import Dispatcher
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("thinwire.kernels.cpu")]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]

@@ -44,6 +44,11 @@ class Compressor(ABC):
         """Whether `compress` needs a `key` to draw random numbers from."""
         return False
 
+    @property
+    def contracts(self) -> bool:
+        """Whether less is kept than came in. Otherwise a residual would grow for ever, and is refused."""
+        return True
+
     def draw_key(self, key: int | None) -> int:
         """The 64-bit number that all draws of one call depend on."""
         return 0
@@ -158,6 +163,11 @@ class Compressor(ABC):
         if not tensor.is_contiguous():
             raise ValueError("tensor is not contiguous; call .contiguous() first, or flatten it")
         if residual is not None:
+            if not self.contracts:
+                raise ValueError(
+                    f"{format_spec(self)} with a residual, which would grow for ever: its error is larger than what "
+                    "comes in; use another rounding or more bits, or give no residual"
+                )
             _check_buffer("residual", residual, tuple(tensor.shape), residual_dtype(tensor.dtype), tensor.device)
             _check_apart("residual", residual, "tensor", tensor)
         if self.draws and key is None:

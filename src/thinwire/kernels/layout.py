@@ -44,6 +44,11 @@ class Layout(ABC):
         """Exact size of the payload."""
 
     @property
+    def limit(self) -> float:
+        """Larger magnitudes saturate: they would overflow the tensor's dtype, or the float32 of the levels."""
+        return min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
+
+    @property
     def leading_float(self) -> torch.dtype:
         """Every payload starts with a float of this dtype, which is NaN if the input was not finite."""
         return torch.bfloat16

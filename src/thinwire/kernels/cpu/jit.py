@@ -18,7 +18,6 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from ..reference.numbers import FLOAT32_MAX as FLOAT32_MAX
 from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 
 
@@ -245,7 +244,7 @@ prefetch_soon = _prefetcher(for_writing=False, level=2)
 @kernel
 def cut_bfloat16(x: float) -> Any:
     """The 16 bits of the bfloat16 next towards zero, for x >= 0; denormal ones become 0."""
-    bits = np.uint32(np.float32(min(x, FLOAT32_MAX)).view(np.uint32) >> np.uint32(16))
+    bits = np.uint32(np.float32(x).view(np.uint32) >> np.uint32(16))
     return bits if bits >= np.uint32(SMALLEST_SCALE) else np.uint32(0)
 
 

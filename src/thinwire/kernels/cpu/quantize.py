@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..layout import QuantizeLayout, residual_dtype
@@ -11,7 +10,6 @@ from ..reference import quantize as reference
 from . import threads
 from .bits import pack, unpack
 from .jit import (
-    FLOAT32_MAX,
     INFINITY_BITS,
     SMALLEST_SCALE,
     as_array,
@@ -36,8 +34,6 @@ from .selection import total_at
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     width = residual_dtype(layout.dtype).itemsize
-    # The largest level may not overflow the tensor's dtype when a stochastic scale is rounded up.
-    limit = min(torch.finfo(layout.dtype).max, FLOAT32_MAX)
     for entries, part in layout.parts(layout.numel):
         nbytes = layout.record_nbytes(entries)
 
@@ -48,7 +44,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
             return bool(
                 encode_records(
                     g[mine], None if r is None else r[mine], entries, layout.block, layout.bits, layout.stochastic,
-                    np.uint64(key), mine.start, limit, INFINITY_BITS[width], total, codes, target,
+                    np.uint64(key), mine.start, layout.limit, INFINITY_BITS[width], total, codes, target,
                 )
             )  # fmt: skip
 
@@ -125,7 +121,7 @@ def encode_records(
             start = b * block
             size = min(block, entries - start)
             first = row * entries + start
-            largest = add_block(g, r, first, size, total)
+            largest = add_block(g, r, first, size, limit, total)
             if largest >= infinity:
                 return False
             scale = block_scale(total, size, largest, bits, stochastic, limit)
@@ -145,12 +141,13 @@ def encode_records(
 
 
 @kernel
-def add_block(g: Any, r: Any, first: int, size: int, total: Any) -> Any:
-    """total <- g + r; returns the largest magnitude, as `magnitude_bits`."""
+def add_block(g: Any, r: Any, first: int, size: int, limit: float, total: Any) -> Any:
+    """total <- g + r, up to ±limit; returns the largest magnitude before that, as `magnitude_bits`."""
+    bound = total.dtype.type(limit)
     largest = magnitude_bits(total.dtype.type(0))
     for i in range(size):
         value = total_at(g, r, np.uintp(first + i))
-        total[i] = value
+        total[i] = min(max(value, -bound), bound)
         largest = max(largest, magnitude_bits(value))
     return largest
 
@@ -160,7 +157,7 @@ def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic:
     """The block's scale as bfloat16 bits."""
     number = total.dtype.type
     if stochastic or bits > 2:
-        largest = min(from_magnitude_bits(largest_bits), number(FLOAT32_MAX))
+        largest = min(from_magnitude_bits(largest_bits), number(limit))
         top = number(max(1, (1 << (bits - 1)) - 1))
         scale = cut_bfloat16(largest / top)
         if stochastic and number(from_bfloat16(scale)) * top < largest:
@@ -181,7 +178,7 @@ def sum_above(total: Any, size: int, threshold: Any) -> float:
     result = 0.0
     number = total.dtype.type
     for i in range(size):
-        magnitude = min(abs(total[i]), number(FLOAT32_MAX))
+        magnitude = abs(total[i])
         result += np.float64(magnitude if magnitude > threshold else number(0))
     return result
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from .bits import pack, pack_low_bits
 from .jit import (
-    FLOAT32_MAX,
     count_ones,
     cut_bfloat16,
     from_bfloat16,
@@ -42,7 +41,7 @@ def write_record(positions: Any, values: Any, record: Any, codes: Any, out: Any)
 @kernel
 def write_floats(values: Any, out: Any) -> None:
     for j in range(values.size):
-        raw = np.float32(min(max(values[j], -FLOAT32_MAX), FLOAT32_MAX)).view(np.uint32)
+        raw = np.float32(values[j]).view(np.uint32)
         for byte in range(4):
             out[4 * j + byte] = (raw >> np.uint32(8 * byte)) & np.uint32(0xFF)
 
@@ -59,7 +58,7 @@ def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
         step = cut_bfloat16((number(biggest) - number(low_value)) / top)
         inverse = number(1) / number(from_bfloat16(step)) if step > 0 else number(0)
         for j in range(codes.size):
-            share = max(min(abs(values[j]), number(FLOAT32_MAX)) - low_value, number(0)) * inverse
+            share = max(abs(values[j]) - low_value, number(0)) * inverse
             codes[j] = nearest_integer(min(share, top)) | (sign_of(values[j]) & sign)
         write_bfloat16(out, 2, step)
     else:
@@ -80,10 +79,10 @@ def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
 
 @kernel
 def extremes(values: Any) -> Any:
-    """The smallest and the largest magnitude, as far as float32 goes."""
+    """The smallest and the largest magnitude."""
     smallest, biggest = np.float64(np.inf), np.float64(0)
     for j in range(values.size):
-        magnitude = np.float64(min(abs(values[j]), FLOAT32_MAX))
+        magnitude = np.float64(abs(values[j]))
         smallest, biggest = min(smallest, magnitude), max(biggest, magnitude)
     return smallest, biggest
 
@@ -94,7 +93,7 @@ def sum_from(values: Any, split: Any) -> Any:
     total, count = 0.0, np.int32(0)
     number = values.dtype.type
     for j in range(values.size):
-        magnitude = min(abs(values[j]), number(FLOAT32_MAX))
+        magnitude = abs(values[j])
         total += np.float64(magnitude if magnitude >= split else number(0))
         count = np.int32(count + np.int32(magnitude >= split))
     return total, count
@@ -105,7 +104,7 @@ def sum_below(values: Any, split: Any) -> float:
     total = 0.0
     number = values.dtype.type
     for j in range(values.size):
-        magnitude = min(abs(values[j]), number(FLOAT32_MAX))
+        magnitude = abs(values[j])
         total += np.float64(magnitude if magnitude < split else number(0))
     return total
 

@@ -24,13 +24,14 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
     for record, part in layout.parts(layout.numel):
         g_part, r_part = g[part.entries], None if r is None else r[part.entries]
         encode_part = topk_global.encode if record.n > LARGEST_CHUNK else _encode_part
-        if not encode_part(g_part, r_part, record, out[part.nbytes], residual_dtype(layout.dtype).itemsize):
+        width = residual_dtype(layout.dtype).itemsize
+        if not encode_part(g_part, r_part, record, out[part.nbytes], width, layout.limit):
             reference.mark(layout, payload)
             return False
     return True
 
 
-def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
+def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: float) -> bool:
     def share(first: int, last: int) -> bool:
         entries, nbytes = slice(first * record.n, last * record.n), slice(first * record.nbytes, last * record.nbytes)
         magnitudes = np.full((record.n + 63) // 64 * 64, -1, f"i{width}")
@@ -38,7 +39,15 @@ def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bo
         r_share = None if r is None else r[entries]
         return bool(
             encode_chunks(
-                g[entries], r_share, record, magnitudes, values, INFINITY_BITS[width], GUESS_MARGIN[width], out[nbytes]
+                g[entries],
+                r_share,
+                record,
+                magnitudes,
+                values,
+                INFINITY_BITS[width],
+                GUESS_MARGIN[width],
+                limit,
+                out[nbytes],
             )
         )
 
@@ -82,13 +91,14 @@ def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight:
 
 @kernel
 def encode_chunks(
-    g: Any, r: Any, record: Any, magnitudes: Any, values: Any, infinity: int, margin: int, out: Any
+    g: Any, r: Any, record: Any, magnitudes: Any, values: Any, infinity: int, margin: int, limit: float, out: Any
 ) -> bool:
     """Every chunk of g + r into its record; False at the first that is not finite. Only reads g and r.
 
     `magnitudes` (filled with -1 behind the chunk) and `values` are scratch; their types say in which precision to work.
     """
     n, k = record.n, record.k
+    bound = values.dtype.type(limit)
     found = np.empty_like(magnitudes)
     positions = np.empty(magnitudes.size, np.int32)
     codes = np.empty(k, np.uint16)
@@ -100,7 +110,7 @@ def encode_chunks(
         if largest(found[:k]) >= infinity:
             return False
         for j in range(k):
-            values[j] = total_at(g, r, start + positions[j])
+            values[j] = min(max(total_at(g, r, start + positions[j]), -bound), bound)
         write_record(positions, values, record, codes, out[row * record.nbytes : (row + 1) * record.nbytes])
         guess = magnitudes.dtype.type(max(smallest(found[:k]) - margin, 1))
     return True

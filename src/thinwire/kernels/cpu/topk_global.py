@@ -34,7 +34,7 @@ class Selection(NamedTuple):
     ties: list[int]
 
 
-def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
+def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: float) -> bool:
     """One record for the whole tensor; False if it is not finite."""
     ranges = threads.shares(g.size, per_thread=1)  # each has tables of its own
     shares = [(g[start:stop], None if r is None else r[start:stop]) for start, stop in ranges]
@@ -53,6 +53,7 @@ def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int) -> bool:
         )
 
     threads.run(gather, [(i,) for i in range(len(shares))])
+    np.clip(values, -limit, limit, out=values)
     write_record(positions, values, record, np.empty(record.k, np.uint16 if record.bits == 16 else np.uint8), out)
     return True
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..layout import bytes_for, residual_dtype
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 MARK = 0x7FC0
 """A bfloat16 NaN: the scale of a payload whose input was not finite."""
 SMALLEST_SCALE = 0x0080
@@ -73,7 +72,7 @@ def check_padding(packed: Tensor, used_bits: int) -> None:
 
 def to_bfloat16_bits(values: Tensor) -> Tensor:
     """Non-negative numbers -> the 16 bits of the bfloat16 next towards zero, as int64; denormal ones become 0."""
-    bits = values.clamp(max=FLOAT32_MAX).to(torch.float32).contiguous().view(torch.int32).to(torch.int64) >> 16
+    bits = values.to(torch.float32).contiguous().view(torch.int32).to(torch.int64) >> 16
     return torch.where(bits >= SMALLEST_SCALE, bits, 0)
 
 

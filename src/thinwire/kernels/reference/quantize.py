@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..layout import QuantizeLayout, residual_dtype
 from . import numbers
-from .numbers import FLOAT32_MAX
 
 _BATCH_ENTRIES = 1 << 20
 """Records are taken in batches of about this many entries, to bound the memory that unpacked bits need."""
@@ -23,7 +22,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
         mark(layout, payload)
         return False
     for width, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
-        values = _blocks(total[entries].view(rows, width), layout.block)
+        values = _blocks(total[entries].clamp(-layout.limit, layout.limit).view(rows, width), layout.block)
         scales = to_scales(values, layout)
         step = numbers.from_bfloat16_bits(scales)
         if layout.stochastic:
@@ -76,7 +75,7 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
 
 def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
     """One bfloat16 scale, as bits, for each block in the last dimension. NaN stands for "no entry" in a short block."""
-    magnitudes = values.abs().nan_to_num(0.0).clamp(max=FLOAT32_MAX)
+    magnitudes = values.abs().nan_to_num(0.0)
     present = ~torch.isnan(values)
     largest = magnitudes.amax(-1)
     if layout.stochastic:
@@ -96,8 +95,7 @@ def _scale_upwards(largest: Tensor, layout: QuantizeLayout) -> Tensor:
     down = numbers.to_bfloat16_bits(largest / top)
     reach = numbers.from_bfloat16_bits(down).to(largest.dtype) * top
     up = (down + 1).clamp(min=numbers.SMALLEST_SCALE)
-    limit = min(torch.finfo(layout.dtype).max, FLOAT32_MAX)
-    fits = numbers.from_bfloat16_bits(up).to(largest.dtype) * top <= limit
+    fits = numbers.from_bfloat16_bits(up).to(largest.dtype) * top <= layout.limit
     return torch.where((reach < largest) & fits, up, down)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..layout import TopKLayout, TopKRecord
 from . import numbers
-from .numbers import FLOAT32_MAX
 
 _BATCH_ENTRIES = 1 << 22
 """Records are taken in batches of about this many entries, to bound the memory that masks and sums need."""
@@ -24,7 +23,8 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
     for record, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
         chunk = total[entries].view(rows, record.n)
         positions = select(chunk.abs(), record.k)
-        payload[nbytes] = pack_record(positions, chunk.gather(1, positions), record).view(-1)
+        values = chunk.gather(1, positions).clamp(-layout.limit, layout.limit)
+        payload[nbytes] = pack_record(positions, values, record).view(-1)
     return True
 
 
@@ -85,7 +85,7 @@ def select(magnitudes: Tensor, k: int) -> Tensor:
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(scales as bfloat16 bits, codes) for rows of finite values at 1, 2, 4, 8 or 16 bits."""
-    magnitudes = values.abs().clamp(max=FLOAT32_MAX)
+    magnitudes = values.abs()
     everything = torch.ones_like(magnitudes, dtype=torch.bool)
     mean = numbers.to_bfloat16_bits(numbers.mean_of(magnitudes, everything))
     if bits == 1:
@@ -117,8 +117,7 @@ def dequantize(scales: Tensor, codes: Tensor, bits: int) -> Tensor:
 def pack_record(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
     """Rows of k rising positions and their values -> rows of bytes."""
     if record.bits == 32:
-        raw = values.clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32).contiguous()
-        parts = [raw.view(torch.uint8)]
+        parts = [values.to(torch.float32).contiguous().view(torch.uint8)]
     else:
         if torch.isnan(values).any():
             scales = torch.full((values.shape[0], record.codes_at // 2), numbers.MARK, device=values.device)
