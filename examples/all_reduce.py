@@ -1,8 +1,7 @@
-"""A compressed all-reduce between two processes on this machine, beside a dense one: the bytes, and what is lost.
+"""A compressed all-reduce between two processes on this machine, beside a dense one: the bytes, and what is lost."""
 
-Run with `make demo`, or `python examples/all_reduce.py`.
-"""
-
+import math
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +25,14 @@ def compressed_average(grad: Tensor, residual: Tensor, compressor: thinwire.Comp
 
 
 def loopback_megabytes(exchange: Callable[[], object]) -> float:
-    """What the loopback interface carries for one exchange, per rank; the kernel counts it (Linux)."""
-    counter = Path("/proc/net/dev")
-    counts = []
-    for action in (exchange, dist.barrier):
+    """What the loopback interface carries for one exchange, per rank; Linux counts it, elsewhere NaN."""
+    counter, sent = Path("/proc/net/dev"), [math.nan, math.nan]
+    for i, action in enumerate((exchange, dist.barrier)):
         dist.barrier()
-        lines = counter.read_text().splitlines() if counter.exists() else []
-        counts += [int(line.split()[9]) for line in lines if line.strip().startswith("lo:")]
+        if counter.exists() and (line := re.search(r"lo:(.*)", counter.read_text())):
+            sent[i] = int(line[1].split()[8])
         action()
-    return (counts[1] - counts[0]) / WORLD / 1e6 if len(counts) == 2 else float("nan")
+    return (sent[1] - sent[0]) / WORLD / 1e6
 
 
 def worker(rank: int, rendezvous: str) -> None:
@@ -46,8 +44,7 @@ def worker(rank: int, rendezvous: str) -> None:
     for _ in range(STEPS):
         thin_mb = loopback_megabytes(lambda: compressed_average(thin.copy_(gradient), residual, compressor))
         applied += thin
-    replicas = [torch.empty_like(applied) for _ in range(WORLD)]
-    dist.all_gather(replicas, applied)
+    dist.all_gather(replicas := [torch.empty_like(applied) for _ in range(WORLD)], applied)
     dist.all_reduce(residual)
     lost = (applied + residual / WORLD - STEPS / WORLD * dense).norm() / (STEPS / WORLD * dense).norm()
     if rank == 0:
@@ -56,7 +53,6 @@ def worker(rank: int, rendezvous: str) -> None:
         print(f"compressed          {thin_mb:8.2f} MB, {dense_mb / thin_mb:.0f} times less")
         print(f"replicas identical  {all(torch.equal(applied, replica) for replica in replicas)}")
         print(f"lost in {STEPS} steps    {lost:.0e} of the sum: what was not sent is kept in the residual")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

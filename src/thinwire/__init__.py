@@ -1,4 +1,4 @@
-"""thinwire: train PyTorch models over slow networks, with the same loss at a two-hundredth of the bytes.
+"""thinwire: train PyTorch models over slow networks, with a two-hundredth of the bytes of a dense all-reduce.
 
 >>> import torch, thinwire
 >>> grad, residual = torch.randn(1_000_000), torch.zeros(1_000_000)

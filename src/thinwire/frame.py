@@ -57,6 +57,8 @@ def pack(frame: Frame) -> bytes:
 
 def unpack(data: Buffer) -> Frame:
     """Take a frame apart; the payload is a view of `data`, not a copy."""
+    if not isinstance(data, Buffer):
+        raise FrameError(f"{type(data).__name__}, expected bytes, bytearray or memoryview")
     view = memoryview(data).cast("B")
     if len(view) < HEADER_BYTES:
         raise FrameError(f"cut short: {len(view)} bytes, expected a header of {HEADER_BYTES}")

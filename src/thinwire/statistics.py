@@ -1,10 +1,20 @@
 """What a compressor has done so far."""
 
+import os
 import threading
 from dataclasses import dataclass, field
 
 # One lock for all: it is held for nanoseconds, and a lock inside would make compressors impossible to pickle.
 _LOCK = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Another thread may have held it when the process was forked."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass

@@ -10,8 +10,11 @@ import torch
 import thinwire
 from cases import SPECS
 from thinwire import CompressedTensor, kernels
+from thinwire.bench.measure import peak_memory
 
 SLACK = 6 << 20
+LIMIT = 0.05
+"""Share of the tensor that compress and accumulate may need beyond tensor, residual and payload."""
 
 
 def resident() -> int:
@@ -50,3 +53,15 @@ def test_a_thousand_calls_do_not_grow(backend: str, numel: int, name: str) -> No
         if grown > SLACK:
             grown = growth(1000)
     assert grown < SLACK, f"{compressor}, {backend}: grew by {grown / 2**20:.1f} MiB in 1,000 calls"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize:bits=8", "quantize:bits=1", "none"])
+def test_working_memory_is_a_fraction_of_the_tensor(spec: str) -> None:
+    compressor, numel = thinwire.compressor(spec), 16_000_000
+    tensor, residual, total = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+    out = torch.empty(compressor.nbytes(numel), dtype=torch.uint8)
+    ct = compressor.compress(tensor, residual, out=out)
+    for job in (lambda: compressor.compress(tensor, residual, out=out), lambda: compressor.accumulate(ct, total)):
+        peak = peak_memory(job, tensor.device)
+        assert peak is None or peak < LIMIT * tensor.nbytes, f"{spec}: {peak} bytes beside {tensor.nbytes}"

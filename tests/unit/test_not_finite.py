@@ -103,15 +103,16 @@ def test_a_sum_beyond_float16_is_sent_as_a_finite_number(backend: str) -> None:
 
 def test_the_residual_of_drawn_bits_stays_small(backend: str) -> None:
     """Error feedback around stochastic rounding: not what it is for, but it must not run away."""
-    for bits in (2, 4, 8):
+    for bits in (4, 8):
         compressor, residual = thinwire.Quantize(bits, rounding="stochastic"), torch.zeros(4096)
         for step in range(60):
             compressor.compress(torch.randn(4096, generator=torch.Generator().manual_seed(step)), residual, key=step)
         assert residual.abs().max() < 1000, f"{bits} bits: residual of {residual.abs().max():.3g} after 60 steps"
 
 
-def test_one_drawn_bit_refuses_a_residual() -> None:
-    """Its residual would double about every step."""
-    compressor = thinwire.Quantize(1, rounding="stochastic")
+@pytest.mark.parametrize("bits", [1, 2])
+def test_few_drawn_bits_refuse_a_residual(bits: int) -> None:
+    """With one bit it would double about every step; with two it grows to many times the gradient."""
+    compressor = thinwire.Quantize(bits, rounding="stochastic")
     with pytest.raises(ValueError, match="with a residual, which would grow for ever"):
         compressor.compress(torch.ones(4096), torch.zeros(4096), key=1)

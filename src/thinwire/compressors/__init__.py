@@ -29,4 +29,6 @@ def compressor(spec: str | Compressor) -> Compressor:
     >>> thinwire.compressor("topk:ratio=1/64,bits=2")
     TopK(ratio=Fraction(1, 64), bits=2, chunk=4096)
     """
-    return spec if isinstance(spec, Compressor) else parse_spec(spec)
+    if not isinstance(spec, str | Compressor):
+        raise ValueError(f"compressor {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
+    return parse_spec(spec) if isinstance(spec, str) else spec

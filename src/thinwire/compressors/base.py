@@ -83,9 +83,10 @@ class Compressor(ABC):
         `.finite` of the result is False.
         """
         started = time.perf_counter()
-        ct, finite = self._encode(tensor, residual, key, out)
-        if finite and residual is not None:
-            self._commit(ct, tensor, residual)
+        ct, finite, kernel = self._encode(tensor, residual, key, out)
+        if finite and residual is not None and ct.numel:
+            with torch.no_grad():
+                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
         seconds = time.perf_counter() - started
         before = tensor.numel() * tensor.element_size()
         self.stats.add(before, ct.nbytes, seconds, finite, ct.kernels)
@@ -113,9 +114,32 @@ class Compressor(ABC):
         """
         return self._decode(ct, out, weight, payloads, add=True)
 
+    def encode(
+        self, tensor: Tensor, residual: Tensor | None = None, *, key: int | None = None, out: Tensor | None = None
+    ) -> CompressedTensor:
+        """The first half of `compress`: the payload, with the residual only read.
+
+        For a caller who must know more before anything may change, such as whether every rank's gradient is finite.
+        """
+        return self._encode(tensor, residual, key, out)[0]
+
+    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor) -> None:
+        """The second half: residual <- tensor + residual - decompress(ct); nothing if `ct` is not finite.
+
+        `ct` must come from `encode` of the same tensor and residual, and neither may have changed since.
+        """
+        self._check_made_here(ct)
+        self._check_input(tensor, residual, 0)
+        if (tensor.numel(), tensor.dtype) != (ct.numel, ct.dtype):
+            raise ValueError(f"tensor of {tensor.numel()} x {tensor.dtype}, expected {ct.numel} x {ct.dtype}")
+        if ct.numel and ct.finite:
+            _, kernel = kernels.select(ct.layout, tensor.device)
+            with torch.no_grad():
+                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+
     def _encode(
         self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
-    ) -> tuple[CompressedTensor, bool]:
+    ) -> tuple[CompressedTensor, bool, kernels.Kernel]:
         self._check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
@@ -125,21 +149,16 @@ class Compressor(ABC):
             _check_apart("out", payload, "residual", residual)
         draw = self.draw_key(key)
         name, kernel = kernels.select(layout, tensor.device)
-        with torch.no_grad():
-            finite = layout.numel == 0 or kernel.encode(tensor, residual, layout, draw, payload)
-        return CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name), finite
-
-    def _commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor) -> None:
-        if ct.numel:
-            _, kernel = kernels.select(ct.layout, tensor.device)
+        finite = True
+        if layout.numel:
             with torch.no_grad():
-                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+                finite = kernel.encode(tensor, residual, layout, draw, payload)
+        return CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name), finite, kernel
 
     def _decode(
         self, ct: CompressedTensor, out: Tensor, weight: float, payloads: Tensor | None = None, *, add: bool
     ) -> Tensor:
-        if ct.compressor != self:
-            raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
+        self._check_made_here(ct)
         if out.numel() != ct.numel or out.dtype not in DTYPES or out.device != ct.payload.device:
             raise ValueError(
                 f"out holds {out.numel()} x {out.dtype} on {out.device}, "
@@ -151,11 +170,16 @@ class Compressor(ABC):
             payloads = ct.payload.unsqueeze(0)
         rows = payloads.shape[0] if payloads.dim() else 0
         _check_buffer("payloads", payloads, (rows, ct.nbytes), torch.uint8, out.device)
+        _check_apart("out", out, "payload", payloads)
         if ct.numel:
             _, kernel = kernels.select(ct.layout, out.device)
             with torch.no_grad():
                 kernel.decode(payloads, ct.layout, ct.key, out, float(weight), add)
         return out
+
+    def _check_made_here(self, ct: CompressedTensor) -> None:
+        if ct.compressor != self:
+            raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
 
     def _check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
         if tensor.dtype not in DTYPES:
@@ -181,7 +205,7 @@ def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
             f"expected shape {shape}, {dtype} on {device}"
         )
     if not given.is_contiguous():
-        raise ValueError(f"{name} is not contiguous, expected a contiguous tensor to write into")
+        raise ValueError(f"{name} is not contiguous, expected a contiguous tensor")
 
 
 def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:

@@ -20,7 +20,7 @@ class Quantize(Compressor):
 
     bits      1, 2, 4 or 8.
     block     a power of two from 32 to 65,536.
-    rounding  "nearest", the best with a residual; "stochastic", unbiased, for use without one (1 bit: only without).
+    rounding  "nearest", the best with a residual; "stochastic", unbiased, for use without one (1 and 2 bits: only so).
     seed      of the stochastic draws, together with the `key` given to `compress`; give each rank another.
 
     >>> import torch, thinwire
@@ -48,7 +48,7 @@ class Quantize(Compressor):
 
     @property
     def contracts(self) -> bool:
-        return self.bits > 1 or not self.draws
+        return self.bits > 2 or not self.draws
 
     def draw_key(self, key: int | None) -> int:
         return mix_key(self.seed, key) if self.draws and key is not None else 0

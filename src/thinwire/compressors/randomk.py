@@ -43,4 +43,5 @@ class RandomK(Compressor):
         return mix_key(self.seed, key or 0)
 
     def _layout(self, numel: int, dtype: torch.dtype) -> RandomKLayout:
-        return RandomKLayout(numel, dtype, ceil(numel * Fraction(self.ratio)))
+        fewest = ceil(numel / (1 << 31))  # the draw within a stratum has 31 bits
+        return RandomKLayout(numel, dtype, max(fewest, ceil(numel * Fraction(self.ratio))))

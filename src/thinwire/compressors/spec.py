@@ -26,7 +26,7 @@ def register(name: str) -> Callable[[C], C]:
     """Class decorator: makes a compressor known by `name` to spec strings, the contract tests and the benchmark."""
 
     def add(cls: C) -> C:
-        if not name.isidentifier() or name != name.lower():
+        if not (name.isascii() and name.isidentifier() and name == name.lower()):
             raise ValueError(f"compressor name {name!r}, expected lower-case letters, digits and underscores")
         if _REGISTRY.get(name, cls) is not cls:
             raise ValueError(f"compressor name {name!r} is taken by {_REGISTRY[name].__qualname__}")
@@ -111,9 +111,9 @@ def check_seed(seed: int) -> None:
 
 def mix_key(seed: int, key: int) -> int:
     """One 64-bit number out of a seed and a key; neighbours in either give unrelated numbers (splitmix64)."""
-    z = seed
-    for word in (operator.index(key) % (1 << 64), 0x9E3779B97F4A7C15):
-        z = (z + word) % (1 << 64)
+    z = 0
+    for word in (seed, operator.index(key)):
+        z = (z + word + 0x9E3779B97F4A7C15) % (1 << 64)
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
         z = (z ^ z >> 27) * 0x94D049BB133111EB % (1 << 64)
         z ^= z >> 31

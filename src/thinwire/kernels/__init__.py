@@ -64,7 +64,8 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 }
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "reference": None}  # None: any device
 
-_forced: str | None = None
+_chosen: str | None = None  # by force_now
+_forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are open, in any thread; the last one counts
 
 
 def backends() -> tuple[str, ...]:
@@ -81,9 +82,9 @@ def register(backend: str, layout: type[Layout], kernel: Kernel) -> None:
 
 
 def force_now(backend: str | None) -> None:
-    """Use `backend` from now on in the whole process; None goes back to the default choice."""
-    global _forced
-    _forced = None if backend is None else _known(backend)
+    """Use `backend` from now on in the whole process; None leaves the choice to THINWIRE_KERNELS or the default."""
+    global _chosen
+    _chosen = None if backend is None else _known(backend)
 
 
 @contextmanager
@@ -95,17 +96,17 @@ def force(backend: str | None) -> Iterator[None]:
     ...     thinwire.Quantize(bits=8).compress(torch.ones(4096)).kernels
     'reference'
     """
-    before = _forced
-    force_now(backend)
+    mine = (object(), None if backend is None else _known(backend))
+    _forces.append(mine)
     try:
         yield
     finally:
-        force_now(before)
+        _forces.remove(mine)
 
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """The backend's name and its kernel for this layout on this device."""
-    forced = _forced or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    forced = (_forces[-1][1] if _forces else _chosen) or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if forced is not None:
         return forced, _load(_known(forced), type(layout), device)
     for backend, modules in _MODULES.items():

@@ -1,7 +1,7 @@
 """Where everything lies in a payload: pure arithmetic, no data.
 
-A payload is a row of *records*, each of which holds one run of consecutive entries and stands alone: the records of a
-slice of the tensor are a slice of the payload, so a collective can send a share of a tensor without touching the rest.
+A payload of TopK or Quantize is a row of *records*, each of which holds one run of consecutive entries and stands alone:
+the records of whole chunks are a slice of the payload, so a collective can send a share of a tensor by itself.
 Every size follows from the element count, the dtype and the compressor, so ranks never have to exchange sizes.
 
 All numbers are little-endian; bit fields are filled from the lowest bit of the first byte; bits left over are zero.

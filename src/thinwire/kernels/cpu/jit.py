@@ -22,7 +22,8 @@ from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 
 
 def _sources_digest() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "reference" / "numbers.py"]  # that one for its constants
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -213,7 +213,7 @@ def codes_stochastic(
     for i in range(size):
         place = position + i
         random = draw(key, place >> 2) >> np.uint64(15 * (place & 3)) & np.uint64(0x7FFF)
-        uniform = np.float32(random) / np.float32(32768)
+        uniform = (np.float32(random) + np.float32(0.5)) / np.float32(32768)
         share = total[i] * inverse
         if bits == 1:
             share = min(max(share, number(-1)), number(1))

@@ -12,8 +12,8 @@ _SEGMENT = 1 << 20
 """16-bit floats are widened this many entries at a time, to bound the memory; the others are not widened at all."""
 
 
-def _segments(layout: DenseLayout, other: torch.dtype) -> Iterator[slice]:
-    step = layout.numel if layout.dtype == other else _SEGMENT
+def _segments(layout: DenseLayout, *others: torch.dtype) -> Iterator[slice]:
+    step = layout.numel if {layout.dtype} == set(others) else _SEGMENT
     return (slice(start, min(start + step, layout.numel)) for start in range(0, layout.numel, step))
 
 
@@ -55,14 +55,16 @@ def mark(layout: DenseLayout, payload: Tensor) -> None:
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
-    residual.add_(tensor)
+    flat, kept = tensor.view(-1), residual.view(-1)
+    for part in _segments(layout, residual.dtype):
+        kept[part].add_(flat[part])
     decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     flat = out.view(-1)
     wide = residual_dtype(out.dtype)
-    for part in _segments(layout, wide):
+    for part in _segments(layout, wide, out.dtype):
         target = flat[part]
         total = target if target.dtype == wide else target.to(wide)
         if not add:

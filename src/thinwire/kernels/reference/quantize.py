@@ -70,7 +70,12 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
         packed = payload[nbytes].view(rows, -1)
         scales.append(_unpack(packed, layout, width)[0].reshape(-1))
         numbers.check_padding(packed[:, layout.scales_nbytes(width) :], width * layout.bits)
-    numbers.check_scales(torch.cat(scales))
+    every = torch.cat(scales)
+    numbers.check_scales(every)
+    if bool((every != numbers.MARK).all()) and not numbers.is_finite(
+        numbers.from_bfloat16_bits(every) * _top(layout.bits)
+    ):
+        raise ValueError("a level overflows float32")
 
 
 def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
@@ -125,7 +130,7 @@ def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) 
 def _uniform(key: int, positions: Tensor) -> Tensor:
     """15 random bits for each entry, four entries to a draw."""
     bits = numbers.draw(key, positions >> 2) >> (15 * (positions & 3))
-    return (bits & 0x7FFF).to(torch.float32) / 32768
+    return ((bits & 0x7FFF).to(torch.float32) + 0.5) / 32768
 
 
 def _levels(codes: Tensor, bits: int, step: Tensor) -> Tensor:

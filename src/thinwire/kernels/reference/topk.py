@@ -50,7 +50,9 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
             total.zero_()
         for payload in payloads:
             positions, values = unpack_record(payload[nbytes].view(rows, record.nbytes), record)
-            total.scatter_add_(1, positions.clamp(max=record.n - 1), values.to(total.dtype) * weight)
+            outside = positions >= record.n  # passed over: these bytes may not have been checked
+            values = torch.where(outside, 0, values.to(total.dtype) * weight)
+            total.scatter_add_(1, torch.where(outside, 0, positions), values)
         if total is not part:
             part.copy_(total)
 
@@ -61,14 +63,12 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
         packed = payload[nbytes].view(rows, record.nbytes)
         check_positions(packed, record)
         numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
-        if record.bits == 32:
-            values.append(unpack_record(packed, record)[1].view(-1))
-        else:
+        values.append(unpack_record(packed, record)[1].view(-1))
+        if record.bits < 32:
             scales.append(numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2).view(-1))
     if scales:
         numbers.check_scales(torch.cat(scales))
-    if values:
-        numbers.check_floats(torch.cat(values))
+    numbers.check_floats(torch.cat(values))
 
 
 def select(magnitudes: Tensor, k: int) -> Tensor:
@@ -134,7 +134,7 @@ def pack_record(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor
 
 
 def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_record`, for bytes that `check_positions` accepts."""
+    """The inverse of `pack_record`. Bytes that it cannot have made give positions outside the record, or fewer ones."""
     codes = packed[:, record.codes_at : record.low_at]
     if record.bits == 32:
         values = codes.reshape(-1).clone().view(torch.float32).view(-1, record.k)
@@ -142,9 +142,11 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
         scales = numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2)
         values = dequantize(scales, numbers.unpack(codes, record.bits, record.k), record.bits)
     low = numbers.unpack(packed[:, record.low_at : record.high_at], record.low_bits, record.k)
-    ones = numbers.unpack_bits(packed[:, record.high_at :]).nonzero()[:, 1].view(-1, record.k)
-    high = ones - torch.arange(record.k, device=packed.device)
-    return (high << record.low_bits) | low, values
+    # A stable sort puts the places of the ones first, in their order, whatever their number.
+    bitmap, places = numbers.unpack_bits(packed[:, record.high_at :]).sort(dim=1, descending=True, stable=True)
+    high = places[:, : record.k] - torch.arange(record.k, device=packed.device)
+    positions = (high << record.low_bits) | low
+    return torch.where(bitmap[:, : record.k] == 1, positions, record.n), values
 
 
 def check_positions(packed: Tensor, record: TopKRecord) -> None:
