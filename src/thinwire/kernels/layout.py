@@ -1,6 +1,6 @@
 """Where everything lies in a payload: pure arithmetic, no data.
 
-A payload of TopK or Quantize is a row of *records*, each of which holds one run of consecutive entries and stands alone:
+A payload of TopK or Quantize is a row of *records*, each of which holds a run of consecutive entries and stands alone:
 the records of whole chunks are a slice of the payload, so a collective can send a share of a tensor by itself.
 Every size follows from the element count, the dtype and the compressor, so ranks never have to exchange sizes.
 
