@@ -21,9 +21,7 @@ SPECS: dict[str, list[str]] = {
     "topk": [
         *(f"topk:ratio=1/64,bits={bits}" for bits in (1, 2, 4, 8, 16, 32)),
         "topk:ratio=1/256,bits=2",
-        "topk:ratio=1/256,bits=32",
         "topk:ratio=1%,bits=4",
-        "topk:ratio=1/16,bits=8",
         "topk:ratio=1/16,bits=32",
         "topk:ratio=1/4,bits=2,chunk=16",
         "topk:ratio=1/16,bits=32,chunk=16",
@@ -31,7 +29,6 @@ SPECS: dict[str, list[str]] = {
         "topk:ratio=1/64,bits=2,chunk=65536",
         "topk:ratio=1/64,bits=2,chunk=none",
         "topk:ratio=1/64,bits=32,chunk=none",
-        "topk:ratio=1%,bits=16,chunk=none",
         "topk:ratio=1,bits=2",
     ],
     "quantize": [

@@ -22,7 +22,7 @@ class CompressedTensor:
     >>> import torch, thinwire
     >>> ct = thinwire.TopK(ratio="1/64", bits=2).compress(torch.randn(100_000))
     >>> ct.nbytes, len(ct.to_bytes())
-    (2053, 2124)
+    (2054, 2123)
     >>> thinwire.CompressedTensor.from_bytes(ct.to_bytes()).decompress().shape
     torch.Size([100000])
     """

@@ -24,8 +24,8 @@ class Quantize(Compressor):
     seed      of the stochastic draws, together with the `key` given to `compress`; give each rank another.
 
     >>> import torch, thinwire
-    >>> thinwire.Quantize(bits=8).compress(torch.tensor([[1.0, -0.5, 0.25]] * 100)).decompress()[:3]
-    tensor([ 0.9922, -0.5000,  0.2500])
+    >>> thinwire.Quantize(bits=8).compress(torch.tensor([127.0, -3.2, 0.4, 2.5] * 64)).decompress()[:4]
+    tensor([127.,  -3.,   0.,   2.])
     """
 
     bits: int = 8
