@@ -65,7 +65,10 @@ def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selecti
     for shift, bits in DIGITS[width]:
         counts = threads.run(functools.partial(digit_counts, shift, bits, threshold), shares)
         # How many magnitudes have this digit or a higher one.
-        reached = np.cumsum(sum(counts)[::-1])[::-1]
+        reached = np.zeros(1 << bits, np.int64)
+        for part in counts:
+            reached += part
+        add_from_the_end(reached)
         if (shift, bits) == DIGITS[width][0] and reached[INFINITY_BITS[width] >> shift]:
             return None
         digit = int(np.flatnonzero(reached >= wanted)[-1])
@@ -80,7 +83,7 @@ def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selecti
 
 
 def digit_counts(shift: int, bits: int, prefix: int, g: Any, r: Any) -> Any:
-    counts = np.zeros(1 << bits, np.int64)
+    counts = np.zeros(1 << bits, np.int32 if g.size < 1 << 31 else np.int64)
     count_digits(g, r, shift, bits, prefix, counts)
     return counts
 
@@ -99,6 +102,13 @@ def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: A
             for (start, stop), rank in zip(ranges, ranks, strict=True)
         ]
         threads.run(add_pieces, pieces)
+
+
+@kernel
+def add_from_the_end(counts: Any) -> None:
+    """Each count becomes the sum of itself and all behind it."""
+    for i in range(counts.size - 1, 0, -1):
+        counts[i - 1] += counts[i]
 
 
 @kernel
