@@ -230,16 +230,15 @@ def decode_records(
     payloads: Any, offset: int, nbytes: int, entries: int, block: int, bits: int,
     g: Any, weight: float, add: bool, codes: Any, out: Any,
 ) -> None:  # fmt: skip
-    """out <- (out + g, or out, or 0) + weight * each payload, record after record, while it is in the cache."""
+    """out <- (out + g, or out, or 0) + weight * each payload, record after record, while it is in the cache.
+
+    With g there is one payload: it is what was made of out + g.
+    """
     factor = out.dtype.type(weight)
     blocks = (entries + block - 1) // block
     for row in range(out.size // entries):
         target = out[row * entries : (row + 1) * entries]
-        if g is not None:
-            g_row = g[row * entries : (row + 1) * entries]
-            for i in range(entries):
-                target[i] += widen(g_row[i])
-        elif not add:
+        if g is None and not add:
             target[:] = 0
         start = offset + row * nbytes
         for p in range(payloads.shape[0]):
@@ -249,20 +248,37 @@ def decode_records(
                 unpack(data[2 * blocks :], bits, codes)
             for b in range(blocks):
                 size = min(block, entries - b * block)
-                add_levels(code_bytes, b * block, size, read_bfloat16(data, 2 * b), bits, factor, target)
+                step = read_bfloat16(data, 2 * b)
+                if g is None:
+                    add_levels(code_bytes, b * block, size, step, bits, factor, None, 0, target)
+                else:
+                    add_levels(code_bytes, b * block, size, step, bits, factor, g, row * entries + b * block, target)
 
 
 @kernel
-def add_levels(codes: Any, start: int, size: int, step: Any, bits: int, weight: Any, out: Any) -> None:
+def add_levels(
+    codes: Any, start: int, size: int, step: Any, bits: int, weight: Any, g: Any, g_start: int, out: Any
+) -> None:
+    """One block: out += g, if there is one, and then out += weight * levels."""
     number = out.dtype.type
     if bits == 1:
         # ±step: the same products as below, with only two outcomes
         plus, minus = weight * number(step), weight * number(-step)
         for i in range(size):
-            out[np.uintp(start + i)] += minus if codes[np.uintp(start + i)] != 0 else plus
+            sent = minus if codes[np.uintp(start + i)] != 0 else plus
+            out[np.uintp(start + i)] = entry(out, start + i, g, g_start + i) + sent
         return
     mask = np.uint8((1 << (bits - 1)) - 1)
     for i in range(size):
         code = codes[np.uintp(start + i)]
         level = np.float32(code & mask) * step
-        out[np.uintp(start + i)] += weight * number(-level if code > mask else level)
+        sent = weight * number(-level if code > mask else level)
+        out[np.uintp(start + i)] = entry(out, start + i, g, g_start + i) + sent
+
+
+@kernel
+def entry(out: Any, i: int, g: Any, g_i: int) -> Any:
+    """out[i], with g[g_i] added if there is a g."""
+    if g is None:
+        return out[np.uintp(i)]
+    return out[np.uintp(i)] + widen(g[np.uintp(g_i)])
