@@ -33,40 +33,36 @@ from .selection import total_at
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
-    width = residual_dtype(layout.dtype).itemsize
     for entries, part in layout.parts(layout.numel):
-        nbytes = layout.record_nbytes(entries)
-
-        def share(first: int, last: int, entries: int = entries, start: Any = part, nbytes: int = nbytes) -> bool:
-            mine = slice(start.entries.start + first * entries, start.entries.start + last * entries)
-            target = out[start.nbytes.start + first * nbytes : start.nbytes.start + last * nbytes]
-            total, codes = np.empty(layout.block, f"f{width}"), np.empty(entries, np.uint8)
-            return bool(
-                encode_records(
-                    g[mine], None if r is None else r[mine], entries, layout.block, layout.bits, layout.stochastic,
-                    np.uint64(key), mine.start, layout.limit, INFINITY_BITS[width], total, codes, target,
-                )
-            )  # fmt: skip
-
-        if not all(threads.run(share, threads.shares(part.rows, entries))):
+        r_part = None if r is None else r[part.entries]
+        if not _encode_part(g[part.entries], r_part, entries, layout, key, part.entries.start, out[part.nbytes]):
             reference.mark(layout, payload)
             return False
     return True
 
 
+def _encode_part(g: Any, r: Any, entries: int, layout: QuantizeLayout, key: int, position: int, out: Any) -> bool:
+    nbytes, width = layout.record_nbytes(entries), residual_dtype(layout.dtype).itemsize
+
+    def share(first: int, last: int) -> bool:
+        mine = slice(first * entries, last * entries)
+        total, codes = np.empty(layout.block, f"f{width}"), np.empty(entries, np.uint8)
+        return bool(
+            encode_records(
+                g[mine], None if r is None else r[mine], entries, layout.block, layout.bits, layout.stochastic,
+                np.uint64(key), position + mine.start, layout.limit, INFINITY_BITS[width],
+                total, codes, out[first * nbytes : last * nbytes],
+            )
+        )  # fmt: skip
+
+    return all(threads.run(share, threads.shares(g.size // entries, entries)))
+
+
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
-    g, r = as_array(tensor), as_array(residual)
+    g, r, data = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for entries, part in layout.parts(layout.numel):
-        _decode_part(
-            payload.unsqueeze(0).numpy(),
-            part.nbytes.start,
-            entries,
-            layout,
-            g[part.entries],
-            -1.0,
-            True,
-            r[part.entries],
-        )
+        g_part, r_part = g[part.entries], r[part.entries]
+        _decode_part(data, part.nbytes.start, entries, layout, g_part, -1.0, True, r_part)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
