@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layout import RandomKLayout, residual_dtype
 from ..reference import randomk as reference
-from ..reference.dense import read_values
+from ..reference.dense import mark, read_values
 from . import threads
 from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now, widen
 from .selection import total_at
@@ -32,7 +32,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: 
         return bool(gather_strata(g, r, layout.k, np.uint64(key), first, scale, infinity, chosen[first:last]))
 
     if not all(threads.run(gather, _shares(layout))):
-        reference.mark(layout, payload)
+        mark(layout, payload)
         return False
     reference.write(values, layout, payload)
     return True

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..layout import DenseLayout, residual_dtype
+from ..layout import DenseLayout, Layout, residual_dtype
 from .numbers import check_floats
 
 _SEGMENT = 1 << 20
@@ -48,9 +48,10 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: in
     return True
 
 
-def mark(layout: DenseLayout, payload: Tensor) -> None:
-    """The payload of an input that was not finite: every value NaN."""
-    nan = torch.full((layout.numel,), torch.nan, dtype=layout.dtype, device=payload.device)
+def mark(layout: Layout, payload: Tensor) -> None:
+    """The payload, of values and nothing else, of an input that was not finite: every value NaN."""
+    count = layout.nbytes // layout.dtype.itemsize
+    nan = torch.full((count,), torch.nan, dtype=layout.dtype, device=payload.device)
     payload.copy_(nan.view(torch.uint8))
 
 

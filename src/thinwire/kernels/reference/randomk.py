@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layout import RandomKLayout, residual_dtype
 from . import numbers
-from .dense import read_values
+from .dense import mark, read_values
 
 
 def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,6 @@ def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
     """Values beyond the tensor's dtype, as the scaling can make them, saturate."""
     limit = torch.finfo(layout.dtype).max
     payload.copy_(values.clamp(-limit, limit).to(layout.dtype).view(torch.uint8))
-
-
-def mark(layout: RandomKLayout, payload: Tensor) -> None:
-    """The payload of an input that was not finite: every value NaN."""
-    nan = torch.full((layout.k,), torch.nan, dtype=layout.dtype, device=payload.device)
-    payload.copy_(nan.view(torch.uint8))
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:

@@ -61,9 +61,7 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
     scales, values = [], []
     for record, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
         packed = payload[nbytes].view(rows, record.nbytes)
-        check_positions(packed, record)
-        numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
-        values.append(unpack_record(packed, record)[1].view(-1))
+        values.append(check_record(packed, record).view(-1))
         if record.bits < 32:
             scales.append(numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2).view(-1))
     if scales:
@@ -149,15 +147,17 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
     return torch.where(bitmap[:, : record.k] == 1, positions, record.n), values
 
 
-def check_positions(packed: Tensor, record: TopKRecord) -> None:
-    """Exactly k positions, strictly rising, all below n, and nothing in the padding."""
+def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
+    """Exactly k positions, strictly rising, all below n, and nothing in the padding; returns the values."""
     bitmap = numbers.unpack_bits(packed[:, record.high_at :])
     if bool((bitmap.sum(1) != record.k).any()):
         raise ValueError(f"a record does not hold {record.k} positions")
     numbers.check_padding(packed[:, record.low_at : record.high_at], record.k * record.low_bits)
     numbers.check_padding(packed[:, record.high_at :], record.k + ((record.n - 1) >> record.low_bits))
-    positions, _ = unpack_record(packed, record)
+    positions, values = unpack_record(packed, record)
     if bool((positions[:, 1:] <= positions[:, :-1]).any()):
         raise ValueError("positions do not rise")
     if bool((positions[:, -1] >= record.n).any()):
         raise ValueError(f"a position is outside its chunk of {record.n} entries")
+    numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
+    return values
