@@ -14,6 +14,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .collectives import CollectiveError as CollectiveError
+    from .collectives import MismatchError as MismatchError
+    from .collectives import PeerError as PeerError
+    from .collectives import ShardState as ShardState
+    from .collectives import all_reduce_compressed as all_reduce_compressed
     from .compressors import CompressedTensor as CompressedTensor
     from .compressors import Compressor as Compressor
     from .compressors import NoCompression as NoCompression
@@ -32,6 +37,9 @@ _HOME = {
     "kernels": ".kernels",
     "FrameError": ".frame",
     "Statistics": ".statistics",
+    **dict.fromkeys(
+        ["CollectiveError", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"], ".collectives"
+    ),
     **dict.fromkeys(
         [
             "CompressedTensor", "Compressor", "NoCompression", "Quantize", "RandomK", "TopK",

@@ -49,6 +49,10 @@ class Compressor(ABC):
         """Whether less is kept than came in. Otherwise a residual would grow for ever, and is refused."""
         return True
 
+    def for_sum(self, ranks: int) -> "Compressor":
+        """What the owner of a sum over `ranks` sends it on with: the sum has more entries and more levels."""
+        return self
+
     def draw_key(self, key: int | None) -> int:
         """The 64-bit number that all draws of one call depend on."""
         return 0
@@ -98,11 +102,21 @@ class Compressor(ABC):
             )  # fmt: skip
         return ct
 
-    def decompress(self, ct: CompressedTensor, out: Tensor | None = None) -> Tensor:
-        """The tensor that was sent: flat, of its own dtype, or written into `out` of any float dtype and shape."""
+    def decompress(
+        self,
+        ct: CompressedTensor,
+        out: Tensor | None = None,
+        weight: float = 1.0,
+        *,
+        payloads: Tensor | None = None,
+    ) -> Tensor:
+        """The tensor that was sent: flat, of its own dtype, or written into `out` of any float dtype and shape.
+
+        weight and payloads are those of `accumulate`: the sum of all payloads, as if `out` had been zero.
+        """
         if out is None:
             out = torch.empty(ct.numel, dtype=ct.dtype, device=ct.payload.device)
-        return self._decode(ct, out, 1.0, add=False)
+        return self._decode(ct, out, weight, payloads, add=False)
 
     def accumulate(
         self, ct: CompressedTensor, out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
@@ -129,7 +143,7 @@ class Compressor(ABC):
         `ct` must come from `encode` of the same tensor and residual, and neither may have changed since.
         """
         self._check_made_here(ct)
-        self._check_input(tensor, residual, 0)
+        self.check_input(tensor, residual, 0)
         if (tensor.numel(), tensor.dtype) != (ct.numel, ct.dtype):
             raise ValueError(f"tensor of {tensor.numel()} x {tensor.dtype}, expected {ct.numel} x {ct.dtype}")
         if ct.numel and ct.finite:
@@ -140,7 +154,7 @@ class Compressor(ABC):
     def _encode(
         self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
     ) -> tuple[CompressedTensor, bool, kernels.Kernel]:
-        self._check_input(tensor, residual, key)
+        self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
         _check_buffer("out", payload, (layout.nbytes,), torch.uint8, tensor.device)
@@ -181,7 +195,8 @@ class Compressor(ABC):
         if ct.compressor != self:
             raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
 
-    def _check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
+    def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
+        """ValueError for what `compress` would refuse."""
         if tensor.dtype not in DTYPES:
             raise ValueError(f"tensor of {tensor.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
         if not tensor.is_contiguous():

@@ -1,6 +1,6 @@
 """Quantisation: every entry, in a few bits (Seide et al. 2014 for one bit, Alistarh et al. 2017 for stochastic)."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -9,6 +9,7 @@ from .base import Compressor
 from .spec import check_choice, check_seed, mix_key, register
 
 BITS = (1, 2, 4, 8)
+BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 8}
 BLOCKS = tuple(1 << exponent for exponent in range(5, 17))
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -49,6 +50,10 @@ class Quantize(Compressor):
     @property
     def contracts(self) -> bool:
         return self.bits > 2 or not self.draws
+
+    def for_sum(self, ranks: int) -> "Quantize":
+        """A sum of signs has many levels."""
+        return replace(self, bits=BITS_OF_A_SUM[self.bits])
 
     def draw_key(self, key: int | None) -> int:
         return mix_key(self.seed, key) if self.draws and key is not None else 0

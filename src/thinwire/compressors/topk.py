@@ -1,6 +1,6 @@
 """Top-k: the entries that matter most, by magnitude (Aji and Heafield 2017, Stich et al. 2018)."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from math import ceil
 
@@ -11,6 +11,9 @@ from .base import Compressor
 from .spec import Ratio, check_choice, parse_ratio, register
 
 BITS = (1, 2, 4, 8, 16, 32)
+BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
+DENSER = 8
+"""A sum is sent on with up to this many times the entries: 512 of 4,096 after 64 of 4,096 cost no loss in training."""
 CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
 
 
@@ -50,6 +53,12 @@ class TopK(Compressor):
     def kept(self, entries: int) -> int:
         """How many of a chunk of `entries` are sent."""
         return ceil(entries * Fraction(self.ratio))
+
+    def for_sum(self, ranks: int) -> "TopK":
+        """Of up to 8 ranks all that any of them sent, of more ranks 8 times as many entries; and more bits."""
+        return replace(
+            self, ratio=min(Fraction(1), min(ranks, DENSER) * Fraction(self.ratio)), bits=BITS_OF_A_SUM[self.bits]
+        )
 
     def _layout(self, numel: int, dtype: torch.dtype) -> TopKLayout:
         chunk = self.chunk or numel

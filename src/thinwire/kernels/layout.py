@@ -44,6 +44,16 @@ class Layout(ABC):
         """Exact size of the payload."""
 
     @property
+    def granule(self) -> int:
+        """Entries of one record: cut at a multiple of it, each part can be encoded by itself to the same bytes."""
+        return self.numel
+
+    @property
+    def summable(self) -> bool:
+        """Whether a payload is plain numbers of `dtype`, so that those of ranks with the same key can be added up."""
+        return False
+
+    @property
     def limit(self) -> float:
         """Larger magnitudes saturate: they would overflow the tensor's dtype, or the float32 of the levels."""
         return min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
@@ -73,6 +83,14 @@ def _parts(rows: int, entries: int, nbytes: int, limit: int) -> Iterator[Part]:
 @dataclass(frozen=True)
 class DenseLayout(Layout):
     """Every entry, in the tensor's own dtype."""
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    @property
+    def summable(self) -> bool:
+        return True
 
     @property
     def leading_float(self) -> torch.dtype:
@@ -124,6 +142,10 @@ class TopKLayout(Layout):
     tail: TopKRecord | None
 
     @property
+    def granule(self) -> int:
+        return self.record.n
+
+    @property
     def nbytes(self) -> int:
         return self.rows * self.record.nbytes + (self.tail.nbytes if self.tail else 0)
 
@@ -147,6 +169,10 @@ class QuantizeLayout(Layout):
     bits: int
     block: int
     stochastic: bool
+
+    @property
+    def granule(self) -> int:
+        return self.record_entries
 
     @property
     def record_entries(self) -> int:
@@ -185,6 +211,10 @@ class RandomKLayout(Layout):
     """
 
     k: int
+
+    @property
+    def summable(self) -> bool:
+        return True
 
     @property
     def nbytes(self) -> int:

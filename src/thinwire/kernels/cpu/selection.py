@@ -54,6 +54,14 @@ def smallest(values: Any) -> Any:
 
 
 @kernel
+def count_reaching(values: Any, threshold: Any) -> Any:
+    count = np.int32(0)
+    for i in range(values.size):
+        count = np.int32(count + np.int32(values[i] >= threshold))
+    return count
+
+
+@kernel
 def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
     """A threshold that k values or more reach, and no higher one does unless exactly k reach it.
 
@@ -61,9 +69,7 @@ def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
     """
     while high - low > 1:
         middle = values.dtype.type(low + (high - low) // 2)
-        count = np.int32(0)
-        for i in range(values.size):
-            count = np.int32(count + np.int32(values[i] >= middle))
+        count = count_reaching(values, middle)
         if count == k:
             return middle
         if count > k:
@@ -114,16 +120,41 @@ def keep_k(k: int, threshold: Any, positions: Any, found: Any, count: int) -> No
 
 
 @kernel
+def fill_up(k: int, magnitudes: Any, positions: Any, found: Any, count: int) -> None:
+    """Add the first entries that are missing in `positions` until there are k; all of them are zeros.
+
+    What lies below some end is then taken without a gap: only that end has to be found.
+    """
+    missing, taken, end = k - count, 0, 0
+    while missing > 0:
+        if taken < count and positions[taken] == end:
+            taken += 1
+        else:
+            missing -= 1
+        end += 1
+    for j in range(count - 1, taken - 1, -1):
+        positions[end + j - taken] = positions[j]
+        found[end + j - taken] = found[j]
+    for i in range(end):
+        positions[i] = i
+        found[i] = magnitudes[i]
+
+
+@kernel
 def select(
     magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, found: Any, g: Any, r: Any, ahead: int
 ) -> None:
     """Put the k largest into positions[:k], rising, and their magnitudes into found[:k].
 
     `reached` magnitudes reach `guess`; their array is filled up with -1 to a multiple of 64. For g, r and ahead see
-    `collect`.
+    `collect`. Fewer than k may differ from zero, as in a sum of sparse tensors: then no search is needed.
     """
     if reached < k:
-        threshold = kth_largest(magnitudes, k, 0, guess)
+        threshold = magnitudes.dtype.type(1)
+        if guess > 1:
+            reached = count_reaching(magnitudes, threshold)
+        if reached > k:
+            threshold = kth_largest(magnitudes, k, threshold, guess)
     elif reached > CROWD * k:
         threshold = kth_largest(magnitudes, k, guess, np.int64(largest(magnitudes)) + 1)
     else:
@@ -133,3 +164,5 @@ def select(
         candidates = found[:count]
         threshold = kth_largest(candidates, k, threshold, np.int64(largest(candidates)) + 1)
         keep_k(k, threshold, positions, found, count)
+    elif count < k:
+        fill_up(k, magnitudes, positions, found, count)

@@ -1,0 +1,21 @@
+"""How compressed tensors become one sum with the same bits on every rank. docs/collectives.md compares the algorithms.
+
+all_reduce      checks, plans, hands over           gather, sharded, values, hierarchical   the algorithms
+plan, cost      which algorithm, how many segments   stage      what the algorithms share
+channel         numbered operations of a group       link       messages over gloo or NCCL
+"""
+
+from .all_reduce import all_reduce_compressed
+from .errors import CollectiveError, MismatchError, PeerError
+from .handle import Handle, Report
+from .state import ShardState
+
+__all__ = [
+    "CollectiveError",
+    "Handle",
+    "MismatchError",
+    "PeerError",
+    "Report",
+    "ShardState",
+    "all_reduce_compressed",
+]

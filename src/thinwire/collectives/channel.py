@@ -1,0 +1,120 @@
+"""This rank's end of a group: it numbers the operations, and keeps the connections that they share."""
+
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .board import Board
+from .errors import CollectiveError, MismatchError, PeerError
+from .link import GlooLink, Link, NcclLink
+from .plan import AT_ONCE
+
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
+
+
+class Channel:
+    """One group, for tensors that one backend carries."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
+        self.group, self.backend = group, backend
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        """Global rank of each member."""
+        self.timeout = _timeout_of(group, device)
+        self.board = Board(group, f"thinwire/{backend}")
+        # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
+        self.pool = _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._connection: Connection | None = None
+
+    def next(self) -> tuple[int, "Connection"]:
+        """Number an operation; in the order of the program, which is the same on all ranks."""
+        with self._lock:
+            number = next(self._numbers)
+            if self._connection is None or self._connection.cause is not None:
+                self._connection = Connection(self, number)
+            return number, self._connection
+
+
+class Connection:
+    """Connections that operations share from operation `number` on, and what ended them.
+
+    Any error ends them on every rank: those who wait wake up, and the next operation makes new ones.
+    """
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel, self._number = channel, number
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self.cause: CollectiveError | None = None
+        self.agreed: set[str] = set()
+        """Calls that were compared between ranks, or are about to be."""
+
+    def link(self, timeout: float) -> Link:
+        channel = self._channel
+        with self._lock:
+            if self._link is None:
+                if channel.backend == "nccl":
+                    self._link = NcclLink(channel.ranks, channel.rank, timeout)
+                else:
+                    store = dist.PrefixStore(f"link/{self._number}", channel.board.store)  # type: ignore[attr-defined]
+                    self._link = GlooLink(store, channel.rank, channel.size, timeout)
+            return self._link
+
+    def fail(self, error: CollectiveError) -> CollectiveError:
+        """End everything under way, here and at the peers; the first cause is the one that counts."""
+        with self._lock:
+            if self.cause is None:
+                self.cause = error
+                text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
+                self._channel.board.write_once(f"error/{self._number}", text)
+                if self._link is not None:
+                    self._link.close()
+        return self.cause
+
+    def told(self) -> CollectiveError | None:
+        """What another rank, or this one, found."""
+        text = self._channel.board.read(f"error/{self._number}")
+        if text is None:
+            return None
+        found = json.loads(text)
+        return _KINDS[found["kind"]](found["message"], found["ranks"])
+
+
+_channels: dict[tuple[str, str], Channel] = {}
+_world: dist.ProcessGroup | None = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> Channel:
+    """The channel of a group, made on first use and kept for as long as the default group lives."""
+    global _world
+    if dist.group.WORLD is not _world:
+        for old in _channels.values():
+            old.pool.shutdown(wait=False)
+        _channels.clear()
+        _world = dist.group.WORLD
+    key = group.group_name, backend
+    channel = _channels.get(key)
+    if channel is None or channel.group is not group:
+        channel = _channels[key] = Channel(group, backend, device)
+    return channel
+
+
+def _ordered_pool() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(1, "thinwire-collective")
+    return _pool
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    options = getattr(group._get_backend(device), "options", None)
+    given: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    return given.total_seconds()

@@ -1,0 +1,117 @@
+"""What an all-reduce costs each rank, from sizes alone: bytes, messages and memory, for any world without running it.
+
+With n entries of e bytes, P ranks, b1 and b2 the payloads of the first and the second compressor for the whole tensor:
+
+                 sent = received per rank        messages        memory beyond tensor and residual
+    gather       (P - 1) b1                      P - 1           P b1
+    sharded      (b1 + b2) (P - 1) / P           2 (P - 1)       2 b1 + b2 + 4 n / P
+    dense        2 e n (P - 1) / P               2 (P - 1)       3 e n + 4 n / P
+    values       2 b1 (P - 1) / P                2 (P - 1)       5 b1 + 4 b1 / (e P), and 8 for each value
+
+The memory is what one segment needs: an operation is cut into as many segments as its budget asks for. Shares consist
+of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+import torch
+
+from ..compressors import Compressor, NoCompression
+from ..kernels.layout import Layout, RandomKLayout, residual_dtype
+
+DENSE = NoCompression()
+
+Span = tuple[int, int]
+"""Entries from start up to stop."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one operation, for each rank."""
+
+    sent: float
+    """Bytes handed to the network; as many are received. The mean over ranks."""
+    messages: int
+    memory: int
+    """Bytes beyond tensor and residuals while a segment is under way."""
+
+
+def shares(numel: int, granule: int, parts: int) -> list[Span]:
+    """Cut the entries into `parts` runs of whole records, as even as can be; some are empty if records are few.
+
+    >>> shares(10_000, granule=4096, parts=2)
+    [(0, 4096), (4096, 10000)]
+    """
+    rows = ceil(numel / granule) if numel else 0
+    bounds = [min(numel, granule * (rows * part // parts)) for part in range(parts + 1)]
+    return list(pairwise(bounds))
+
+
+def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> list[Span]:
+    """What each rank owns: runs whose payloads, one behind the other, are the payload of the whole.
+
+    Where they would not be, because a compressor sends a short run dense, the last rank owns everything.
+    """
+    layout = first.layout(numel, dtype)
+    cut = shares(numel, layout.granule, ranks)
+    sizes = Counter(stop - start for start, stop in cut)
+    if sum(count * first.nbytes(size, dtype) for size, count in sizes.items()) != layout.nbytes:
+        cut = shares(numel, numel, ranks)
+    return cut
+
+
+def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    payload = first.nbytes(numel, dtype)
+    return Cost((ranks - 1) * payload, ranks - 1, ranks * payload + _working(first.layout(numel, dtype)))
+
+
+def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    sizes = Counter(stop - start for start, stop in owned(first, numel, dtype, ranks))
+    pieces = first.nbytes(numel, dtype)
+    sums = sum(count * second.nbytes(size, dtype_of_sum(second, dtype)) for size, count in sizes.items())
+    largest = max(sizes)
+    received = ranks * first.nbytes(largest, dtype)
+    return Cost(
+        (pieces + sums) * (ranks - 1) / ranks,
+        2 * (ranks - 1),
+        pieces + received + sums + largest * residual_dtype(dtype).itemsize,
+    )
+
+
+def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    return sharded(DENSE, DENSE, numel, dtype, ranks)
+
+
+def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    layout = first.layout(numel, dtype)
+    summed = dense(layout.nbytes // dtype.itemsize, dtype, ranks)
+    return Cost(summed.sent, summed.messages, 2 * layout.nbytes + summed.memory + _working(layout))
+
+
+def hierarchical(
+    between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
+) -> Cost:
+    """Dense over the ranks of a node; `between` is the cost over the nodes, for the (entries, dtype) of one share."""
+    inside = dense(numel, dtype, ranks_in_node)
+    share = min(numel, granule * ceil(ceil(numel / granule) / ranks_in_node)) if numel else 0
+    wide = residual_dtype(dtype)
+    outside = between(share, wide)
+    memory = inside.memory + outside.memory + share * wide.itemsize
+    return Cost(inside.sent + outside.sent, inside.messages + outside.messages, memory)
+
+
+def dtype_of_sum(second: Compressor, dtype: torch.dtype) -> torch.dtype:
+    """Owners add in float32 and compress that; a sum that is sent whole goes in the tensor's dtype."""
+    return dtype if isinstance(second, NoCompression) else residual_dtype(dtype)
+
+
+def _working(layout: Layout) -> int:
+    """What the CPU kernels take for themselves, where that grows with the tensor."""
+    if isinstance(layout, RandomKLayout):
+        return 8 * layout.k
+    whole = layout.granule == layout.numel and layout.nbytes > 1 << 20
+    return layout.numel * layout.dtype.itemsize // 20 if whole else 0

@@ -1,0 +1,171 @@
+"""The bytes' way from rank to rank: point-to-point messages on connections of thinwire's own.
+
+Of its own, so that an operation may run in a thread beside the program's own collectives, in any order, and so that a
+failure leaves the program's group as it was. Point to point, because gloo then says which peer a wait is for, and
+because its messages carry a tag: ranks that call with different arguments never meet, where a collective would abort
+the process ("Received data size doesn't match expected size"). NCCL has no tags; there, operations are issued in one
+order.
+"""
+
+import contextlib
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Buffers = Mapping[int, Tensor]
+"""A contiguous uint8 tensor for each peer, by its rank in the group. Empty ones are not sent."""
+
+
+class LinkBroken(Exception):
+    """A message did not arrive from, or could not be sent to, `peer`."""
+
+    def __init__(self, peer: int, late: bool, reason: str) -> None:
+        super().__init__(_essence(reason))
+        self.peer, self.late = peer, late
+
+
+class Link(ABC):
+    """Connections between the ranks of one group."""
+
+    ordered: bool
+    """Whether operations must be issued in the same order on every rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    @abstractmethod
+    def exchange(
+        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
+    ) -> None:
+        """Send and receive everything; `waits_for` is told which peer is waited for. `LinkBroken` if one fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all that is under way, here and at the peers, with `LinkBroken`."""
+
+
+class GlooLink(Link):
+    """Over gloo. Tensors of an accelerator are staged through pinned memory: only payloads cross."""
+
+    ordered = False
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        super().__init__(rank, size)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+    def exchange(
+        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
+    ) -> None:
+        outgoing = {peer: _to_host(buffer) for peer, buffer in sends.items() if buffer.numel()}
+        incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
+        _synchronize(outgoing, sends)
+        works = []
+        # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
+        for peer in sorted({*outgoing, *incoming}, key=lambda peer: (peer - self.rank) % self.size):
+            try:
+                if peer in incoming:
+                    works.append((peer, self._group.recv([incoming[peer]], peer, tag)))
+                if peer in outgoing:
+                    works.append((peer, self._group.send([outgoing[peer]], peer, tag)))
+            except RuntimeError as error:
+                raise LinkBroken(peer, False, str(error)) from error
+        for peer, work in works:
+            waits_for(peer)
+            remaining = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, remaining)))
+            except RuntimeError as error:
+                raise LinkBroken(peer, time.monotonic() >= deadline, str(error)) from error
+        for peer, buffer in incoming.items():
+            if buffer is not receives[peer]:
+                receives[peer].copy_(buffer, non_blocking=True)
+
+    def close(self) -> None:
+        # A wait that runs out of time makes gloo close every connection of its group.
+        peer = (self.rank + 1) % self.size
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+class NcclLink(Link):
+    """Over NCCL: grouped sends and receives on the current stream, which the host then waits for."""
+
+    ordered = True
+
+    def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
+        super().__init__(rank, len(ranks))
+        self._ranks = ranks
+        self._group = dist.new_group(
+            ranks, timedelta(seconds=timeout), "nccl", use_local_synchronization=True, group_desc="thinwire"
+        )
+
+    def exchange(
+        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
+    ) -> None:
+        todo = [
+            dist.P2POp(function, buffer, self._ranks[peer], self._group)
+            for function, buffers in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, buffer in buffers.items()
+            if buffer.numel()
+        ]
+        if not todo:
+            return
+        peer = next(iter(receives), self.rank)
+        waits_for(peer)
+        try:
+            for work in dist.batch_isend_irecv(todo):
+                work.wait()
+        except RuntimeError as error:
+            raise LinkBroken(peer, False, str(error)) from error
+        done = torch.cuda.Event()
+        done.record()
+        pause = 2e-5
+        while not done.query():
+            if time.monotonic() >= deadline:
+                raise LinkBroken(peer, True, "NCCL has not finished")
+            time.sleep(pause)
+            pause = min(1e-3, 1.5 * pause)
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def _essence(message: str) -> str:
+    """Without the source file and the advice that gloo puts around.
+
+    >>> _essence("[/gloo/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by luck. GLHF!")
+    'Connection closed by peer [::1]:9'
+    """
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", message.strip(), flags=re.DOTALL)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """gloo or nccl: what carries tensors of this device in the group."""
+    for entry in str(dist.get_backend_config(group)).split(","):
+        kind, _, backend = entry.rpartition(":")
+        if kind in ("", device.type):
+            if backend in ("gloo", "nccl"):
+                return backend
+            raise ValueError(f"the group carries {device.type} tensors over {backend!r}, expected gloo or nccl")
+    raise ValueError(f"the group ({dist.get_backend_config(group)}) carries no tensors of {device}")
+
+
+def _to_host(buffer: Tensor) -> Tensor:
+    return buffer if buffer.device.type == "cpu" else _host_buffer(buffer).copy_(buffer, non_blocking=True)
+
+
+def _host_buffer(buffer: Tensor) -> Tensor:
+    return buffer if buffer.device.type == "cpu" else torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+
+
+def _synchronize(outgoing: Buffers, sends: Buffers) -> None:
+    """Copies to pinned memory are asynchronous: gloo must not read before they have arrived."""
+    if any(outgoing[peer] is not sends[peer] for peer in outgoing):
+        torch.cuda.current_stream().synchronize()

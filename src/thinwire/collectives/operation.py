@@ -1,0 +1,189 @@
+"""One call on one group, on which all ranks agree before they exchange the first byte.
+
+Ranks tell each other through the group's notice board:
+
+    here/RANK/SLOT    "I am at operation N, called so": written on the first use of a call, and by whoever has waited
+                      for a second, so that the fast path never pays for it
+    verdict/N         on first use: whether all ranks called alike; written by the last one to arrive
+    error/N           what ended the connections that began with operation N; written by the first to find out
+
+So ranks that disagree get an error that names them, a late rank is told from one that waits itself, and a failure that
+one rank sees reaches the others at once.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .channel import Channel
+from .errors import CollectiveError, MismatchError, PeerError
+from .link import Buffers, LinkBroken
+from .records import Record, difference, rank_list, tag_of
+from .watch import watch
+
+_SLOTS = 64
+"""More than operations can be under way at once; keys are used again, so that the store does not grow."""
+
+
+class Operation:
+    """From its number to its last byte."""
+
+    def __init__(self, channel: Channel, timeout: float | None) -> None:
+        self.channel = channel
+        self.number, self._connection = channel.next()
+        self._timeout = channel.timeout if timeout is None else timeout
+        self._record = Record(self.number)
+        self._first_use = False
+        self._deadline = 0.0
+        self._exchanges = itertools.count()
+        self._published = False
+        self._waits_for = (channel.rank + 1) % channel.size
+        self._on_failure: Callable[[CollectiveError], object] = lambda error: None
+        self.bytes_sent = self.bytes_received = self.messages = 0
+
+    def describe(self, call: dict[str, Any], draw: int | None) -> None:
+        """Say what all ranks must have called with. `draw` must agree too, but may change from call to call."""
+        self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw})})
+        text = json.dumps(call)
+        self._first_use = text not in self._connection.agreed
+        self._connection.agreed.add(text)
+
+    def refuse(self, reason: str) -> None:
+        """This rank will not take part; let the others know."""
+        if self.channel.size > 1:
+            self._record = Record(self.number, refused=reason)
+            self._arrive()
+            self._connection.fail(MismatchError(f"it was refused by rank {self._me}: {reason}", [self._me]))
+
+    def start(self) -> None:
+        """Agree if this is the first use; from here the time-out runs."""
+        self._deadline = time.monotonic() + self._timeout
+        if self.channel.size == 1:
+            return
+        cause = self._connection.cause
+        if cause is not None:
+            self.refuse(f"an operation before it failed: {cause}")
+            raise self._error(cause, "an operation before it failed: ")
+        if self._first_use:
+            self._agree()
+
+    def exchange(self, sends: Buffers, receives: Buffers) -> None:
+        """Send and receive everything, or raise a `CollectiveError` on every rank."""
+        tag = tag_of(self._record, next(self._exchanges))
+        if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
+            return
+        watch.begin(self)
+        try:
+            link = self._connection.link(self._timeout)
+            link.exchange(sends, receives, tag, self._deadline, self._note_peer)
+        except LinkBroken as broken:
+            cause = self._connection.cause or self._connection.told() or self._blame(broken)
+            raise self._error(self._connection.fail(cause)) from broken
+        except RuntimeError as error:  # connecting failed
+            cause = self._connection.cause or self._connection.told() or PeerError(f"cannot connect: {error}")
+            raise self._error(self._connection.fail(cause)) from error
+        finally:
+            watch.end(self)
+        self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
+        self.bytes_received += sum(buffer.numel() for buffer in receives.values())
+        self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
+
+    def watch(self, on_failure: Callable[[CollectiveError], object]) -> None:
+        """Look around while another's collective runs, which cannot be woken; until `unwatch`."""
+        self._on_failure = on_failure
+        watch.begin(self)
+
+    def unwatch(self, error: Exception | None = None) -> CollectiveError | None:
+        """Done; if by an error, what it means."""
+        watch.end(self)
+        if error is None:
+            return None
+        cause = self._connection.told() or CollectiveError(f"torch's all-reduce failed: {error}")
+        return self._error(self._connection.fail(cause))
+
+    def look_around(self) -> None:
+        """While the exchange takes long: say that this rank is here, and see whether something is wrong."""
+        if self.channel.size == 1:
+            return
+        if not self._published:
+            self._write_here()
+            self._published = True
+        peer = self._waits_for
+        theirs = self._read_here(peer)
+        cause = self._connection.told()
+        if cause is None and theirs is not None and theirs != self._record:
+            cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
+        if cause is not None:
+            self._on_failure(self._error(self._connection.fail(cause)))
+
+    def _agree(self) -> None:
+        board, pause = self.channel.board, 2e-4
+        self._arrive()
+        while (verdict := board.read(f"verdict/{self.number}")) is None:
+            cause = self._connection.told()
+            if cause is None and board.lost is not None:
+                cause = PeerError(f"the group's store does not answer, so the rank that holds it is lost: {board.lost}")
+            if cause is None and time.monotonic() > self._deadline:
+                cause = self._missing()
+            if cause is not None:
+                raise self._error(self._connection.fail(cause))
+            time.sleep(pause)
+            pause = min(0.02, 1.5 * pause)
+        found = json.loads(verdict)
+        cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.told()
+        if cause is not None:  # all called alike, but this rank so late that the others have given up
+            raise self._error(self._connection.fail(cause))
+
+    def _arrive(self) -> None:
+        """Be counted among those that are at this operation; the last one compares what all of them called with."""
+        board = self.channel.board
+        self._write_here()
+        if board.count(f"arrived/{self.number}") != self.channel.size:
+            return
+        records = {self.channel.ranks[rank]: self._read_here(rank) for rank in range(self.channel.size)}
+        calls = {rank: record for rank, record in records.items() if record is not None}
+        found = {}
+        if any(record != self._record or record.refused is not None for record in calls.values()):
+            error = difference(calls)
+            found = {"message": str(error), "ranks": error.ranks}
+        board.write(f"verdict/{self.number}", json.dumps(found))
+        board.delete(f"arrived/{self.number}")
+
+    def _missing(self) -> PeerError:
+        late = [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
+        verb = "are" if len(late) > 1 else "is"
+        return PeerError(f"{rank_list(late)} {verb} late: no call within {self._timeout:g} s", late)
+
+    def _blame(self, broken: LinkBroken) -> CollectiveError:
+        peer = self.channel.ranks[broken.peer]
+        theirs = self._read_here(broken.peer)
+        if theirs is not None and theirs != self._record:
+            return difference({self._me: self._record, peer: theirs})
+        if not broken.late:
+            return PeerError(f"rank {peer} is lost: {broken}", [peer])
+        how = "it has not said that it is at this operation"
+        if theirs is not None:
+            how = "it is at this operation, but is slow, or waits itself"
+        return PeerError(f"rank {peer} is late: nothing from it within {self._timeout:g} s; {how}", [peer])
+
+    def _error(self, cause: CollectiveError, before: str = "") -> CollectiveError:
+        where = f"all_reduce_compressed #{self.number} on rank {self._me}"
+        return type(cause)(f"{where}: {before}{cause}", cause.ranks)
+
+    def _write_here(self) -> None:
+        self.channel.board.write(f"here/{self.channel.rank}/{self.number % _SLOTS}", self._record.text)
+
+    def _read_here(self, rank: int) -> Record | None:
+        """What a rank said of this operation; None if nothing."""
+        text = self.channel.board.read(f"here/{rank}/{self.number % _SLOTS}")
+        record = None if text is None else Record.read(text)
+        return record if record is not None and record.number == self.number else None
+
+    def _note_peer(self, peer: int) -> None:
+        self._waits_for = peer
+
+    @property
+    def _me(self) -> int:
+        return self.channel.ranks[self.channel.rank]

@@ -1,0 +1,69 @@
+"""What a rank says of the operation it is at, and how those of several ranks differ."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import MismatchError
+
+
+@dataclass(frozen=True)
+class Record:
+    """Operation `number`, called with `call`; or refused before it began.
+
+    >>> Record.read(Record(7, {"dtype": "float32"}).text).call
+    {'dtype': 'float32'}
+    """
+
+    number: int
+    call: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps([self.number, self.call, self.refused])
+
+    @staticmethod
+    def read(text: bytes | str) -> "Record":
+        return Record(*json.loads(text))
+
+
+def tag_of(record: Record, exchange: int) -> int:
+    """31 bits for a message: 12 of the operation's number, 3 of the exchange in it, 16 of what it was called with.
+
+    Operations under way at once differ in the first, and so do the messages of one operation in the second; ranks that
+    called with something else differ in the third, and their messages never meet.
+    """
+    return record.number % 4096 << 19 | exchange % 8 << 16 | zlib.crc32(record.text.encode()) & 0xFFFF
+
+
+def difference(records: Mapping[int, Record]) -> MismatchError:
+    """An error that says which ranks called with what.
+
+    >>> print(difference({0: Record(1, {"op": "SUM"}), 1: Record(1, {"op": "AVG"}), 2: Record(1, {"op": "SUM"})}))
+    ranks called with different arguments: op 'SUM' on ranks 0, 2, 'AVG' on rank 1
+    """
+    refused = [f"rank {rank}: {record.refused}" for rank, record in records.items() if record.refused is not None]
+    if refused:
+        at_fault = [rank for rank, record in records.items() if record.refused is not None]
+        return MismatchError(f"it was refused by {'; '.join(refused)}", at_fault)
+    parts, odd = [], set()
+    for name in dict.fromkeys(name for record in records.values() for name in record.call):
+        by_value: dict[str, list[int]] = {}
+        for rank, record in records.items():
+            by_value.setdefault(repr(record.call.get(name)), []).append(rank)
+        if len(by_value) > 1:
+            parts.append(f"{name} " + ", ".join(f"{value} on {rank_list(ranks)}" for value, ranks in by_value.items()))
+            most = max(map(len, by_value.values()))
+            majority = [ranks for ranks in by_value.values() if len(ranks) == most]
+            odd |= {r for ranks in by_value.values() for r in ranks if len(majority) > 1 or ranks is not majority[0]}
+    return MismatchError(f"ranks called with different arguments: {'; '.join(parts)}", odd)
+
+
+def rank_list(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0, 2 and 5 more`: a world can be large."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

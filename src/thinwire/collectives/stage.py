@@ -1,0 +1,110 @@
+"""What the algorithms have in common: a part of a tensor to reduce over one group, and what came of it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compressors import CompressedTensor, Compressor
+from ..kernels.layout import Layout
+from .operation import Operation
+
+_COMPUTE = threading.Lock()
+"""Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave sooner."""
+
+
+class Outcome(NamedTuple):
+    """The state after the exchange: nothing has been changed yet."""
+
+    finite: bool
+    """Whether every rank's input and every sum is finite; the same on all ranks."""
+    commit: Callable[[], None]
+    """Update the residuals. Before `write`, since it needs the tensor as it was."""
+    write: Callable[[Tensor], None]
+    """Write the result, weighted, into a flat tensor."""
+
+
+@dataclass
+class Clock:
+    """Where the time of an operation goes."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A flat tensor to be summed over the ranks of one group."""
+
+    operation: Operation
+    tensor: Tensor
+    residual: Tensor | None
+    first: Compressor
+    second: Compressor
+    owner_residual: Tensor | None
+    """What this rank, as an owner, has not sent on so far: of its share, in units of the sum."""
+    key: int | None
+    weight: float
+    clock: Clock
+
+    @property
+    def rank(self) -> int:
+        return self.operation.channel.rank
+
+    @property
+    def size(self) -> int:
+        return self.operation.channel.size
+
+    @property
+    def layout(self) -> Layout:
+        return self.first.layout(self.tensor.numel(), self.tensor.dtype)
+
+    def encode(
+        self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor, key: int | None
+    ) -> CompressedTensor:
+        """The payload, counted in the compressor's statistics; the residual is only read."""
+        with self.compute("encode"):
+            started = time.perf_counter()
+            ct = compressor.encode(tensor, residual, key=key, out=out)
+            seconds = time.perf_counter() - started
+        compressor.stats.add(tensor.nbytes, ct.nbytes, seconds, ct.finite, ct.kernels)
+        return ct
+
+    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        with self.clock("exchange"):
+            self.operation.exchange(sends, receives)
+
+    def all_gather(self, parts: list[Tensor]) -> None:
+        """Fill everybody's part; this rank's is there."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.exchange(dict.fromkeys(others, parts[self.rank]), {rank: parts[rank] for rank in others})
+
+    @contextmanager
+    def compute(self, phase: str) -> Iterator[None]:
+        with _COMPUTE, self.clock(phase):
+            yield
+
+    def buffer(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=self.tensor.device)
+
+
+def no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:
+    """Whether none of the payloads is that of an input that was not finite: each begins with a float, or with NaN."""
+    leading = [
+        payload[: layout.leading_float.itemsize].clone().view(layout.leading_float).float()
+        for payload, layout in zip(payloads, layouts, strict=True)
+        if layout.numel
+    ]
+    return not leading or not bool(torch.cat(leading).isnan().any())

@@ -1,0 +1,45 @@
+"""A thread that looks around for operations which take long, so that those which do not never pay for it."""
+
+import threading
+import time
+from typing import Protocol
+
+PATIENCE_SECONDS = 1.0
+
+
+class Watched(Protocol):
+    def look_around(self) -> None:
+        """Called again and again while the operation takes long."""
+
+
+class Watch:
+    """Calls `look_around` of everything that has been watched for longer than a second, twice a second."""
+
+    def __init__(self) -> None:
+        self._since: dict[Watched, float] = {}
+        self._thread: threading.Thread | None = None
+        self._work = threading.Event()
+
+    def begin(self, operation: Watched) -> None:
+        self._since[operation] = time.monotonic()
+        if self._thread is None or not self._thread.is_alive():  # also in a forked child
+            self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def end(self, operation: Watched) -> None:
+        self._since.pop(operation, None)
+
+    def _run(self) -> None:
+        while True:
+            self._work.wait()
+            self._work.clear()
+            while self._since:
+                time.sleep(PATIENCE_SECONDS / 2)
+                now = time.monotonic()
+                for operation, since in list(self._since.items()):
+                    if now - since >= PATIENCE_SECONDS:
+                        operation.look_around()
+
+
+watch = Watch()
