@@ -8,20 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import thinwire
 
 WORLD, NUMEL, STEPS, SPEC = 2, 25_000_000, 10, "topk:ratio=1/64,bits=2"
-
-
-def compressed_average(grad: Tensor, residual: Tensor, compressor: thinwire.Compressor) -> None:
-    """Replace `grad` by the average over all ranks of what they sent; what was not sent stays in `residual`."""
-    sent = compressor.compress(grad, residual)
-    gathered = torch.empty(WORLD, sent.nbytes, dtype=torch.uint8)
-    dist.all_gather(list(gathered), sent.payload)
-    compressor.accumulate(sent, grad.zero_(), 1 / WORLD, payloads=gathered)
 
 
 def loopback_megabytes(exchange: Callable[[], object]) -> float:
@@ -42,7 +33,10 @@ def worker(rank: int, rendezvous: str) -> None:
     compressor = thinwire.compressor(SPEC)
     dense_mb = loopback_megabytes(lambda: dist.all_reduce(dense))
     for _ in range(STEPS):
-        thin_mb = loopback_megabytes(lambda: compressed_average(thin.copy_(gradient), residual, compressor))
+        thin.copy_(gradient)
+        thin_mb = loopback_megabytes(
+            lambda: thinwire.all_reduce_compressed(thin, compressor, residual, op=dist.ReduceOp.AVG)
+        )
         applied += thin
     dist.all_gather(replicas := [torch.empty_like(applied) for _ in range(WORLD)], applied)
     dist.all_reduce(residual)

@@ -87,6 +87,7 @@ class Connection:
         return _KINDS[found["kind"]](found["message"], found["ranks"])
 
 
+_LOCK = threading.Lock()
 _channels: dict[tuple[str, str], Channel] = {}
 _world: dist.ProcessGroup | None = None
 _pool: ThreadPoolExecutor | None = None
@@ -95,16 +96,17 @@ _pool: ThreadPoolExecutor | None = None
 def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> Channel:
     """The channel of a group, made on first use and kept for as long as the default group lives."""
     global _world
-    if dist.group.WORLD is not _world:
-        for old in _channels.values():
-            old.pool.shutdown(wait=False)
-        _channels.clear()
-        _world = dist.group.WORLD
-    key = group.group_name, backend
-    channel = _channels.get(key)
-    if channel is None or channel.group is not group:
-        channel = _channels[key] = Channel(group, backend, device)
-    return channel
+    with _LOCK:
+        if dist.group.WORLD is not _world:
+            for old in _channels.values():
+                old.pool.shutdown(wait=False)
+            _channels.clear()
+            _world = dist.group.WORLD
+        key = group.group_name, backend
+        channel = _channels.get(key)
+        if channel is None or channel.group is not group:
+            channel = _channels[key] = Channel(group, backend, device)
+        return channel
 
 
 def _ordered_pool() -> ThreadPoolExecutor:

@@ -13,6 +13,8 @@ class CollectiveError(RuntimeError):
         super().__init__(message)
         self.ranks = tuple(sorted(set(ranks)))
         """Global ranks: those that are late or lost, or that called with something else."""
+        self.found: CollectiveError | None = None
+        """What was found, without the operation and the rank that reports it."""
 
 
 class MismatchError(CollectiveError):

@@ -90,6 +90,12 @@ class Operation:
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
         self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
 
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot go on, for a reason of its own or of another group: let nobody wait for it."""
+        if self.channel.size > 1:
+            found = error.found if isinstance(error, CollectiveError) else None
+            self._connection.fail(found or CollectiveError(f"rank {self._me} gave up: {error!r}", [self._me]))
+
     def watch(self, on_failure: Callable[[CollectiveError], object]) -> None:
         """Look around while another's collective runs, which cannot be woken; until `unwatch`."""
         self._on_failure = on_failure
@@ -170,7 +176,9 @@ class Operation:
 
     def _error(self, cause: CollectiveError, before: str = "") -> CollectiveError:
         where = f"all_reduce_compressed #{self.number} on rank {self._me}"
-        return type(cause)(f"{where}: {before}{cause}", cause.ranks)
+        error = type(cause)(f"{where}: {before}{cause}", cause.ranks)
+        error.found = cause
+        return error
 
     def _write_here(self) -> None:
         self.channel.board.write(f"here/{self.channel.rank}/{self.number % _SLOTS}", self._record.text)

@@ -31,6 +31,8 @@ class Plan:
     reason: str
     first: Compressor
     second: Compressor
+    granule: int
+    """Segments, and the shares of a node's ranks, are cut at multiples of it."""
     segments: tuple[Span, ...]
     cost: Cost
     """Of the whole operation; its memory is that of the largest segment."""
@@ -102,6 +104,8 @@ def plan(
         first = second = cost.DENSE
     stage_dtype = dtype if ranks_in_node == 1 else residual_dtype(dtype)
     granule = max(1, first.layout(numel, stage_dtype).granule)
+    if ranks_in_node > 1 and granule >= numel:
+        granule = 1  # of one piece; so each rank of a node makes a piece of its own
 
     def between(entries: int, dtype: torch.dtype) -> Cost:
         if algorithm == "gather":
@@ -136,6 +140,7 @@ def plan(
         reason,
         first,
         second,
+        granule,
         tuple(pairwise(bounds)),
         Cost(whole.sent, whole.messages * count, segment.memory),
     )

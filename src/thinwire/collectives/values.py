@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..kernels.reference.dense import read_values
@@ -24,8 +25,9 @@ def values(stage: Stage) -> Outcome:
                 stage.first.commit(sent, stage.tensor, stage.residual)
 
     def write(out: Tensor) -> None:
-        outcome.write(kept)
+        summed = torch.empty_like(kept)
+        outcome.write(summed)
         with stage.compute("decode"):
-            stage.first.decompress(sent, out, stage.weight)
+            stage.first.decompress(replace(sent, payload=summed.view(torch.uint8)), out, stage.weight)
 
     return Outcome(outcome.finite, commit, write)

@@ -1,0 +1,46 @@
+"""The groups of a call: one, or two for nodes with fast wires inside."""
+
+import torch
+import torch.distributed as dist
+
+from .channel import Channel, channel_of
+from .link import backend_of
+
+
+def channels(group: object, device: torch.device) -> list[Channel]:
+    """[between ranks], or [inside this node, between nodes]."""
+    return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
+
+
+def _groups(group: object) -> list[dist.ProcessGroup]:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if group is None:
+        assert dist.group.WORLD is not None
+        return [dist.group.WORLD]
+    if isinstance(group, tuple):
+        if len(group) != 2:
+            raise ValueError(f"a tuple of {len(group)} groups, expected two: (inside a node, between nodes)")
+        inside, between = map(_member, group)
+        shared = set(dist.get_process_group_ranks(inside)) & set(dist.get_process_group_ranks(between))
+        if shared != {dist.get_rank()}:
+            raise ValueError(
+                f"the two groups share the ranks {sorted(shared)}, expected this rank, {dist.get_rank()}, alone: "
+                "(ranks of this node, my peers in the other nodes)"
+            )
+        return [inside, between]
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return [_member(group)]
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 2:
+            raise ValueError(f"a mesh of {group.ndim} dimensions, expected two: (nodes, ranks of a node)")
+        return [_member(group.get_group(1)), _member(group.get_group(0))]
+    raise ValueError(f"group {group!r}, expected a process group, a pair of them, a DeviceMesh or None")
+
+
+def _member(group: object) -> dist.ProcessGroup:
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members may call")
+    return group

@@ -1,0 +1,127 @@
+"""Runs a job: in a thread of its group, on a stream of its own, segment after segment."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..compressors.spec import mix_key
+from ..kernels.layout import residual_dtype
+from .gather import gather
+from .handle import Handle, new_future, settle
+from .hierarchical import hierarchical
+from .job import Job
+from .sharded import sharded
+from .stage import Clock, Outcome, Stage
+from .values import values
+
+_ALGORITHMS: dict[str, Callable[[Stage], Outcome]] = {
+    "gather": gather,
+    "sharded": sharded,
+    "dense": sharded,
+    "values": values,
+}
+
+
+def submit(job: Job) -> Handle:
+    future = new_future(job.tensor.device)
+    handle = Handle(future, job.report)
+    stream = None
+    if job.tensor.device.type == "cuda":
+        # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
+        stream = torch.cuda.Stream(job.tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
+        for used in (job.tensor, job.residual, *job.owner_residuals):
+            if used is not None:
+                used.record_stream(stream)
+
+    def work() -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                _run(job)
+                settle(future, [job.tensor])
+        except BaseException as error:
+            for operation in job.operations:
+                operation.give_up(error)
+            settle(future, error)
+
+    job.operations[-1].channel.pool.submit(work)
+    return handle
+
+
+def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
+    """torch's own all-reduce, issued here and now: in the order of the program's other collectives."""
+    operation, size = job.operations[0], job.operations[0].channel.size
+    operation.start()
+    report, tensor = job.report, job.tensor
+    report.memory = 0
+    report.bytes_sent = report.bytes_received = report.bytes_between_nodes = 2 * tensor.nbytes * (size - 1) // size
+    summed = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+    work = dist.all_reduce(tensor, summed, group=operation.channel.group, async_op=True)
+    assert work is not None
+    future = new_future(tensor.device)
+
+    def finish(done: "Future[list[Tensor]]") -> None:
+        try:
+            done.value()  # raises what the all-reduce raised
+        except Exception as error:
+            settle(future, operation.unwatch(error) or error)
+            return
+        operation.unwatch()
+        if job.weight != 1.0:
+            tensor.div_(size)
+        settle(future, [tensor])
+
+    operation.watch(lambda error: settle(future, error))
+    work.get_future().add_done_callback(finish)
+    return Handle(future, report)
+
+
+def _run(job: Job) -> None:
+    clock = Clock(job.report.seconds)
+    *inside, operation = job.operations
+    for each in job.operations:
+        each.start()
+    segments, first = job.plan.segments, job.plan.first
+    # The first segment's residual must not change if the last one turns out to hold NaN, on any rank.
+    finite = len(segments) == 1 or _all_finite(job)
+    for index, (start, stop) in enumerate(segments if finite else ()):
+        key = mix_key(job.key, index) if job.key is not None and len(segments) > 1 else job.key
+        residual = None if job.residual is None else job.residual[start:stop]
+        stage = Stage(
+            operation, job.tensor[start:stop], residual, first, job.plan.second, job.owner_residuals[index], key,
+            job.weight, clock,
+        )  # fmt: skip
+        algorithm = _ALGORITHMS[job.plan.algorithm]
+        outcome = hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)
+        finite = outcome.finite
+        if not finite:
+            break
+        outcome.commit()
+        outcome.write(stage.tensor)
+    if not finite:
+        job.tensor.fill_(torch.nan)
+    job.report.finite = finite
+    job.report.bytes_sent = sum(each.bytes_sent for each in job.operations)
+    job.report.bytes_received = sum(each.bytes_received for each in job.operations)
+    job.report.bytes_between_nodes = operation.bytes_sent
+    job.report.messages = sum(each.messages for each in job.operations)
+
+
+def _all_finite(job: Job) -> bool:
+    """Whether no rank's sum of tensor and residual can overflow, or holds NaN."""
+    bound = sum(
+        float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part))))
+        for part in (job.tensor, job.residual)
+        if part is not None
+    )
+    fine = bound <= torch.finfo(residual_dtype(job.tensor.dtype)).max  # False for NaN
+    for operation in job.operations:
+        channel = operation.channel
+        flags = torch.full((channel.size, 1), int(fine), dtype=torch.uint8, device=job.tensor.device)
+        others = [rank for rank in range(channel.size) if rank != channel.rank]
+        operation.exchange(dict.fromkeys(others, flags[channel.rank]), {rank: flags[rank] for rank in others})
+        fine = bool(flags.all())
+    return fine
