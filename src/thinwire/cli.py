@@ -29,6 +29,9 @@ COMMANDS = {
     "bench codec": Command(
         "thinwire.bench.codec:run", "time, bytes and memory of every compressor, beside plain torch"
     ),
+    "bench allreduce": Command(
+        "thinwire.bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
+    ),
 }
 
 

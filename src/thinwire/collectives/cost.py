@@ -9,7 +9,8 @@ With n entries of e bytes, P ranks, b1 and b2 the payloads of the first and the 
     values       2 b1 (P - 1) / P                2 (P - 1)       5 b1 + 4 b1 / (e P), and 8 for each value
 
 The memory is what one segment needs: an operation is cut into as many segments as its budget asks for. Shares consist
-of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks.
+of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks. Several segments cost a byte
+more for each peer, to learn beforehand that all is finite.
 """
 
 from collections import Counter
@@ -36,6 +37,7 @@ class Cost:
     sent: float
     """Bytes handed to the network; as many are received. The mean over ranks."""
     messages: int
+    """At most; an empty share is not sent."""
     memory: int
     """Bytes beyond tensor and residuals while a segment is under way."""
 
@@ -96,12 +98,15 @@ def hierarchical(
     between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
 ) -> Cost:
     """Dense over the ranks of a node; `between` is the cost over the nodes, for the (entries, dtype) of one share."""
-    inside = dense(numel, dtype, ranks_in_node)
-    share = min(numel, granule * ceil(ceil(numel / granule) / ranks_in_node)) if numel else 0
-    wide = residual_dtype(dtype)
-    outside = between(share, wide)
-    memory = inside.memory + outside.memory + share * wide.itemsize
-    return Cost(inside.sent + outside.sent, inside.messages + outside.messages, memory)
+    inside, wide = dense(numel, dtype, ranks_in_node), residual_dtype(dtype)
+    sizes = Counter(stop - start for start, stop in shares(numel, granule, ranks_in_node))
+    outside = {size: between(size, wide) for size in sizes}
+    largest = outside[max(sizes)]
+    return Cost(
+        inside.sent + sum(count * outside[size].sent for size, count in sizes.items()) / ranks_in_node,
+        inside.messages + largest.messages,
+        inside.memory + largest.memory + max(sizes) * wide.itemsize,
+    )
 
 
 def dtype_of_sum(second: Compressor, dtype: torch.dtype) -> torch.dtype:

@@ -22,10 +22,10 @@ class Report:
     memory: int = 0
     """Bytes that were set aside beyond tensor and residuals."""
     bytes_sent: int = 0
-    """Handed to the network by this rank, headers not counted."""
+    """Handed to the network by this rank, headers not counted; by the formula of a ring if torch's own did it."""
     bytes_received: int = 0
     bytes_between_nodes: int = 0
-    """The part of `bytes_sent` that left the node; all of it if there is one stage."""
+    """The part of `bytes_sent` that was sent in the stage between nodes; all of it if there is one stage."""
     messages: int = 0
     finite: bool = True
     """False if any rank's input was not finite: the result is NaN, and no residual has changed."""

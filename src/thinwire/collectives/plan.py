@@ -135,6 +135,7 @@ def plan(
     count = _least(lambda count: of(largest(count)).memory <= limit, max(1, rows))
     bounds = [min(numel, granule * (rows * index // count)) for index in range(count + 1)]
     whole, segment = of(numel), of(largest(count))
+    flags = ranks + ranks_in_node - 2 if count > 1 else 0  # a byte to each peer: whether this rank's input is finite
     return Plan(
         algorithm,
         reason,
@@ -142,7 +143,7 @@ def plan(
         second,
         granule,
         tuple(pairwise(bounds)),
-        Cost(whole.sent, whole.messages * count, segment.memory),
+        Cost(whole.sent + flags, whole.messages * count + flags, segment.memory),
     )
 
 

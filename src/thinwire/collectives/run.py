@@ -58,6 +58,7 @@ def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
     report, tensor = job.report, job.tensor
     report.memory = 0
     report.bytes_sent = report.bytes_received = report.bytes_between_nodes = 2 * tensor.nbytes * (size - 1) // size
+    report.messages = 2 * (size - 1)
     summed = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
     work = dist.all_reduce(tensor, summed, group=operation.channel.group, async_op=True)
     assert work is not None
