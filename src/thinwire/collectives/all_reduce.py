@@ -84,7 +84,7 @@ def all_reduce_compressed(
 def _seconds(timeout: float | timedelta | None) -> float | None:
     if timeout is None:
         return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"timeout {timeout!r}, expected seconds above 0")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout {timeout!r}, expected seconds above 0, or a timedelta")
     return seconds

@@ -15,28 +15,33 @@ class Board:
     """Texts by key, for the ranks of one group."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self.store: Any = dist.PrefixStore(prefix, _store_of(group))  # type: ignore[attr-defined]
+        self._group, self._prefix = group, prefix
+        self._store = self.prefixed("board")
         self.lost: str | None = None
         """Why the store does not answer any more."""
 
+    def prefixed(self, name: str) -> Any:
+        """A client of the same store with keys, and a connection, of its own."""
+        return dist.PrefixStore(f"{self._prefix}/{name}", _store_of(self._group))  # type: ignore[attr-defined]
+
     def read(self, key: str) -> str | None:
-        there = self._ask(lambda: self.store.check([key]), False)  # `get` would wait for it
-        text = self._ask(lambda: self.store.get(key), None) if there else None
+        there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for it
+        text = self._ask(lambda: self._store.get(key), None) if there else None
         return None if text is None else bytes(text).decode()
 
     def write(self, key: str, text: str) -> None:
-        self._ask(lambda: self.store.set(key, text), None)
+        self._ask(lambda: self._store.set(key, text), None)
 
     def write_once(self, key: str, text: str) -> None:
         """Unless another rank was first."""
-        self._ask(lambda: self.store.compare_set(key, "", text), None)
+        self._ask(lambda: self._store.compare_set(key, "", text), None)
 
     def count(self, key: str) -> int:
         """How many times all ranks together have called this for the key, now included."""
-        return self._ask(lambda: int(self.store.add(key, 1)), 0)
+        return self._ask(lambda: int(self._store.add(key, 1)), 0)
 
     def delete(self, key: str) -> None:
-        self._ask(lambda: self.store.delete_key(key), None)
+        self._ask(lambda: self._store.delete_key(key), None)
 
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
         if self.lost is None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -41,6 +42,12 @@ class Channel:
                 self._connection = Connection(self, number)
             return number, self._connection
 
+    def connect(self, number: int, deadline: float) -> Link:
+        timeout = max(1.0, deadline - time.monotonic())
+        if self.backend == "nccl":
+            return NcclLink(self.ranks, self.rank, timeout)
+        return GlooLink(self.board.prefixed(f"link/{number}"), self.rank, self.size, timeout)
+
 
 class Connection:
     """Connections that operations share from operation `number` on, and what ended them.
@@ -49,38 +56,53 @@ class Connection:
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = channel, number
-        self._lock = threading.Lock()
+        self._channel, self.number = channel, number
+        self._lock, self._making = threading.Lock(), threading.Lock()
         self._link: Link | None = None
         self.cause: CollectiveError | None = None
         self.agreed: set[str] = set()
         """Calls that were compared between ranks, or are about to be."""
 
-    def link(self, timeout: float) -> Link:
-        channel = self._channel
-        with self._lock:
+    def link(self, deadline: float) -> Link:
+        """Made when every rank is about to; else a rank whose other operation failed would be waited for in vain."""
+        with self._making:
             if self._link is None:
-                if channel.backend == "nccl":
-                    self._link = NcclLink(channel.ranks, channel.rank, timeout)
-                else:
-                    store = dist.PrefixStore(f"link/{self._number}", channel.board.store)  # type: ignore[attr-defined]
-                    self._link = GlooLink(store, channel.rank, channel.size, timeout)
+                self._meet(deadline)
+                link = self._channel.connect(self.number, deadline)
+                with self._lock:
+                    self._link = link
+                if self.cause is not None:
+                    link.close()
             return self._link
+
+    def _meet(self, deadline: float) -> None:
+        """All ranks take the same decision: to connect, if the last one comes before the first one gives up."""
+        board, decision, pause = self._channel.board, f"connect/{self.number}", 1e-4
+        if board.count(f"ready/{self.number}") == self._channel.size:
+            board.write_once(decision, "yes")
+        while (word := board.read(decision)) is None and board.lost is None:
+            if self.cause is not None or self.told() is not None or time.monotonic() > deadline:
+                board.write_once(decision, "no")
+            time.sleep(pause)
+            pause = min(0.02, 1.5 * pause)
+        if word != "yes":
+            raise RuntimeError("not all ranks came to connect" if board.lost is None else board.lost)
 
     def fail(self, error: CollectiveError) -> CollectiveError:
         """End everything under way, here and at the peers; the first cause is the one that counts."""
         with self._lock:
-            if self.cause is None:
-                self.cause = error
-                text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
-                self._channel.board.write_once(f"error/{self._number}", text)
-                if self._link is not None:
-                    self._link.close()
-        return self.cause
+            if self.cause is not None:
+                return self.cause
+            self.cause, link = error, self._link
+        text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
+        self._channel.board.write_once(f"error/{self.number}", text)
+        if link is not None:
+            link.close()
+        return error
 
     def told(self) -> CollectiveError | None:
         """What another rank, or this one, found."""
-        text = self._channel.board.read(f"error/{self._number}")
+        text = self._channel.board.read(f"error/{self.number}")
         if text is None:
             return None
         found = json.loads(text)

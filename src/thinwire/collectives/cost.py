@@ -9,7 +9,7 @@ With n entries of e bytes, P ranks, b1 and b2 the payloads of the first and the 
     values       2 b1 (P - 1) / P                2 (P - 1)       5 b1 + 4 b1 / (e P), and 8 for each value
 
 The memory is what one segment needs: an operation is cut into as many segments as its budget asks for. Shares consist
-of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks. Several segments cost a byte
+of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks. Several segments cost 8 bytes
 more for each peer, to learn beforehand that all is finite.
 """
 

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -41,9 +42,14 @@ class Handle:
         self._done = threading.Event()
         future.add_done_callback(lambda _: self._done.set())
 
-    def wait(self) -> bool:
-        """Until the result is in the tensor: then True, or the error. Work queued on the current stream comes after."""
-        self._done.wait()  # Ctrl-C gets through, which it would not while torch waits
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the result is in the tensor: then True, or the error. Work queued on the current stream comes after.
+
+        timeout    how long to wait here; the operation goes on if it passes, and `wait` may be called again.
+        """
+        # Ctrl-C gets through, which it would not while torch waits.
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise TimeoutError(f"the all-reduce is not done after {timeout}; it goes on")
         self._future.wait()
         return True
 

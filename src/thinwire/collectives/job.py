@@ -44,8 +44,10 @@ class Call:
 class Job:
     """One call, checked and planned."""
 
+    result: Tensor
+    """The caller's tensor."""
     tensor: Tensor
-    """Flat, as all that follow."""
+    """The same, flat; as all that follow."""
     residual: Tensor | None
     owner_residuals: list[Tensor | None]
     """By segment."""
@@ -109,6 +111,7 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     for operation in operations:
         operation.describe(described, key if positions_drawn else None)
     return Job(
+        tensor,
         tensor.detach().view(-1),
         None if residual is None else residual.detach().view(-1),
         owner_residuals,

@@ -38,14 +38,14 @@ class Operation:
         self._first_use = False
         self._deadline = 0.0
         self._exchanges = itertools.count()
-        self._published = False
+        self._arrived = self._published = False
         self._waits_for = (channel.rank + 1) % channel.size
-        self._on_failure: Callable[[CollectiveError], object] = lambda error: None
         self.bytes_sent = self.bytes_received = self.messages = 0
 
     def describe(self, call: dict[str, Any], draw: int | None) -> None:
         """Say what all ranks must have called with. `draw` must agree too, but may change from call to call."""
-        self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw})})
+        since = {"connected since operation": self._connection.number}
+        self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
         text = json.dumps(call)
         self._first_use = text not in self._connection.agreed
         self._connection.agreed.add(text)
@@ -57,11 +57,16 @@ class Operation:
             self._arrive()
             self._connection.fail(MismatchError(f"it was refused by rank {self._me}: {reason}", [self._me]))
 
-    def start(self) -> None:
-        """Agree if this is the first use; from here the time-out runs."""
+    def start(self, on_failure: Callable[[CollectiveError], object] = lambda error: None) -> None:
+        """Agree if this is the first use; from here until `finish` or `give_up` the time-out runs.
+
+        on_failure   told of what goes wrong while another's collective runs, which cannot be woken.
+        """
         self._deadline = time.monotonic() + self._timeout
+        self._on_failure = on_failure
         if self.channel.size == 1:
             return
+        watch.begin(self)
         cause = self._connection.cause
         if cause is not None:
             self.refuse(f"an operation before it failed: {cause}")
@@ -74,9 +79,8 @@ class Operation:
         tag = tag_of(self._record, next(self._exchanges))
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
             return
-        watch.begin(self)
         try:
-            link = self._connection.link(self._timeout)
+            link = self._connection.link(self._deadline)
             link.exchange(sends, receives, tag, self._deadline, self._note_peer)
         except LinkBroken as broken:
             cause = self._connection.cause or self._connection.told() or self._blame(broken)
@@ -84,35 +88,33 @@ class Operation:
         except RuntimeError as error:  # connecting failed
             cause = self._connection.cause or self._connection.told() or PeerError(f"cannot connect: {error}")
             raise self._error(self._connection.fail(cause)) from error
-        finally:
-            watch.end(self)
         self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
         self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
 
-    def give_up(self, error: BaseException) -> None:
-        """This rank cannot go on, for a reason of its own or of another group: let nobody wait for it."""
-        if self.channel.size > 1:
-            found = error.found if isinstance(error, CollectiveError) else None
-            self._connection.fail(found or CollectiveError(f"rank {self._me} gave up: {error!r}", [self._me]))
-
-    def watch(self, on_failure: Callable[[CollectiveError], object]) -> None:
-        """Look around while another's collective runs, which cannot be woken; until `unwatch`."""
-        self._on_failure = on_failure
-        watch.begin(self)
-
-    def unwatch(self, error: Exception | None = None) -> CollectiveError | None:
-        """Done; if by an error, what it means."""
+    def finish(self) -> None:
         watch.end(self)
-        if error is None:
-            return None
-        cause = self._connection.told() or CollectiveError(f"torch's all-reduce failed: {error}")
-        return self._error(self._connection.fail(cause))
+
+    def give_up(self, error: BaseException) -> CollectiveError:
+        """This rank cannot go on, for a reason of its own or of another group: let nobody wait for it."""
+        watch.end(self)
+        found = error.found if isinstance(error, CollectiveError) else None
+        cause = found or CollectiveError(f"rank {self._me} gave up: {error!r}", [self._me])
+        if self.channel.size > 1:
+            cause = self._connection.fail(cause)
+            if not self._arrived:  # a rank that already starts afresh would wait for this one to arrive
+                self.refuse(str(cause))
+        return self._error(cause)
+
+    def explain(self, error: Exception) -> CollectiveError:
+        """The end of another's collective that failed: what it means, as far as anyone has found out."""
+        told = None if self.channel.size == 1 else self._connection.told()
+        wrapped = CollectiveError("")
+        wrapped.found = told or CollectiveError(f"torch's all-reduce failed: {error}")
+        return self.give_up(wrapped)
 
     def look_around(self) -> None:
         """While the exchange takes long: say that this rank is here, and see whether something is wrong."""
-        if self.channel.size == 1:
-            return
         if not self._published:
             self._write_here()
             self._published = True
@@ -128,7 +130,7 @@ class Operation:
         board, pause = self.channel.board, 2e-4
         self._arrive()
         while (verdict := board.read(f"verdict/{self.number}")) is None:
-            cause = self._connection.told()
+            cause = self._connection.cause or self._connection.told()
             if cause is None and board.lost is not None:
                 cause = PeerError(f"the group's store does not answer, so the rank that holds it is lost: {board.lost}")
             if cause is None and time.monotonic() > self._deadline:
@@ -144,7 +146,7 @@ class Operation:
 
     def _arrive(self) -> None:
         """Be counted among those that are at this operation; the last one compares what all of them called with."""
-        board = self.channel.board
+        board, self._arrived = self.channel.board, True
         self._write_here()
         if board.count(f"arrived/{self.number}") != self.channel.size:
             return

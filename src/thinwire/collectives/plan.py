@@ -18,6 +18,7 @@ ALGORITHMS = ("auto", "gather", "sharded", "dense", "values")
 
 ENVIRONMENT_VARIABLE = "THINWIRE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 1 << 30
+_SMALLEST_SEGMENT = 4096
 AT_ONCE = 4
 """Operations of one group under way at a time; the others wait their turn, so that memory is bounded."""
 
@@ -119,10 +120,13 @@ def plan(
             return between(entries, dtype)
         return cost.hierarchical(between, granule, entries, dtype, ranks_in_node)
 
-    rows = ceil(numel / granule)
+    # Every segment has a record for each owner, so that none carries more than the others.
+    owners = ranks_in_node * (1 if algorithm in ("gather", "values") else ranks)
+    unit = max(granule * owners, _SMALLEST_SEGMENT)
+    rows = ceil(numel / unit)
 
     def largest(count: int) -> int:
-        return min(numel, granule * ceil(rows / count)) if rows else 0
+        return min(numel, unit * ceil(rows / count)) if rows else 0
 
     limit = max_bytes // AT_ONCE
     if of(largest(max(1, rows))).memory > limit:
@@ -133,9 +137,9 @@ def plan(
             f"{needed:,} ({needed // AT_ONCE:,} bytes for each of {AT_ONCE} operations that may be under way)"
         )
     count = _least(lambda count: of(largest(count)).memory <= limit, max(1, rows))
-    bounds = [min(numel, granule * (rows * index // count)) for index in range(count + 1)]
+    bounds = [min(numel, unit * (rows * index // count)) for index in range(count + 1)]
     whole, segment = of(numel), of(largest(count))
-    flags = ranks + ranks_in_node - 2 if count > 1 else 0  # a byte to each peer: whether this rank's input is finite
+    told = ranks + ranks_in_node - 2 if count > 1 else 0  # to each peer, 8 bytes: the largest number here, or NaN
     return Plan(
         algorithm,
         reason,
@@ -143,7 +147,7 @@ def plan(
         second,
         granule,
         tuple(pairwise(bounds)),
-        Cost(whole.sent + flags, whole.messages * count + flags, segment.memory),
+        Cost(whole.sent + 8 * told, whole.messages * count + told, segment.memory),
     )
 
 

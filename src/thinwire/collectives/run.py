@@ -41,7 +41,9 @@ def submit(job: Job) -> Handle:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 _run(job)
-                settle(future, [job.tensor])
+                for operation in job.operations:
+                    operation.finish()
+                settle(future, [job.result])
         except BaseException as error:
             for operation in job.operations:
                 operation.give_up(error)
@@ -54,7 +56,8 @@ def submit(job: Job) -> Handle:
 def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
     """torch's own all-reduce, issued here and now: in the order of the program's other collectives."""
     operation, size = job.operations[0], job.operations[0].channel.size
-    operation.start()
+    future = new_future(job.tensor.device)
+    operation.start(on_failure=lambda error: settle(future, error))
     report, tensor = job.report, job.tensor
     report.memory = 0
     report.bytes_sent = report.bytes_received = report.bytes_between_nodes = 2 * tensor.nbytes * (size - 1) // size
@@ -62,67 +65,69 @@ def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
     summed = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
     work = dist.all_reduce(tensor, summed, group=operation.channel.group, async_op=True)
     assert work is not None
-    future = new_future(tensor.device)
 
     def finish(done: "Future[list[Tensor]]") -> None:
         try:
             done.value()  # raises what the all-reduce raised
         except Exception as error:
-            settle(future, operation.unwatch(error) or error)
+            settle(future, operation.explain(error))
             return
-        operation.unwatch()
+        operation.finish()
         if job.weight != 1.0:
             tensor.div_(size)
-        settle(future, [tensor])
+        settle(future, [job.result])
 
-    operation.watch(lambda error: settle(future, error))
     work.get_future().add_done_callback(finish)
     return Handle(future, report)
 
 
 def _run(job: Job) -> None:
-    clock = Clock(job.report.seconds)
-    *inside, operation = job.operations
-    for each in job.operations:
-        each.start()
-    segments, first = job.plan.segments, job.plan.first
+    for operation in job.operations:
+        operation.start()
     # The first segment's residual must not change if the last one turns out to hold NaN, on any rank.
-    finite = len(segments) == 1 or _all_finite(job)
-    for index, (start, stop) in enumerate(segments if finite else ()):
-        key = mix_key(job.key, index) if job.key is not None and len(segments) > 1 else job.key
-        residual = None if job.residual is None else job.residual[start:stop]
-        stage = Stage(
-            operation, job.tensor[start:stop], residual, first, job.plan.second, job.owner_residuals[index], key,
-            job.weight, clock,
-        )  # fmt: skip
-        algorithm = _ALGORITHMS[job.plan.algorithm]
-        outcome = hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)
-        finite = outcome.finite
-        if not finite:
-            break
-        outcome.commit()
-        outcome.write(stage.tensor)
+    finite = len(job.plan.segments) == 1 or _all_finite(job)
+    clock = Clock(job.report.seconds)
+    for index in range(len(job.plan.segments)):
+        finite = finite and _run_segment(job, index, clock)
     if not finite:
         job.tensor.fill_(torch.nan)
     job.report.finite = finite
-    job.report.bytes_sent = sum(each.bytes_sent for each in job.operations)
-    job.report.bytes_received = sum(each.bytes_received for each in job.operations)
-    job.report.bytes_between_nodes = operation.bytes_sent
-    job.report.messages = sum(each.messages for each in job.operations)
+    job.report.bytes_sent = sum(operation.bytes_sent for operation in job.operations)
+    job.report.bytes_received = sum(operation.bytes_received for operation in job.operations)
+    job.report.bytes_between_nodes = job.operations[-1].bytes_sent
+    job.report.messages = sum(operation.messages for operation in job.operations)
+
+
+def _run_segment(job: Job, index: int, clock: Clock) -> bool:
+    """Whether it is finite, on all ranks. Its buffers are gone when this returns, before those of the next are made."""
+    *inside, operation = job.operations
+    start, stop = job.plan.segments[index]
+    key = mix_key(job.key, index) if job.key is not None and len(job.plan.segments) > 1 else job.key
+    residual = None if job.residual is None else job.residual[start:stop]
+    stage = Stage(
+        operation, job.tensor[start:stop], residual, job.plan.first, job.plan.second, job.owner_residuals[index], key,
+        job.weight, clock,
+    )  # fmt: skip
+    algorithm = _ALGORITHMS[job.plan.algorithm]
+    outcome = hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)
+    if outcome.finite:
+        outcome.commit()
+        outcome.write(stage.tensor)
+    return outcome.finite
 
 
 def _all_finite(job: Job) -> bool:
-    """Whether no rank's sum of tensor and residual can overflow, or holds NaN."""
+    """Whether no rank's tensor holds NaN, and no sum over ranks can overflow: each tells the others its largest."""
     bound = sum(
         float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part))))
         for part in (job.tensor, job.residual)
         if part is not None
     )
-    fine = bound <= torch.finfo(residual_dtype(job.tensor.dtype)).max  # False for NaN
     for operation in job.operations:
         channel = operation.channel
-        flags = torch.full((channel.size, 1), int(fine), dtype=torch.uint8, device=job.tensor.device)
+        bounds = torch.full((channel.size, 1), bound, dtype=torch.float64, device=job.tensor.device)
+        parts = list(bounds.view(torch.uint8))
         others = [rank for rank in range(channel.size) if rank != channel.rank]
-        operation.exchange(dict.fromkeys(others, flags[channel.rank]), {rank: flags[rank] for rank in others})
-        fine = bool(flags.all())
-    return fine
+        operation.exchange(dict.fromkeys(others, parts[channel.rank]), {rank: parts[rank] for rank in others})
+        bound = float(bounds.sum())
+    return bound <= torch.finfo(residual_dtype(job.tensor.dtype)).max  # False for NaN

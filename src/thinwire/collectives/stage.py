@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
     """The state after the exchange: nothing has been changed yet."""
 
     finite: bool
-    """Whether every rank's input and every sum is finite; the same on all ranks."""
+    """Whether every rank's input, and every sum that an owner sent on, is finite; the same on all ranks."""
     commit: Callable[[], None]
     """Update the residuals. Before `write`, since it needs the tensor as it was."""
     write: Callable[[Tensor], None]
