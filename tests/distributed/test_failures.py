@@ -74,6 +74,7 @@ def lose(rank: int, world_size: int, victim: int, when: str, algorithm: str, fol
         (3, 1, "before", "sharded", "parent"),
         (2, 0, "before", "gather", "rank0"),
         (4, 3, "inside", "sharded", "parent"),
+        (8, 5, "inside", "gather", "parent"),
     ],
 )
 def test_the_others_learn_which_rank_was_killed(

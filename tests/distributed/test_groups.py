@@ -120,7 +120,7 @@ def nodes(rank: int, world_size: int, shape: tuple[int, int]) -> list[bytes]:
     return results
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2), (1, 3), (3, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (1, 3), (3, 1)])
 def test_nodes(ranks: Ranks, shape: tuple[int, int]) -> None:
     found = ranks.run(nodes, shape[0] * shape[1], shape)
     for results in zip(*found, strict=True):

@@ -92,7 +92,7 @@ class Run:
         return tensor
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_poisoned_step_changes_nothing(ranks: Ranks, world_size: int) -> None:
     for rank, wrong in enumerate(ranks.run(poison, world_size, POISONS)):
         assert not wrong, f"rank {rank}: {wrong}"

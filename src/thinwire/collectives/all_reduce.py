@@ -47,9 +47,9 @@ def all_reduce_compressed(
     group       a process group on gloo or NCCL; None for the default one. For nodes with fast wires inside: a
                 `DeviceMesh` of (nodes, ranks of a node), or a pair of groups (ranks of this node, my peers in the other
                 nodes): dense inside a node, compressed between them. Only this rank's share of `residual` is used then.
-    async_op    return at once; the result is there after `wait()`.
+    async_op    return at once; the result is there after `wait()`. (The first "none" of a kind waits for all ranks.)
     algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one that sends the least.
-    key         what a compressor that draws depends on; by default the number of the call on this group.
+    key         what a compressor that draws depends on, others do not look at it; by default the number of the call.
     second      what owners compress sums with, for "sharded"; by default more entries and more bits.
     state       for "sharded", where owners keep what they do not send on. "auto" takes "sharded" only if it is given.
     max_bytes   memory for all calls on this group that are under way, of which one takes a quarter at most;
@@ -67,8 +67,10 @@ def all_reduce_compressed(
     (tensor([ 0., -5.,  0.,  0.]), tensor([1.0000, 0.0000, 2.0000, 0.5000]))
     >>> dist.destroy_process_group()
     """
-    operations = [Operation(channel, _seconds(timeout)) for channel in channels(group, tensor.device)]
+    operations = [Operation(channel) for channel in channels(group, tensor.device)]
     try:
+        for operation in operations:
+            operation.limit(_seconds(timeout))
         call = Call(tensor, compressor, residual, op, algorithm, key, second, state, budget(max_bytes))
         job = prepare(call, operations)
     except Exception as error:
@@ -85,6 +87,6 @@ def _seconds(timeout: float | timedelta | None) -> float | None:
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+    if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
         raise ValueError(f"timeout {timeout!r}, expected seconds above 0, or a timedelta")
     return seconds

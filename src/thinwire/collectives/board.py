@@ -14,8 +14,11 @@ T = TypeVar("T")
 class Board:
     """Texts by key, for the ranks of one group."""
 
-    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, prefix: str, rank: int) -> None:
         self._group, self._prefix = group, prefix
+        # A group may be made again under its old name on the same store, where the keys of the first one still are.
+        life = self.prefixed("lives").add(str(rank), 1)
+        self._prefix = f"{prefix}/{life}"
         self._store = self.prefixed("board")
         self.lost: str | None = None
         """Why the store does not answer any more."""

@@ -15,6 +15,7 @@ from .errors import CollectiveError, MismatchError, PeerError
 from .link import GlooLink, Link, NcclLink
 from .plan import AT_ONCE
 
+_CONNECT_SECONDS = 60.0
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
@@ -27,7 +28,7 @@ class Channel:
         self.ranks = dist.get_process_group_ranks(group)
         """Global rank of each member."""
         self.timeout = _timeout_of(group, device)
-        self.board = Board(group, f"thinwire/{backend}")
+        self.board = Board(group, f"thinwire/{backend}", self.rank)
         # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
         self.pool = _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective")
         self._lock = threading.Lock()
@@ -42,11 +43,18 @@ class Channel:
                 self._connection = Connection(self, number)
             return number, self._connection
 
+    def close(self) -> None:
+        """What is under way may end; nothing new begins."""
+        if self.backend != "nccl":
+            self.pool.shutdown(wait=False)
+        self._connection = None
+
     def connect(self, number: int, deadline: float) -> Link:
         timeout = max(1.0, deadline - time.monotonic())
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
-        return GlooLink(self.board.prefixed(f"link/{number}"), self.rank, self.size, timeout)
+        # All ranks are about to connect, so it does not take long; if one dies right now, gloo tries five times.
+        return GlooLink(self.board.prefixed(f"link/{number}"), self.rank, self.size, min(timeout, _CONNECT_SECONDS))
 
 
 class Connection:
@@ -66,14 +74,15 @@ class Connection:
     def link(self, deadline: float) -> Link:
         """Made when every rank is about to; else a rank whose other operation failed would be waited for in vain."""
         with self._making:
-            if self._link is None:
+            link = self._link
+            if link is None:
                 self._meet(deadline)
                 link = self._channel.connect(self.number, deadline)
                 with self._lock:
-                    self._link = link
+                    self._link = link if self.cause is None else None
                 if self.cause is not None:
                     link.close()
-            return self._link
+            return link
 
     def _meet(self, deadline: float) -> None:
         """All ranks take the same decision: to connect, if the last one comes before the first one gives up."""
@@ -93,7 +102,7 @@ class Connection:
         with self._lock:
             if self.cause is not None:
                 return self.cause
-            self.cause, link = error, self._link
+            self.cause, link, self._link = error, self._link, None
         text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
         self._channel.board.write_once(f"error/{self.number}", text)
         if link is not None:
@@ -121,14 +130,24 @@ def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> 
     with _LOCK:
         if dist.group.WORLD is not _world:
             for old in _channels.values():
-                old.pool.shutdown(wait=False)
+                old.close()
             _channels.clear()
             _world = dist.group.WORLD
         key = group.group_name, backend
         channel = _channels.get(key)
         if channel is None or channel.group is not group:
+            _forget_destroyed()
             channel = _channels[key] = Channel(group, backend, device)
         return channel
+
+
+def _forget_destroyed() -> None:
+    """Connections and threads of groups that are no more."""
+    living = dist.distributed_c10d._world.pg_map
+    for key, channel in list(_channels.items()):
+        if channel.group not in living:
+            channel.close()
+            del _channels[key]
 
 
 def _ordered_pool() -> ThreadPoolExecutor:

@@ -1,14 +1,14 @@
 """What `all_reduce_compressed` returns: a handle to wait for, and a report of what was done."""
 
+import copy
 import threading
+import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.futures import Future
-
-_SETTLE = threading.RLock()  # a callback may settle another future
 
 
 @dataclass
@@ -29,48 +29,82 @@ class Report:
     """The part of `bytes_sent` that was sent in the stage between nodes; all of it if there is one stage."""
     messages: int = 0
     finite: bool = True
-    """False if any rank's input was not finite: the result is NaN, and no residual has changed."""
+    """False if any rank's input was not finite: the result is NaN, and no residual has changed.
+
+    Not looked at where torch's own all-reduce did it, for "none" without a residual.
+    """
     seconds: dict[str, float] = field(default_factory=dict)
     """Time of encode, exchange and decode. On an accelerator, encode and decode are the time to launch them."""
+
+
+class Promise:
+    """A result to come. The first result or error counts; what comes later, as after a mismatch, is dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.future: Future[list[Tensor]] = Future(devices=[device] if device.type == "cuda" else None)
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._settled = False
+
+    def keep(self, result: list[Tensor]) -> None:
+        if self._is_first():
+            self.future.set_result(result)
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Frames are replaced by text, and the future gets a copy: torch hides what a future refers to from Python's
+        collector, so an error with the frames that refer to the future would keep it, and the tensors, for ever."""
+        if self._is_first():
+            if error.__traceback__ is not None:
+                error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
+            self.error = error
+            self.future.set_exception(_copied(_without_frames(error)))  # type: ignore[arg-type]
+            self.done.set()
+
+    def _is_first(self) -> bool:
+        with self._lock:
+            first, self._settled = not self._settled, True
+            return first
 
 
 class Handle:
     """An operation under way, as torch's own `Work`."""
 
-    def __init__(self, future: "Future[list[Tensor]]", report: Report) -> None:
-        self._future, self.report = future, report
-        self._done = threading.Event()
-        future.add_done_callback(lambda _: self._done.set())
+    def __init__(self, promise: Promise, report: Report) -> None:
+        self._promise, self.report = promise, report
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Until the result is in the tensor: then True, or the error. Work queued on the current stream comes after.
 
-        timeout    how long to wait here; the operation goes on if it passes, and `wait` may be called again.
+        timeout    seconds to wait here; the operation goes on if they pass, and `wait` may be called again.
         """
-        # Ctrl-C gets through, which it would not while torch waits.
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._promise.done.wait(seconds):  # Ctrl-C gets through, which it would not while torch waits
             raise TimeoutError(f"the all-reduce is not done after {timeout}; it goes on")
-        self._future.wait()
+        if self._promise.error is not None:
+            raise self._promise.error
+        self._promise.future.wait()
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._future.done())
+        return self._promise.done.is_set()
 
     def get_future(self) -> "Future[list[Tensor]]":
         """A future of [tensor]."""
-        return self._future
+        return self._promise.future
 
 
-def new_future(device: torch.device) -> "Future[list[Tensor]]":
-    return Future(devices=[device] if device.type == "cuda" else None)
+def _without_frames(error: BaseException) -> BaseException:
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
-def settle(future: "Future[list[Tensor]]", result: list[Tensor] | BaseException) -> None:
-    """The first result or error counts; what comes later, as after a mismatch, is dropped."""
-    with _SETTLE:
-        if future.done():
-            return
-        if isinstance(result, BaseException):
-            future.set_exception(result)  # type: ignore[arg-type]
-        else:
-            future.set_result(result)
+def _copied(error: BaseException) -> BaseException:
+    try:
+        return copy.copy(error)
+    except Exception:  # one that cannot be made from its arguments
+        return RuntimeError(repr(error))

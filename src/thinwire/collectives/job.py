@@ -19,9 +19,6 @@ _WHY_NOT = {
     "PRODUCT": "an entry that is not sent would count as 0, and make every product 0",
     "MIN": "an entry that is not sent would count as 0, which may be less than the rest",
     "MAX": "an entry that is not sent would count as 0, which may be more than the rest",
-    "BAND": "bits of floats that were rounded mean nothing",
-    "BOR": "bits of floats that were rounded mean nothing",
-    "BXOR": "bits of floats that were rounded mean nothing",
 }
 
 
@@ -79,10 +76,15 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
         dtype, share = residual_dtype(dtype), -(-share // in_node)
     positions_drawn = isinstance(first.layout(share, dtype), RandomKLayout)
     key = call.key
-    if key is None and first.draws:
+    if key is None and (first.draws or second.draws):
         number = operations[-1].number
         key = number if positions_drawn else mix_key(number, dist.get_rank())
-    first.draw_key(key)
+    if key is not None and type(key) is not int:
+        raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
+    if state is not None and not isinstance(state, ShardState):
+        raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
+    if residual is not None and not isinstance(residual, Tensor):
+        raise ValueError(f"residual of type {type(residual).__name__}, expected a tensor or None")
     first.check_input(tensor, residual, key)
     algorithm, reason = choose(call.algorithm, first, second, share, dtype, channel.size, can_shard=state is not None)
     if algorithm == "sharded":
@@ -108,8 +110,8 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
         "segments": len(made.segments),
         "ranks": [in_node, channel.size],
     }
-    for operation in operations:
-        operation.describe(described, key if positions_drawn else None)
+    for operation in operations:  # positions are drawn alike by those who sum them: the ranks of the last group
+        operation.describe(described, key if positions_drawn and operation is operations[-1] else None)
     return Job(
         tensor,
         tensor.detach().view(-1),
@@ -133,11 +135,13 @@ def _compressor(name: str, given: object) -> Compressor:
 
 
 def _op_name(op: object, passes_on: bool) -> str:
-    name = str(op).rpartition(".")[2]
+    name = str(getattr(op, "name", op)).rpartition(".")[2]
     if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (passes_on and name in _WHY_NOT):
         return name
-    why = _WHY_NOT.get(name, "compressed tensors can only be added")
-    raise ValueError(f"op {name}, expected SUM or AVG: {why}; for {name} use the compressor 'none' without a residual")
+    if name in _WHY_NOT:
+        use = f"for {name} use the compressor 'none' without a residual"
+        raise ValueError(f"op {name}, expected SUM or AVG: {_WHY_NOT[name]}; {use}")
+    raise ValueError(f"op {name}, expected SUM or AVG: what is compressed can only be added up")
 
 
 def _check_state(state: ShardState | None, residual: Tensor | None, second: Compressor) -> None:

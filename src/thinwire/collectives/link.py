@@ -27,7 +27,7 @@ class LinkBroken(Exception):
     """A message did not arrive from, or could not be sent to, `peer`."""
 
     def __init__(self, peer: int, late: bool, reason: str) -> None:
-        super().__init__(_essence(reason))
+        super().__init__(essence(reason))
         self.peer, self.late = peer, late
 
 
@@ -137,10 +137,10 @@ class NcclLink(Link):
         self._group.abort()
 
 
-def _essence(message: str) -> str:
+def essence(message: str) -> str:
     """Without the source file and the advice that gloo puts around.
 
-    >>> _essence("[/gloo/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by luck. GLHF!")
+    >>> essence("[/gloo/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by luck. GLHF!")
     'Connection closed by peer [::1]:9'
     """
     return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", message.strip(), flags=re.DOTALL)

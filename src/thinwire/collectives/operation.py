@@ -13,27 +13,28 @@ one rank sees reaches the others at once.
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import Buffers, LinkBroken
+from .link import Buffers, LinkBroken, essence
 from .records import Record, difference, rank_list, tag_of
-from .watch import watch
+from .watch import PATIENCE_SECONDS, watch
 
 _SLOTS = 64
-"""More than operations can be under way at once; keys are used again, so that the store does not grow."""
+"""More than operations can be under way at once; the keys are used again, so that they do not become more and more."""
 
 
 class Operation:
     """From its number to its last byte."""
 
-    def __init__(self, channel: Channel, timeout: float | None) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.number, self._connection = channel.next()
-        self._timeout = channel.timeout if timeout is None else timeout
+        self._timeout = channel.timeout
         self._record = Record(self.number)
         self._first_use = False
         self._deadline = 0.0
@@ -41,6 +42,10 @@ class Operation:
         self._arrived = self._published = False
         self._waits_for = (channel.rank + 1) % channel.size
         self.bytes_sent = self.bytes_received = self.messages = 0
+
+    def limit(self, timeout: float | None) -> None:
+        """Seconds from `start` on; None leaves those of the group."""
+        self._timeout = self._timeout if timeout is None else timeout
 
     def describe(self, call: dict[str, Any], draw: int | None) -> None:
         """Say what all ranks must have called with. `draw` must agree too, but may change from call to call."""
@@ -57,7 +62,7 @@ class Operation:
             self._arrive()
             self._connection.fail(MismatchError(f"it was refused by rank {self._me}: {reason}", [self._me]))
 
-    def start(self, on_failure: Callable[[CollectiveError], object] = lambda error: None) -> None:
+    def start(self, on_failure: Callable[[CollectiveError], object] | None = None) -> None:
         """Agree if this is the first use; from here until `finish` or `give_up` the time-out runs.
 
         on_failure   told of what goes wrong while another's collective runs, which cannot be woken.
@@ -86,7 +91,8 @@ class Operation:
             cause = self._connection.cause or self._connection.told() or self._blame(broken)
             raise self._error(self._connection.fail(cause)) from broken
         except RuntimeError as error:  # connecting failed
-            cause = self._connection.cause or self._connection.told() or PeerError(f"cannot connect: {error}")
+            known = self._connection.cause or self._connection.told()
+            cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
             raise self._error(self._connection.fail(cause)) from error
         self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
@@ -108,10 +114,27 @@ class Operation:
 
     def explain(self, error: Exception) -> CollectiveError:
         """The end of another's collective that failed: what it means, as far as anyone has found out."""
-        told = None if self.channel.size == 1 else self._connection.told()
         wrapped = CollectiveError("")
-        wrapped.found = told or CollectiveError(f"torch's all-reduce failed: {error}")
+        wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
+        if self.channel.size > 1:
+            wrapped.found = self._connection.told() or self._lost(wrapped.found)
         return self.give_up(wrapped)
+
+    def _named_by(self, error: RuntimeError) -> list[int]:
+        """The peer whose address gloo waited for in vain: its message ends with the key, and the key with the rank."""
+        key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
+        return [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
+
+    def _lost(self, found: CollectiveError) -> CollectiveError:
+        """Blame those who do not say within two seconds that they are here, where all ranks fail at the same time."""
+        self._write_here()
+        end = time.monotonic() + 2 * PATIENCE_SECONDS
+        while (gone := self._absent()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return PeerError(f"{rank_list(gone)} lost: {found}", gone) if gone else found
+
+    def _absent(self) -> list[int]:
+        return [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
 
     def look_around(self) -> None:
         """While the exchange takes long: say that this rank is here, and see whether something is wrong."""
@@ -123,8 +146,12 @@ class Operation:
         cause = self._connection.told()
         if cause is None and theirs is not None and theirs != self._record:
             cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
+        if cause is None and self._on_failure is not None and time.monotonic() > self._deadline:
+            cause = self._missing()
         if cause is not None:
-            self._on_failure(self._error(self._connection.fail(cause)))
+            error = self._error(self._connection.fail(cause))
+            if self._on_failure is not None:
+                self._on_failure(error)
 
     def _agree(self) -> None:
         board, pause = self.channel.board, 2e-4
@@ -139,6 +166,9 @@ class Operation:
                 raise self._error(self._connection.fail(cause))
             time.sleep(pause)
             pause = min(0.02, 1.5 * pause)
+        if board.count(f"read/{self.number}") == self.channel.size:
+            board.delete(f"verdict/{self.number}")
+            board.delete(f"read/{self.number}")
         found = json.loads(verdict)
         cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.told()
         if cause is not None:  # all called alike, but this rank so late that the others have given up
@@ -160,7 +190,7 @@ class Operation:
         board.delete(f"arrived/{self.number}")
 
     def _missing(self) -> PeerError:
-        late = [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
+        late = self._absent()
         verb = "are" if len(late) > 1 else "is"
         return PeerError(f"{rank_list(late)} {verb} late: no call within {self._timeout:g} s", late)
 

@@ -10,7 +10,7 @@ from torch.futures import Future
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
 from .gather import gather
-from .handle import Handle, new_future, settle
+from .handle import Handle, Promise
 from .hierarchical import hierarchical
 from .job import Job
 from .sharded import sharded
@@ -26,9 +26,7 @@ _ALGORITHMS: dict[str, Callable[[Stage], Outcome]] = {
 
 
 def submit(job: Job) -> Handle:
-    future = new_future(job.tensor.device)
-    handle = Handle(future, job.report)
-    stream = None
+    promise, stream = Promise(job.tensor.device), None
     if job.tensor.device.type == "cuda":
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
         stream = torch.cuda.Stream(job.tensor.device)
@@ -43,42 +41,46 @@ def submit(job: Job) -> Handle:
                 _run(job)
                 for operation in job.operations:
                     operation.finish()
-                settle(future, [job.result])
+                promise.keep([job.result])
         except BaseException as error:
             for operation in job.operations:
                 operation.give_up(error)
-            settle(future, error)
+            promise.fail(error)
 
     job.operations[-1].channel.pool.submit(work)
-    return handle
+    return Handle(promise, job.report)
 
 
 def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
     """torch's own all-reduce, issued here and now: in the order of the program's other collectives."""
     operation, size = job.operations[0], job.operations[0].channel.size
-    future = new_future(job.tensor.device)
-    operation.start(on_failure=lambda error: settle(future, error))
-    report, tensor = job.report, job.tensor
+    report, tensor, promise = job.report, job.tensor, Promise(job.tensor.device)
     report.memory = 0
     report.bytes_sent = report.bytes_received = report.bytes_between_nodes = 2 * tensor.nbytes * (size - 1) // size
     report.messages = 2 * (size - 1)
     summed = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-    work = dist.all_reduce(tensor, summed, group=operation.channel.group, async_op=True)
-    assert work is not None
+    try:
+        operation.start(on_failure=lambda error: promise.fail(error))
+        work = dist.all_reduce(tensor, summed, group=operation.channel.group, async_op=True)
+        assert work is not None
+    except BaseException as error:
+        operation.give_up(error)
+        raise
 
     def finish(done: "Future[list[Tensor]]") -> None:
         try:
             done.value()  # raises what the all-reduce raised
         except Exception as error:
-            settle(future, operation.explain(error))
+            caught = error  # explained in another thread, since it may take a while
+            operation.channel.pool.submit(lambda: promise.fail(operation.explain(caught)))
             return
         operation.finish()
         if job.weight != 1.0:
             tensor.div_(size)
-        settle(future, [job.result])
+        promise.keep([job.result])
 
     work.get_future().add_done_callback(finish)
-    return Handle(future, report)
+    return Handle(promise, report)
 
 
 def _run(job: Job) -> None:

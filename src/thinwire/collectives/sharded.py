@@ -12,7 +12,7 @@ ranks.
 import torch
 from torch import Tensor
 
-from ..compressors import CompressedTensor
+from ..compressors import CompressedTensor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
 from .cost import Span, dtype_of_sum, owned
@@ -57,7 +57,9 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTen
 
 def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     """The owner's sum, compressed against its own residual, to all ranks."""
-    second = stage.second
+    second, weight = stage.second, stage.weight
+    if isinstance(second, NoCompression) and stage.owner_residual is None:
+        return _all_gather_dense(stage, cut, total)
     total = total.to(dtype_of_sum(second, stage.tensor.dtype))
     layouts = [second.layout(stop - start, total.dtype) for start, stop in cut]
     sums = list(stage.buffer(sum(layout.nbytes for layout in layouts)).split([layout.nbytes for layout in layouts]))
@@ -74,6 +76,25 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
         with stage.compute("decode"):
             for (start, stop), payload in zip(cut, sums, strict=True):
                 part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
-                second.decompress(part, out[start:stop], stage.weight)
+                second.decompress(part, out[start:stop], weight)
 
     return Outcome(no_mark(sums, layouts), commit, write)
+
+
+def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
+    """The owner's sum as it is. Weighted before it is rounded: an average of 16-bit numbers does not overflow.
+
+    A sum may, and is then Inf, as in torch's own all-reduce; NaN at the start of a share means that it was marked.
+    """
+    value = total.mul_(stage.weight).to(stage.tensor.dtype)
+    sums = [torch.empty(stop - start, dtype=value.dtype, device=value.device) for start, stop in cut]
+    sums[stage.rank] = value
+    stage.all_gather([part.view(torch.uint8) for part in sums])
+
+    def write(out: Tensor) -> None:
+        with stage.compute("decode"):
+            for (start, stop), part in zip(cut, sums, strict=True):
+                out[start:stop].copy_(part)
+
+    finite = not any(bool(part[:1].isnan().any()) for part in sums)
+    return Outcome(finite, lambda: None, write)
