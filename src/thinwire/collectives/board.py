@@ -1,9 +1,12 @@
-"""The group's key-value store, as a notice board: slow, but it reaches every rank that lives.
+"""The key-value store of torch.distributed, as a notice board: slow, but it reaches every rank that lives.
 
 The store may die with the rank that holds it. From then on the board is empty, and connections alone tell what happens.
 """
 
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,18 +17,18 @@ T = TypeVar("T")
 class Board:
     """Texts by key, for the ranks of one group."""
 
-    def __init__(self, group: dist.ProcessGroup, prefix: str, rank: int) -> None:
-        self._group, self._prefix = group, prefix
+    def __init__(self, group: dist.ProcessGroup, backend: str, rank: int) -> None:
+        prefix = f"thinwire/{group.group_name}/{backend}"
         # A group may be made again under its old name on the same store, where the keys of the first one still are.
-        life = self.prefixed("lives").add(str(rank), 1)
+        life = _prefixed(f"{prefix}/lives").add(str(rank), 1)
         self._prefix = f"{prefix}/{life}"
-        self._store = self.prefixed("board")
+        self._store = _prefixed(f"{self._prefix}/board")
         self.lost: str | None = None
         """Why the store does not answer any more."""
 
-    def prefixed(self, name: str) -> Any:
-        """A client of the same store with keys, and a connection, of its own."""
-        return dist.PrefixStore(f"{self._prefix}/{name}", _store_of(self._group))  # type: ignore[attr-defined]
+    def store(self, name: str) -> "PatientStore":
+        """A store with keys of its own, to be given to torch."""
+        return PatientStore(_prefixed(f"{self._prefix}/{name}"))
 
     def read(self, key: str) -> str | None:
         there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for it
@@ -55,11 +58,58 @@ class Board:
         return otherwise
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """A connection of our own to the group's store, so that our threads never wait for another's request."""
-    store: Any = (
-        group.get_group_store()
-        if hasattr(group, "get_group_store")  # not in older torch
-        else dist.distributed_c10d._world.pg_map[group][1]
-    )
-    return store.clone() if hasattr(store, "clone") else store
+class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
+    """Waits by asking again and again: torch's own store would lock out our other threads while it waits."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        end, pause = time.monotonic() + timeout.total_seconds(), 1e-4
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                missing = [key for key in keys if not self._store.check([key])]
+                raise RuntimeError(f"nothing within {timeout.total_seconds():g} s, keys: {missing[0]}")
+            time.sleep(pause)
+            pause = min(0.01, 1.5 * pause)
+
+
+_LOCK = threading.Lock()
+_client: tuple[object, Any] | None = None
+"""(the default group, a connection of our own to its store)"""
+
+
+def _prefixed(prefix: str) -> Any:
+    """Keys under a prefix, through one connection for all groups.
+
+    Of our own, so that our threads never wait for a request of the program's. Only one, because torch looks up the name
+    of the host when it connects, which takes seconds where names are served badly.
+    """
+    global _client
+    with _LOCK:
+        world = dist.group.WORLD
+        if _client is None or _client[0] is not world:
+            store = (
+                world.get_group_store()  # type: ignore[union-attr]
+                if hasattr(world, "get_group_store")  # not in older torch
+                else dist.distributed_c10d._world.pg_map[world][1]  # type: ignore[index]
+            )
+            _client = world, store.clone() if hasattr(store, "clone") else store
+        return dist.PrefixStore(prefix, _client[1])  # type: ignore[attr-defined]

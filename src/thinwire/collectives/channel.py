@@ -28,7 +28,7 @@ class Channel:
         self.ranks = dist.get_process_group_ranks(group)
         """Global rank of each member."""
         self.timeout = _timeout_of(group, device)
-        self.board = Board(group, f"thinwire/{backend}", self.rank)
+        self.board = Board(group, backend, self.rank)
         # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
         self.pool = _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective")
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Channel:
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
         # All ranks are about to connect, so it does not take long; if one dies right now, gloo tries five times.
-        return GlooLink(self.board.prefixed(f"link/{number}"), self.rank, self.size, min(timeout, _CONNECT_SECONDS))
+        return GlooLink(self.board.store(f"link/{number}"), self.rank, self.size, min(timeout, _CONNECT_SECONDS))
 
 
 class Connection:

@@ -129,9 +129,11 @@ class Operation:
         """Blame those who do not say within two seconds that they are here, where all ranks fail at the same time."""
         self._write_here()
         end = time.monotonic() + 2 * PATIENCE_SECONDS
-        while (gone := self._absent()) and time.monotonic() < end:
+        while (gone := self._absent()) and time.monotonic() < end and self.channel.board.lost is None:
             time.sleep(0.02)
-        return PeerError(f"{rank_list(gone)} lost: {found}", gone) if gone else found
+        if not gone or self.channel.board.lost is not None:
+            return found
+        return PeerError(f"{rank_list(gone)} lost: {found}", gone)
 
     def _absent(self) -> list[int]:
         return [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
