@@ -42,14 +42,20 @@ def count_errors(started: list[tuple[Any, torch.Tensor]], world_size: int) -> li
     return found
 
 
-def disagree(rank: int, world_size: int, known: bool) -> list[str]:
-    """Ten calls at once, of which the fourth is another one on rank 1."""
-    sizes = [5000 + index for index in range(10)]
+def sizes_of(rank: int, count: int, odd: int, known: bool) -> list[int]:
+    """What to call with: rank 1 has another size at `odd`. If known, all of them were called with before."""
+    sizes = [5000 + index for index in range(count)]
     if known:
         for size in (*sizes, 77):
             start(size, async_op=False)
     if rank == 1:
-        sizes[3] = 77
+        sizes[odd] = 77
+    return sizes
+
+
+def disagree(rank: int, world_size: int, known: bool) -> list[str]:
+    """Ten calls at once, of which the fourth is another one on rank 1."""
+    sizes = sizes_of(rank, 10, 3, known)
     found = count_errors([start(size) for size in sizes], world_size)
     meet("all have failed", world_size)
     works(world_size)
@@ -66,12 +72,7 @@ def test_one_that_differs_ends_those_behind_it(ranks: Ranks, world_size: int, kn
 
 def disagree_and_go_on(rank: int, world_size: int, known: bool) -> list[str]:
     """The same, but rank 0 waits for each before it starts the next, while the others start all at once."""
-    sizes = [5000 + index for index in range(6)]
-    if known:
-        for size in (*sizes, 77):
-            start(size, async_op=False)
-    if rank == 1:
-        sizes[2] = 77
+    sizes = sizes_of(rank, 6, 2, known)
     if rank == 0:
         found = []
         for size in sizes:

@@ -27,6 +27,7 @@ class Channel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         """Global rank of each member."""
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.timeout = _timeout_of(group, device)
         self.board = Board(group, backend, self.rank)
         # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.

@@ -94,6 +94,17 @@ def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cos
     return Cost(summed.sent, summed.messages, 2 * layout.nbytes + summed.memory + _working(layout))
 
 
+def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    """Of one stage, by the algorithm's name."""
+    if algorithm == "gather":
+        return gather(first, numel, dtype, ranks)
+    if algorithm == "sharded":
+        return sharded(first, second, numel, dtype, ranks)
+    if algorithm == "values":
+        return values(first, numel, dtype, ranks)
+    return dense(numel, dtype, ranks)
+
+
 def hierarchical(
     between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
 ) -> Cost:

@@ -16,9 +16,7 @@ def gather(stage: Stage) -> Outcome:
     stage.all_gather(list(payloads))
 
     def commit() -> None:
-        if stage.residual is not None:
-            with stage.compute("encode"):
-                stage.first.commit(own, stage.tensor, stage.residual)
+        stage.commit(own, stage.tensor, stage.residual)
 
     def write(out: Tensor) -> None:
         with stage.compute("decode"):

@@ -92,9 +92,9 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     made = plan(
         algorithm, reason, first, second, tensor.numel(), tensor.dtype, channel.size, in_node, call.max_bytes
     )  # fmt: skip
-    spans = _owned_spans(made, tensor, operations) if state is not None and algorithm == "sharded" else []
     owner_residuals: list[Tensor | None] = [None] * len(made.segments)
     if state is not None and algorithm == "sharded":
+        spans = _owned_spans(made, tensor, operations)
         kept = state.prepare(spans, residual_dtype(tensor.dtype), tensor.device)
         owner_residuals = list(kept.split([stop - start for start, stop in spans]))
 

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import Buffers, LinkBroken, essence
@@ -97,6 +99,11 @@ class Operation:
         self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
         self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
+
+    def all_gather(self, parts: list[Tensor]) -> None:
+        """Fill everybody's part; this rank's is there."""
+        others = self.channel.others
+        self.exchange(dict.fromkeys(others, parts[self.channel.rank]), {rank: parts[rank] for rank in others})
 
     def finish(self) -> None:
         watch.end(self)

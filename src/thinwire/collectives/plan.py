@@ -70,11 +70,8 @@ def choose(
         return "values", "all ranks keep the same positions, so their values are summed by a plain all-reduce"
     if ranks == 1:
         return "gather", "there is one rank"
-    sent = {
-        "gather": cost.gather(first, numel, dtype, ranks).sent,
-        "sharded": cost.sharded(first, second, numel, dtype, ranks).sent,
-        "dense": cost.dense(numel, dtype, ranks).sent,
-    }
+    compared = ("gather", "sharded", "dense")
+    sent = {name: cost.of(name, first, second, numel, dtype, ranks).sent for name in compared}
     why = "bytes sent per rank: " + ", ".join(f"{name} {round(nbytes):,}" for name, nbytes in sent.items())
     if ceil(numel / layout.granule) < ranks:
         del sent["sharded"]
@@ -109,11 +106,7 @@ def plan(
         granule = 1  # of one piece; so each rank of a node makes a piece of its own
 
     def between(entries: int, dtype: torch.dtype) -> Cost:
-        if algorithm == "gather":
-            return cost.gather(first, entries, dtype, ranks)
-        if algorithm == "values":
-            return cost.values(first, entries, dtype, ranks)
-        return cost.sharded(first, second, entries, dtype, ranks)
+        return cost.of(algorithm, first, second, entries, dtype, ranks)
 
     def of(entries: int) -> Cost:
         if ranks_in_node == 1:

@@ -126,10 +126,7 @@ def _all_finite(job: Job) -> bool:
         if part is not None
     )
     for operation in job.operations:
-        channel = operation.channel
-        bounds = torch.full((channel.size, 1), bound, dtype=torch.float64, device=job.tensor.device)
-        parts = list(bounds.view(torch.uint8))
-        others = [rank for rank in range(channel.size) if rank != channel.rank]
-        operation.exchange(dict.fromkeys(others, parts[channel.rank]), {rank: parts[rank] for rank in others})
+        bounds = torch.full((operation.channel.size, 1), bound, dtype=torch.float64, device=job.tensor.device)
+        operation.all_gather(list(bounds.view(torch.uint8)))
         bound = float(bounds.sum())
     return bound <= torch.finfo(residual_dtype(job.tensor.dtype)).max  # False for NaN

@@ -28,9 +28,7 @@ def sharded(stage: Stage) -> Outcome:
     finite, commit_second, write = all_gather(stage, cut, total)
 
     def commit() -> None:
-        if stage.residual is not None:
-            with stage.compute("encode"):
-                stage.first.commit(sent, stage.tensor, stage.residual)
+        stage.commit(sent, stage.tensor, stage.residual)
         commit_second()
 
     return Outcome(finite, commit, write)
@@ -44,7 +42,7 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTen
     pieces = payload.split([first.nbytes(stop - start, dtype) for start, stop in cut])
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
     received[stage.rank] = pieces[stage.rank]
-    others = [rank for rank in range(stage.size) if rank != stage.rank]
+    others = stage.operation.channel.others
     stage.exchange({rank: pieces[rank] for rank in others}, {rank: received[rank] for rank in others})
 
     start, stop = cut[stage.rank]
@@ -57,7 +55,7 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTen
 
 def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     """The owner's sum, compressed against its own residual, to all ranks."""
-    second, weight = stage.second, stage.weight
+    second = stage.second
     if isinstance(second, NoCompression) and stage.owner_residual is None:
         return _all_gather_dense(stage, cut, total)
     total = total.to(dtype_of_sum(second, stage.tensor.dtype))
@@ -68,15 +66,13 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     stage.all_gather(sums)
 
     def commit() -> None:
-        if stage.owner_residual is not None:
-            with stage.compute("encode"):
-                second.commit(own, total, stage.owner_residual)
+        stage.commit(own, total, stage.owner_residual)
 
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
             for (start, stop), payload in zip(cut, sums, strict=True):
                 part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
-                second.decompress(part, out[start:stop], weight)
+                second.decompress(part, out[start:stop], stage.weight)
 
     return Outcome(no_mark(sums, layouts), commit, write)
 

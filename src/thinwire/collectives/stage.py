@@ -82,14 +82,20 @@ class Stage:
         compressor.stats.add(tensor.nbytes, ct.nbytes, seconds, ct.finite, ct.kernels)
         return ct
 
+    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor | None) -> None:
+        """The second half of `encode`, if there is a residual."""
+        if residual is not None:
+            with self.compute("encode"):
+                ct.compressor.commit(ct, tensor, residual)
+
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         with self.clock("exchange"):
             self.operation.exchange(sends, receives)
 
     def all_gather(self, parts: list[Tensor]) -> None:
         """Fill everybody's part; this rank's is there."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self.exchange(dict.fromkeys(others, parts[self.rank]), {rank: parts[rank] for rank in others})
+        with self.clock("exchange"):
+            self.operation.all_gather(parts)
 
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:

@@ -20,9 +20,7 @@ def values(stage: Stage) -> Outcome:
     )
 
     def commit() -> None:
-        if stage.residual is not None:
-            with stage.compute("encode"):
-                stage.first.commit(sent, stage.tensor, stage.residual)
+        stage.commit(sent, stage.tensor, stage.residual)
 
     def write(out: Tensor) -> None:
         summed = torch.empty_like(kept)

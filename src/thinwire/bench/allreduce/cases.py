@@ -60,10 +60,4 @@ def keeps(compressor: Compressor) -> bool:
 def _case(spec: str, first: Compressor, algorithm: str, numel: int, world: int) -> Case:
     second, dtype = first.for_sum(world), torch.float32
     chosen, _ = choose(algorithm, first, second, numel, dtype, world, can_shard=keeps(first))
-    found = {
-        "gather": lambda: cost.gather(first, numel, dtype, world),
-        "sharded": lambda: cost.sharded(first, second, numel, dtype, world),
-        "dense": lambda: cost.dense(numel, dtype, world),
-        "values": lambda: cost.values(first, numel, dtype, world),
-    }[chosen]()
-    return Case(world, spec, algorithm, numel, chosen, found)
+    return Case(world, spec, algorithm, numel, chosen, cost.of(chosen, first, second, numel, dtype, world))
