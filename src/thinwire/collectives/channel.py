@@ -75,7 +75,10 @@ class Connection:
     def link(self, deadline: float) -> Link:
         """Made when every rank is about to; else a rank whose other operation failed would be waited for in vain."""
         with self._making:
-            link = self._link
+            with self._lock:
+                link, cause = self._link, self.cause
+            if cause is not None:  # the others said long ago that they are about to connect, and would not come again
+                raise RuntimeError(f"the connections have ended: {cause}")
             if link is None:
                 self._meet(deadline)
                 link = self._channel.connect(self.number, deadline)
