@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import kernels as kernels
     from .collectives import CollectiveError as CollectiveError
+    from .collectives import LocalWorld as LocalWorld
     from .collectives import MismatchError as MismatchError
     from .collectives import PeerError as PeerError
     from .collectives import ShardState as ShardState
@@ -30,15 +31,23 @@ if TYPE_CHECKING:
     from .compressors import register as register
     from .compressors import registered as registered
     from .frame import FrameError as FrameError
+    from .integrations import attach as attach
+    from .policy import Policy as Policy
+    from .policy import ramp as ramp
     from .statistics import Statistics as Statistics
+    from .sync import Synchronizer as Synchronizer
 
 # Loaded on first use: `thinwire --help` must not wait for torch.
 _HOME = {
     "kernels": ".kernels",
     "FrameError": ".frame",
     "Statistics": ".statistics",
+    "Synchronizer": ".sync",
+    "attach": ".integrations",
+    **dict.fromkeys(["Policy", "ramp"], ".policy"),
     **dict.fromkeys(
-        ["CollectiveError", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"], ".collectives"
+        ["CollectiveError", "LocalWorld", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"],
+        ".collectives",
     ),
     **dict.fromkeys(
         [

@@ -8,11 +8,14 @@ channel         numbered operations of a group       link       messages over gl
 from .all_reduce import all_reduce_compressed
 from .errors import CollectiveError, MismatchError, PeerError
 from .handle import Handle, Report
+from .local import LocalGroup, LocalWorld
 from .state import ShardState
 
 __all__ = [
     "CollectiveError",
     "Handle",
+    "LocalGroup",
+    "LocalWorld",
     "MismatchError",
     "PeerError",
     "Report",

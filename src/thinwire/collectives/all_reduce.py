@@ -1,8 +1,10 @@
 """`all_reduce_compressed`: the one function of this package that everything else is for."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,11 +14,13 @@ from .handle import Handle
 from .job import Call, prepare
 from .operation import Operation
 from .plan import max_bytes as budget
-from .run import pass_on, submit
+from .run import Part, pass_on, submit
 from .state import ShardState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .local import LocalGroup
 
 
 def all_reduce_compressed(
@@ -25,7 +29,7 @@ def all_reduce_compressed(
     residual: Tensor | None = None,
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: "dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | None" = None,
+    group: "dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | None" = None,
     async_op: bool = False,
     algorithm: str = "auto",
     key: int | None = None,
@@ -47,11 +51,13 @@ def all_reduce_compressed(
     group       a process group on gloo or NCCL; None for the default one. For nodes with fast wires inside: a
                 `DeviceMesh` of (nodes, ranks of a node), or a pair of groups (ranks of this node, my peers in the other
                 nodes): dense inside a node, compressed between them. Only this rank's share of `residual` is used then.
+                Or a `LocalGroup`: ranks that are threads of this process.
     async_op    return at once; the result is there after `wait()`. (The first "none" of a kind waits for all ranks.)
     algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one that sends the least.
     key         what a compressor that draws depends on, others do not look at it; by default the number of the call.
     second      what owners compress sums with, for "sharded"; by default more entries and more bits.
-    state       for "sharded", where owners keep what they do not send on. "auto" takes "sharded" only if it is given.
+    state       for "sharded", where owners keep what they do not send on. With a residual, "auto" takes "sharded" only
+                if it is given.
     max_bytes   memory for all calls on this group that are under way, of which one takes a quarter at most;
                 by default THINWIRE_MAX_BYTES, or 1 GiB.
     timeout     seconds; by default that of the group.
@@ -67,20 +73,34 @@ def all_reduce_compressed(
     (tensor([ 0., -5.,  0.,  0.]), tensor([1.0000, 0.0000, 2.0000, 0.5000]))
     >>> dist.destroy_process_group()
     """
-    operations = [Operation(channel) for channel in channels(group, tensor.device)]
+    handle = start(
+        lambda: Call(tensor, compressor, residual, op, algorithm, key, second, state, budget(max_bytes)),
+        group, tensor.device, timeout,
+    )  # fmt: skip
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def start(
+    make_call: Callable[[], Call],
+    group: object,
+    device: torch.device,
+    timeout: float | timedelta | None,
+    part: Part | None = None,
+) -> Handle:
+    """Number the operation, check the call, and set it going: with a `part`, as one of a step."""
+    operations = [Operation(channel) for channel in channels(group, device)]
     try:
         for operation in operations:
             operation.limit(_seconds(timeout))
-        call = Call(tensor, compressor, residual, op, algorithm, key, second, state, budget(max_bytes))
+        call = make_call()
         job = prepare(call, operations)
     except Exception as error:
         for operation in operations:
             operation.refuse(str(error))
         raise
-    handle = pass_on(job, op) if job.passes_on else submit(job)
-    if not async_op:
-        handle.wait()
-    return handle
+    return pass_on(job, call.op) if job.passes_on and part is None else submit(job, part)
 
 
 def _seconds(timeout: float | timedelta | None) -> float | None:

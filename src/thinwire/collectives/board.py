@@ -17,18 +17,19 @@ T = TypeVar("T")
 class Board:
     """Texts by key, for the ranks of one group."""
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, rank: int) -> None:
-        prefix = f"thinwire/{group.group_name}/{backend}"
+    def __init__(self, prefix: str, rank: int, store: Any = None) -> None:
+        """On `store`, by default that of torch.distributed; `prefix` tells this group's keys from all others."""
+        self._root = _client_of_torch() if store is None else store
         # A group may be made again under its old name on the same store, where the keys of the first one still are.
-        life = _prefixed(f"{prefix}/lives").add(str(rank), 1)
+        life = self._prefixed(f"{prefix}/lives").add(str(rank), 1)
         self._prefix = f"{prefix}/{life}"
-        self._store = _prefixed(f"{self._prefix}/board")
+        self._store = self._prefixed(f"{self._prefix}/board")
         self.lost: str | None = None
         """Why the store does not answer any more."""
 
     def store(self, name: str) -> "PatientStore":
         """A store with keys of its own, to be given to torch."""
-        return PatientStore(_prefixed(f"{self._prefix}/{name}"))
+        return PatientStore(self._prefixed(f"{self._prefix}/{name}"))
 
     def read(self, key: str) -> str | None:
         there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for it
@@ -48,6 +49,10 @@ class Board:
 
     def delete(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key), None)
+
+    def _prefixed(self, prefix: str) -> Any:
+        """Keys of their own, on the same store."""
+        return dist.PrefixStore(prefix, self._root)  # type: ignore[attr-defined]
 
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
         if self.lost is None:
@@ -96,8 +101,8 @@ _client: tuple[object, Any] | None = None
 """(the default group, a connection of our own to its store)"""
 
 
-def _prefixed(prefix: str) -> Any:
-    """Keys under a prefix, through one connection for all groups.
+def _client_of_torch() -> Any:
+    """The store of the default group, through one connection for all groups.
 
     Of our own, so that our threads never wait for a request of the program's. Only one, because torch looks up the name
     of the host when it connects, which takes seconds where names are served badly.
@@ -112,4 +117,4 @@ def _prefixed(prefix: str) -> Any:
                 else dist.distributed_c10d._world.pg_map[world][1]  # type: ignore[index]
             )
             _client = world, store.clone() if hasattr(store, "clone") else store
-        return dist.PrefixStore(prefix, _client[1])  # type: ignore[attr-defined]
+        return _client[1]

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -19,19 +20,27 @@ _CONNECT_SECONDS = 60.0
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
-class Channel:
-    """One group, for tensors that one backend carries."""
+class Channel(ABC):
+    """One group, for tensors that one backend carries. Who carries its bytes is for subclasses to say."""
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        backend: str,
+        rank: int,
+        ranks: list[int],
+        timeout: float,
+        board: Board,
+        pool: ThreadPoolExecutor,
+    ) -> None:
         self.group, self.backend = group, backend
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
+        """`group` is None where torch knows of none: the ranks are threads."""
+        self.rank, self.size = rank, len(ranks)
+        self.ranks = ranks
         """Global rank of each member."""
-        self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self.timeout = _timeout_of(group, device)
-        self.board = Board(group, backend, self.rank)
-        # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
-        self.pool = _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective")
+        self.others = [other for other in range(self.size) if other != rank]
+        self.timeout = timeout
+        self.board, self.pool = board, pool
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
@@ -49,6 +58,27 @@ class Channel:
         if self.backend != "nccl":
             self.pool.shutdown(wait=False)
         self._connection = None
+
+    @abstractmethod
+    def connect(self, number: int, deadline: float) -> Link:
+        """New connections, for the operations from `number` on; all ranks are about to make theirs."""
+
+
+class ProcessChannel(Channel):
+    """Between processes, over gloo or NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
+        rank = dist.get_rank(group)
+        super().__init__(
+            group,
+            backend,
+            rank,
+            dist.get_process_group_ranks(group),
+            _timeout_of(group, device),
+            Board(f"thinwire/{group.group_name}/{backend}", rank),
+            # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
+            _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective"),
+        )
 
     def connect(self, number: int, deadline: float) -> Link:
         timeout = max(1.0, deadline - time.monotonic())
@@ -123,12 +153,12 @@ class Connection:
 
 
 _LOCK = threading.Lock()
-_channels: dict[tuple[str, str], Channel] = {}
+_channels: dict[tuple[str, str], ProcessChannel] = {}
 _world: dist.ProcessGroup | None = None
 _pool: ThreadPoolExecutor | None = None
 
 
-def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> Channel:
+def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> ProcessChannel:
     """The channel of a group, made on first use and kept for as long as the default group lives."""
     global _world
     with _LOCK:
@@ -141,7 +171,7 @@ def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> 
         channel = _channels.get(key)
         if channel is None or channel.group is not group:
             _forget_destroyed()
-            channel = _channels[key] = Channel(group, backend, device)
+            channel = _channels[key] = ProcessChannel(group, backend, device)
         return channel
 
 

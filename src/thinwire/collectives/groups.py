@@ -5,11 +5,24 @@ import torch.distributed as dist
 
 from .channel import Channel, channel_of
 from .link import backend_of
+from .local import LocalGroup
 
 
 def channels(group: object, device: torch.device) -> list[Channel]:
     """[between ranks], or [inside this node, between nodes]."""
+    if isinstance(group, LocalGroup):
+        return [group.channel]
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
+
+
+def place(group: object) -> tuple[int, int]:
+    """(rank, number of ranks) of this process among all that take part; of two groups, node after node."""
+    if isinstance(group, LocalGroup):
+        return group.rank, group.size
+    rank, size = 0, 1
+    for member in reversed(_groups(group)):
+        rank, size = rank * dist.get_world_size(member) + dist.get_rank(member), size * dist.get_world_size(member)
+    return rank, size
 
 
 def _groups(group: object) -> list[dist.ProcessGroup]:
@@ -37,7 +50,7 @@ def _groups(group: object) -> list[dist.ProcessGroup]:
         if group.ndim != 2:
             raise ValueError(f"a mesh of {group.ndim} dimensions, expected two: (nodes, ranks of a node)")
         return [_member(group.get_group(1)), _member(group.get_group(0))]
-    raise ValueError(f"group {group!r}, expected a process group, a pair of them, a DeviceMesh or None")
+    raise ValueError(f"group {group!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None")
 
 
 def _member(group: object) -> dist.ProcessGroup:

@@ -66,7 +66,11 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     first = _compressor("compressor", call.compressor)
     second = first.for_sum(channel.size) if call.second is None else _compressor("second", call.second)
     passes_on = (
-        isinstance(first, NoCompression) and residual is None and not nodes and call.algorithm in ("auto", "dense")
+        isinstance(first, NoCompression)
+        and residual is None
+        and not nodes
+        and call.algorithm in ("auto", "dense")
+        and channel.group is not None  # torch knows nothing of ranks that are threads
     )
     op = _op_name(call.op, passes_on)
 
@@ -78,7 +82,7 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     key = call.key
     if key is None and (first.draws or second.draws):
         number = operations[-1].number
-        key = number if positions_drawn else mix_key(number, dist.get_rank())
+        key = number if positions_drawn else mix_key(number, channel.ranks[channel.rank])
     if key is not None and type(key) is not int:
         raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
     if state is not None and not isinstance(state, ShardState):
@@ -86,7 +90,8 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     if residual is not None and not isinstance(residual, Tensor):
         raise ValueError(f"residual of type {type(residual).__name__}, expected a tensor or None")
     first.check_input(tensor, residual, key)
-    algorithm, reason = choose(call.algorithm, first, second, share, dtype, channel.size, can_shard=state is not None)
+    can_shard = state is not None or residual is None  # else what owners do not send on would be lost
+    algorithm, reason = choose(call.algorithm, first, second, share, dtype, channel.size, can_shard=can_shard)
     if algorithm == "sharded":
         _check_state(state, residual, second)
     made = plan(

@@ -1,6 +1,8 @@
 """Runs a job: in a thread of its group, on a stream of its own, segment after segment."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from .hierarchical import hierarchical
 from .job import Job
 from .sharded import sharded
 from .stage import Clock, Outcome, Stage
+from .step import Received, Step
 from .values import values
 
 _ALGORITHMS: dict[str, Callable[[Stage], Outcome]] = {
@@ -25,7 +28,21 @@ _ALGORITHMS: dict[str, Callable[[Stage], Outcome]] = {
 }
 
 
-def submit(job: Job) -> Handle:
+@dataclass(frozen=True)
+class Part:
+    """What makes an operation a part of a step."""
+
+    step: Step
+    before: Callable[[], None] = lambda: None
+    """Called in the operation's thread, before the tensor is read: it may write what is to be sent into it."""
+    commit: Callable[[], None] = lambda: None
+    """Called if the step counts, while the tensor still holds what `before` left there."""
+    after: Callable[[], None] = lambda: None
+    """Called if the step counts, when the result is in the tensor."""
+
+
+def submit(job: Job, part: Part | None = None) -> Handle:
+    """Run the job in a thread. As a part of a step, its result is taken when the step is settled."""
     promise, stream = Promise(job.tensor.device), None
     if job.tensor.device.type == "cuda":
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
@@ -35,18 +52,39 @@ def submit(job: Job) -> Handle:
             if used is not None:
                 used.record_stream(stream)
 
+    def settle(outcome: Outcome, finite: bool) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                assert part is not None
+                if finite:
+                    part.commit()
+                _take(outcome, job.tensor, finite)
+                if finite:
+                    part.after()
+                job.report.finite = finite
+                promise.keep([job.result])
+        except BaseException as error:
+            promise.fail(error)
+
     def work() -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
-                _run(job)
-                for operation in job.operations:
-                    operation.finish()
-                promise.keep([job.result])
+                if part is None:
+                    _run(job)
+                    promise.keep([job.result])
+                else:
+                    part.before()
+                    outcome = _exchange(job)
+                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
         except BaseException as error:
             for operation in job.operations:
                 operation.give_up(error)
             promise.fail(error)
+            if part is not None:
+                part.step.fail(error)
 
+    if part is not None:
+        part.step.join()
     job.operations[-1].channel.pool.submit(work)
     return Handle(promise, job.report)
 
@@ -84,24 +122,55 @@ def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
 
 
 def _run(job: Job) -> None:
-    for operation in job.operations:
-        operation.start()
+    """All segments, each of which takes effect before the next begins."""
+    _start(job)
     # The first segment's residual must not change if the last one turns out to hold NaN, on any rank.
     finite = len(job.plan.segments) == 1 or _all_finite(job)
     clock = Clock(job.report.seconds)
-    for index in range(len(job.plan.segments)):
-        finite = finite and _run_segment(job, index, clock)
+    for index, (start, stop) in enumerate(job.plan.segments):
+        if finite:
+            outcome = _run_segment(job, index, clock)
+            finite = outcome.finite
+            _take(outcome, job.tensor[start:stop], finite)
+            del outcome  # its buffers go before those of the next are made
     if not finite:
         job.tensor.fill_(torch.nan)
     job.report.finite = finite
+    _finish(job)
+
+
+def _exchange(job: Job) -> Outcome:
+    """All in one segment, without effect so far."""
+    _start(job)
+    assert len(job.plan.segments) == 1
+    outcome = _run_segment(job, 0, Clock(job.report.seconds))
+    _finish(job)
+    return outcome
+
+
+def _take(outcome: Outcome, tensor: Tensor, finite: bool) -> None:
+    if finite:
+        outcome.commit()
+        outcome.write(tensor)
+    else:
+        tensor.fill_(torch.nan)
+
+
+def _start(job: Job) -> None:
+    for operation in job.operations:
+        operation.start()
+
+
+def _finish(job: Job) -> None:
     job.report.bytes_sent = sum(operation.bytes_sent for operation in job.operations)
     job.report.bytes_received = sum(operation.bytes_received for operation in job.operations)
     job.report.bytes_between_nodes = job.operations[-1].bytes_sent
     job.report.messages = sum(operation.messages for operation in job.operations)
+    for operation in job.operations:
+        operation.finish()
 
 
-def _run_segment(job: Job, index: int, clock: Clock) -> bool:
-    """Whether it is finite, on all ranks. Its buffers are gone when this returns, before those of the next are made."""
+def _run_segment(job: Job, index: int, clock: Clock) -> Outcome:
     *inside, operation = job.operations
     start, stop = job.plan.segments[index]
     key = mix_key(job.key, index) if job.key is not None and len(job.plan.segments) > 1 else job.key
@@ -111,11 +180,7 @@ def _run_segment(job: Job, index: int, clock: Clock) -> bool:
         job.weight, clock,
     )  # fmt: skip
     algorithm = _ALGORITHMS[job.plan.algorithm]
-    outcome = hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)
-    if outcome.finite:
-        outcome.commit()
-        outcome.write(stage.tensor)
-    return outcome.finite
+    return hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)
 
 
 def _all_finite(job: Job) -> bool:

@@ -1,0 +1,128 @@
+"""How a bucket, the flat gradient of some parameters, is cut into what is compressed and what goes dense.
+
+Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
+message each. Small dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out, zeros
+take their place, and they come back when the run is done. All dense tensors of a bucket are exchanged together.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .compressors import Compressor, NoCompression
+
+_TAKEN_OUT = 1 << 16
+"""Dense parameters of more entries than this interrupt a run: zeros would cost more than a second one."""
+
+
+class Bucket(NamedTuple):
+    """A flat gradient: that of DDP, or one made here."""
+
+    tensor: Tensor
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive parameters that are compressed as one tensor."""
+
+    start: int
+    stop: int
+    compressor: Compressor
+    family: Hashable
+    names: tuple[str | None, ...]
+    """None for a dense parameter in the middle."""
+    sizes: tuple[int, ...]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Entries, counted from the start of the run, that were taken out."""
+        ends = list(accumulate(self.sizes))
+        return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    runs: tuple[Run, ...]
+    dense: tuple[tuple[int, int], ...]
+    """Entries of the bucket that go dense."""
+
+
+def plan_bucket(
+    names: Sequence[str], sizes: Sequence[int], compressors: Sequence[Compressor], families: Sequence[Hashable]
+) -> BucketPlan:
+    """
+    families    parameters of different ones are never in the same run.
+
+    >>> from thinwire import NoCompression, TopK
+    >>> dense, topk = NoCompression(), TopK(ratio="1/64")
+    >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
+    >>> plan.dense, [(run.start, run.stop, run.gaps()) for run in plan.runs]
+    (((8000, 8010),), [(0, 17010, [(8000, 8010)])])
+    """
+    dense: list[tuple[int, int]] = []
+    runs: list[Run] = []
+    waiting: list[int] = []  # sizes of dense parameters that lie in a run if it goes on behind them
+    start = 0
+    for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
+        stop = start + size
+        last = runs[-1] if runs else None
+        if isinstance(compressor, NoCompression):
+            dense.append((start, stop))
+            waiting.append(size)
+        elif (
+            last is not None
+            and (last.compressor, last.family) == (compressor, family)
+            and all(taken_out <= _TAKEN_OUT for taken_out in waiting)
+        ):
+            kept = last.names + (None,) * len(waiting) + (name,)
+            runs[-1] = Run(last.start, stop, compressor, family, kept, (*last.sizes, *waiting, size))
+            waiting = []
+        else:
+            runs.append(Run(start, stop, compressor, family, (name,), (size,)))
+            waiting = []
+        start = stop
+    return BucketPlan(tuple(runs), tuple(dense))
+
+
+BUCKET_BYTES = 25 << 20
+"""Of a plain loop; DDP has its own."""
+
+
+def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
+    """Parameters of one dtype and device, up to `BUCKET_BYTES` together; the last ones first, as DDP has them."""
+    groups: list[list[tuple[str, Parameter]]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    for name, parameter in reversed(named):
+        key = parameter.dtype, parameter.device
+        group = open_groups.get(key)
+        if group is None or sum(p.nbytes for _, p in group) + parameter.nbytes > BUCKET_BYTES:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append((name, parameter))
+    return groups
+
+
+def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
+    """Gradients as one tensor, of which they are views from now on: so there is no second copy of them."""
+    for name, parameter in group:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
+    flat = torch.cat(
+        [
+            torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.detach().reshape(-1)
+            for _, p in group
+        ]
+    )
+    bucket = Bucket(flat, tuple(name for name, _ in group), tuple(p.numel() for _, p in group))
+    for (_, parameter), part in zip(group, bucket.parts().values(), strict=True):
+        parameter.grad = part.view(parameter.shape)
+    return bucket

@@ -1,0 +1,114 @@
+"""Checkpoints of what differs from rank to rank, and how a run with another number of ranks goes on from them.
+
+A rank's residual is owed to the average over ranks. With P ranks it would have added residual / P to it. So when a run
+goes on with Q ranks, rank r takes the residuals of the old ranks r, r + Q, r + 2Q ... together, times Q / P: what the
+average is owed, the sum of all residuals over the number of ranks, is the same as before. Local momentum, of which
+the average counts too, is shared in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .owners import Owners
+from .residuals import NamedVectors
+
+FORMAT = 1
+
+State = Mapping[str, Any]
+
+
+class Choice(NamedTuple):
+    """What a rank takes from a checkpoint."""
+
+    alike: State
+    """For what is the same on all ranks; this rank's own if the number of ranks is the same."""
+    taken: list[State]
+    """The old ranks whose residuals this rank takes."""
+    factor: float
+    same_world: bool
+
+
+def old_ranks(rank: int, world_size: int, saved_world_size: int) -> list[int]:
+    """The ranks of a saved run whose states rank `rank` of `world_size` needs; the first is for what is alike.
+
+    >>> old_ranks(1, 2, 4), old_ranks(2, 3, 2)
+    ([1, 3], [0])
+    """
+    return list(range(rank, saved_world_size, world_size)) or [rank % saved_world_size]
+
+
+def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice:
+    """Find the states that this rank needs; ValueError if there are not enough."""
+    states = [given] if isinstance(given, Mapping) else list(given)
+    for state in states:
+        if not isinstance(state, Mapping) or "format" not in state or "world_size" not in state:
+            raise ValueError("the state is not one that Synchronizer.state_dict made; expected its dict, or a list")
+        if state["format"] != FORMAT:
+            raise ValueError(f"a checkpoint of format {state['format']}, expected {FORMAT}: written by another version")
+    if not states:
+        raise ValueError("no state was given, expected one for each rank of the saved run")
+    saved_size = int(states[0]["world_size"])
+    by_rank = {int(state["rank"]): state for state in states}
+    needed = old_ranks(rank, world_size, saved_size)
+    missing = [old for old in needed if old not in by_rank]
+    if missing:
+        have = ", ".join(map(str, sorted(by_rank)))
+        raise ValueError(
+            f"rank {rank} of {world_size} needs the state of rank {missing[0]} of the {saved_size} that were saved, "
+            f"and was given that of {have}; give it a list of the states of all ranks"
+        )
+    taken = [by_rank[old] for old in needed if old < saved_size and old % world_size == rank]
+    return Choice(by_rank[needed[0]], taken, world_size / saved_size, world_size == saved_size)
+
+
+def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]], device: torch.device | None = None) -> NamedVectors:
+    """The vectors that this rank goes on with, from those of the states it takes."""
+    made = NamedVectors()
+    if choice.same_world:
+        made.load(vectors[0])
+        return made
+    names = {name: tensor for named in vectors for name, tensor in named.items()}
+    made.load(
+        {
+            name: choice.factor * sum((named[name].view(-1) for named in vectors if name in named), torch.zeros(()))
+            for name in names
+        }
+    )
+    return made
+
+
+def residuals_of(state: State) -> dict[str, Tensor]:
+    """All that a rank owes, with what it owes as an owner."""
+    made, owners = NamedVectors(), Owners()
+    made.load(state["residuals"])
+    owners.load_state_dict(state["owners"])
+    owners.fold(made)
+    return made.named()
+
+
+def check_same(name: str, saved: object, here: object) -> None:
+    """ValueError that says what differs between a checkpoint and this run."""
+    if saved == here:
+        return
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        for key in [*saved, *here]:
+            check_same(f"{name} {key}", saved.get(key), here.get(key))
+    raise ValueError(
+        f"the checkpoint was made with {name} {saved!r}, here it is {here!r}; use the same, or start without the "
+        "checkpoint's residuals"
+    )
+
+
+def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> None:
+    """ValueError if a checkpoint belongs to another model."""
+    if here is None or not saved or dict(saved) == dict(here):
+        return
+    for name in [*saved, *here]:
+        if saved.get(name) != here.get(name):
+            raise ValueError(
+                f"the checkpoint is of another model: parameter {name!r} has {saved.get(name, 'no')} entries in it and "
+                f"{here.get(name, 'no')} here"
+            )

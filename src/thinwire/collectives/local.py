@@ -1,0 +1,116 @@
+"""Ranks as threads of one process: `all_reduce_compressed` as between machines, without torch.distributed.
+
+For simulations of many workers on one device, and for trying things out. Everything is as between processes, the
+agreement, the algorithms, errors and bytes too; only the way of a message differs (local_link.py).
+
+    def work(group):
+        grad = torch.full((8,), float(group.rank))
+        thinwire.all_reduce_compressed(grad, "quantize:bits=8", group=group)
+        return grad
+
+    LocalWorld(4).run(work)     # the same sum on each of four ranks
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from .board import Board
+from .channel import Channel
+from .errors import CollectiveError
+from .link import Link
+from .local_link import LocalLink, Switchboard
+from .operation import Operation
+from .plan import AT_ONCE
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalGroup:
+    """One rank of a `LocalWorld`, to be given as `group` by one thread; others have theirs."""
+
+    def __init__(self, world: "LocalWorld", rank: int) -> None:
+        self.rank, self.size = rank, world.size
+        self.channel: Channel = LocalChannel(world, rank)
+
+    def __repr__(self) -> str:
+        return f"LocalGroup(rank {self.rank} of {self.size})"
+
+    def leave(self, reason: str) -> None:
+        """This rank makes no further call: those who wait for one get an error that names it and says why."""
+        Operation(self.channel).refuse(reason)
+
+
+class LocalWorld:
+    """`size` ranks in this process; `groups` has one for each.
+
+    size      how many.
+    timeout   seconds that a rank waits for another.
+
+    >>> import torch, thinwire
+    >>> def work(group):
+    ...     tensor = torch.full((5,), 127.0 * group.rank)  # eight bits hold it exactly
+    ...     thinwire.all_reduce_compressed(tensor, "quantize:bits=8", group=group)
+    ...     return float(tensor[0])
+    >>> LocalWorld(3).run(work)
+    [381.0, 381.0, 381.0]
+    """
+
+    def __init__(self, size: int, *, timeout: float = 300.0) -> None:
+        if type(size) is not int or size < 1:
+            raise ValueError(f"a world of {size!r} ranks, expected a whole number from 1 up")
+        self.size, self.timeout = size, timeout
+        self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self._lock = threading.Lock()
+        self._switchboards: dict[int, Switchboard] = {}
+        self.groups = [LocalGroup(self, rank) for rank in range(size)]
+
+    def run(self, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
+        """function(group, *args, **options) in a thread for each rank; what they return, by rank.
+
+        What a rank raises is raised here, once all have ended: a rank that raises does not keep the others waiting.
+        After an error make a new world: in this one the ranks may be at different operations.
+        """
+
+        def rank(group: LocalGroup) -> T:
+            try:
+                return function(group, *args, **options)
+            except BaseException as error:
+                error.add_note(f"On rank {group.rank} of {group.size}.")
+                group.leave(f"it ended with {error!r}")
+                raise
+
+        with ThreadPoolExecutor(self.size, "thinwire-rank") as threads:
+            futures = [threads.submit(rank, group) for group in self.groups]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:  # that of a collective may only be the echo of another
+            raise min(errors, key=lambda error: isinstance(error, CollectiveError))
+        return [future.result() for future in futures]
+
+    def switchboard(self, number: int) -> Switchboard:
+        """The one that all ranks' links share from operation `number` on."""
+        with self._lock:
+            return self._switchboards.setdefault(number, Switchboard(self.size))
+
+
+class LocalChannel(Channel):
+    """Between threads."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__(
+            None,
+            "local",
+            rank,
+            list(range(world.size)),
+            world.timeout,
+            Board("thinwire/local", rank, world.store),
+            ThreadPoolExecutor(AT_ONCE, "thinwire-collective"),
+        )
+        self._world = world
+
+    def connect(self, number: int, deadline: float) -> Link:
+        return LocalLink(self._world.switchboard(number), self.rank)

@@ -1,0 +1,240 @@
+"""One step of a synchronizer: its buckets are issued in the order they come, and settled together.
+
+A bucket becomes operations in threads of the collectives, so its exchange overlaps with whatever the caller does next,
+such as the rest of the backward pass. A bucket's future is done when all operations of the step are.
+"""
+
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from .buckets import Bucket, Run
+from .collectives import Handle, ShardState
+from .collectives.all_reduce import start
+from .collectives.job import Call
+from .collectives.run import Part
+from .collectives.step import Step
+from .compressors import Compressor, NoCompression
+from .compressors.spec import mix_key
+from .kernels.layout import RandomKLayout
+from .policy import DENSE
+
+if TYPE_CHECKING:
+    from .sync import Synchronizer
+
+_NO_LIMIT = 1 << 62
+"""For one operation: all are held until the step is settled, so cutting one into segments would save nothing."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Extra(NamedTuple):
+    """Something else to be averaged in a step, without a residual."""
+
+    tensor: Tensor
+    compressor: Compressor
+    take: Callable[[], None]
+    """Called if the step counts, when the average is in `tensor`."""
+
+
+class Transform(Protocol):
+    """What an optimizer makes of gradients before they are sent."""
+
+    whole: bool
+    """Whether it must have seen the whole gradient before any of it is sent."""
+
+    def begin(self) -> bool:
+        """A step begins. Whether gradients are to be sent as they are, without a residual."""
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """The whole gradient, if `whole`."""
+
+    def family(self, name: str) -> Hashable:
+        """Parameters of different families are never in the same run."""
+
+    def gradient(self, tensor: Tensor) -> None:
+        """Prepare what is sent as a gradient, in place."""
+
+    def before(self, run: Run, tensor: Tensor) -> None:
+        """Turn gradients into what is to be sent, in place, without any other effect."""
+
+    def commit(self, run: Run, tensor: Tensor) -> None:
+        """The step counts; `tensor` is as `before` left it."""
+
+    def extras(self) -> Iterable[Extra]:
+        """More to be averaged in this step."""
+
+
+@dataclass
+class Exchange:
+    """A step from its first bucket to its last."""
+
+    sync: "Synchronizer"
+    number: int
+    """How many steps counted before this one."""
+    passes_on: bool
+    """Nothing is compressed: torch's own all-reduce does it."""
+    as_gradients: bool
+    """Whether a transform leaves gradients as they are in this step."""
+    collects: bool
+    """Whether all buckets are waited for before the first is sent."""
+    step: Step = field(default_factory=Step)
+    handles: list[Handle] = field(default_factory=list)
+    layout: list[tuple[str, ...]] = field(default_factory=list)
+    entries: dict[str, int] = field(default_factory=dict)
+    bytes_dense: int = 0
+    closed: bool = False
+    _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
+
+    def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
+        """Average one bucket, in place; the future is that of its tensor."""
+        if self.collects:
+            future: Future[Tensor] = Future()
+            self._waiting.append((bucket, future))
+            if last:
+                self._issue_collected()
+        else:
+            future = self._issue(bucket)
+        if last:
+            self._close()
+        return future
+
+    def _close(self) -> None:
+        transform = self.sync.transform
+        for extra in () if transform is None else transform.extras():
+            self._start(extra.tensor, extra.compressor, 0, after=extra.take)
+        self.closed = True
+        self.step.close()
+
+    def _issue_collected(self) -> None:
+        """All buckets have come: as they are, or, in the first step of a resumed run, as they were when it was saved.
+
+        DDP puts its buckets together anew after its first step. So the first step of a resumed run would have other
+        buckets, and other bits, than the same step of a run that never stopped.
+        """
+        buckets = [bucket for bucket, _ in self._waiting]
+        if self.sync.transform is not None:
+            self.sync.transform.look(buckets)
+        parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
+        layout = self.sync.wanted_layout
+        if not layout or {name for names in layout for name in names} != parts.keys():
+            for bucket, future in self._waiting:
+                _pass_result(self._issue(bucket), future)
+            return
+        regrouped = [
+            Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
+            for names in layout
+        ]
+
+        def put_back(done: "Future[list[Future[Tensor]]]") -> None:
+            for bucket, result in zip(regrouped, done.value(), strict=True):
+                result.value()
+                for name, part in bucket.parts().items():
+                    parts[name].copy_(part)
+
+        whole = collect_all([self._issue(bucket) for bucket in regrouped]).then(put_back)
+        for bucket, future in self._waiting:
+            _pass_result(whole.then(partial(_value, bucket.tensor)), future)
+
+    def _issue(self, bucket: Bucket) -> "Future[Tensor]":
+        tensor, size, transform = bucket.tensor, self.sync.world_size, self.sync.transform
+        self.layout.append(bucket.names)
+        self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
+        self.bytes_dense += 2 * tensor.nbytes * (size - 1) // size
+        if self.passes_on:
+            tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
+            work = dist.all_reduce(tensor, group=self.sync.group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+        plan, futures = self.sync.plan(bucket, self), []
+        packed: Tensor | None = None
+        if plan.dense:
+            packed = torch.cat([tensor[begin:end] for begin, end in plan.dense])
+            prepare = partial(transform.gradient, packed) if transform is not None else _nothing
+            futures.append(self._start(packed, DENSE, 0, before=prepare))
+        futures += [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
+
+        def put_back(done: "Future[list[Future[list[Tensor]]]]") -> Tensor:
+            for future in done.value():
+                future.value()  # raises what its operation raised
+            if packed is not None:
+                parts = packed.split([end - begin for begin, end in plan.dense])
+                for (begin, end), part in zip(plan.dense, parts, strict=True):
+                    tensor[begin:end] = part
+            return tensor
+
+        return collect_all(futures).then(put_back)
+
+    def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
+        transform, gaps = self.sync.transform, run.gaps()
+        residual, state = (None, None) if self.as_gradients else self.sync.keep(run, tensor)
+
+        def before() -> None:
+            for begin, end in gaps:
+                tensor[begin:end] = 0
+            if transform is not None and self.as_gradients:
+                transform.gradient(tensor)
+            elif transform is not None:
+                transform.before(run, tensor)
+
+        def commit() -> None:
+            if transform is not None and not self.as_gradients:
+                transform.commit(run, tensor)
+
+        salt = zlib.crc32(str(run.names[0]).encode())
+        return self._start(tensor, run.compressor, salt, residual, state, before, commit)
+
+    def _start(
+        self,
+        tensor: Tensor,
+        compressor: Compressor,
+        salt: int,
+        residual: Tensor | None = None,
+        state: ShardState | None = None,
+        before: Callable[[], None] = _nothing,
+        commit: Callable[[], None] = _nothing,
+        after: Callable[[], None] = _nothing,
+    ) -> "Future[list[Tensor]]":
+        sync, dense = self.sync, isinstance(compressor, NoCompression)
+        key = mix_key(self.number, salt)
+        if not isinstance(compressor.layout(tensor.numel(), tensor.dtype), RandomKLayout):
+            key = mix_key(key, sync.rank)  # each rank rounds by draws of its own
+        handle = start(
+            lambda: Call(
+                tensor, compressor, residual, dist.ReduceOp.AVG, "dense" if dense else sync.algorithm, key,
+                None if dense else sync.second, state, _NO_LIMIT,
+            ),
+            sync.group, tensor.device, sync.timeout, Part(self.step, before, commit, after),
+        )  # fmt: skip
+        self.handles.append(handle)
+        held = sum(handle.report.memory for handle in self.handles)
+        if sync.max_bytes is not None and held > sync.max_bytes:
+            raise ValueError(
+                f"max_bytes {sync.max_bytes:,}, but the payloads of one step, which are held until it ends, need "
+                f"{held:,} and more: raise max_bytes, or compress more"
+            )
+        return handle.get_future()
+
+
+def _value(tensor: Tensor, done: "Future[None]") -> Tensor:
+    done.value()
+    return tensor
+
+
+def _pass_result(source: "Future[Tensor]", target: "Future[Tensor]") -> None:
+    def pass_on(done: "Future[Tensor]") -> None:
+        try:
+            target.set_result(done.value())
+        except Exception as error:
+            target.set_exception(error)  # type: ignore[arg-type]
+
+    source.add_done_callback(pass_on)

@@ -1,0 +1,201 @@
+"""Which parameters are compressed, how, and from which step on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from itertools import pairwise
+from math import sqrt
+
+import torch
+
+from .compressors import Compressor, NoCompression, TopK, format_spec
+from .compressors import compressor as parse
+
+DENSE = NoCompression()
+
+Spec = Compressor | str
+Warmup = Sequence[tuple[int, Spec]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The compressor of each parameter at each step.
+
+    compressor   for everything that is compressed and not named in `layers`.
+    small        parameters with fewer entries, such as biases and norms, go dense and together: they cost little, and
+                 matter much.
+    include      patterns, as in a shell, of the names that may be compressed.
+    exclude      patterns of those that may not, and go dense.
+    layers       a compressor by pattern; the first that fits counts.
+    warmup       (steps, compressor) one after the other, before all that: for example `[(100, "none"),
+                 (900, "quantize:bits=8"), *ramp("topk:ratio=1/64,bits=2", 500)]`.
+    adapt_every  share the bytes of `compressor`, a topk, anew every so many steps: layers that owe more get a larger
+                 ratio, others a smaller one. 0: never.
+
+    >>> import thinwire
+    >>> policy = Policy("topk:ratio=1/64,bits=2", layers={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
+    >>> [thinwire.format_spec(policy.compressor_of("head.weight", 10_000, step)) for step in (9, 10)]
+    ['none', 'quantize:bits=8,block=256,rounding=nearest,seed=0']
+    """
+
+    compressor: Spec
+    small: int = 4096
+    include: Sequence[str] = ("*",)
+    exclude: Sequence[str] = ()
+    layers: Mapping[str, Spec] = field(default_factory=dict)
+    warmup: Warmup = ()
+    adapt_every: int = 0
+
+    def __post_init__(self) -> None:
+        def set_(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        set_("compressor", parsed(self.compressor))
+        set_("include", _patterns("include", self.include))
+        set_("exclude", _patterns("exclude", self.exclude))
+        set_("layers", {pattern: parsed(given) for pattern, given in self.layers.items()})
+        for steps, _ in self.warmup:
+            if type(steps) is not int or steps <= 0:
+                raise ValueError(f"a warm-up of {steps!r} steps, expected whole numbers above 0")
+        set_("warmup", tuple((steps, parsed(given)) for steps, given in self.warmup))
+        for name in ("small", "adapt_every"):
+            given = getattr(self, name)
+            if type(given) is not int or given < 0:
+                raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
+        if self.adapt_every and not isinstance(self.compressor, TopK):
+            given = format_spec(parsed(self.compressor))
+            raise ValueError(f"adapt_every with {given}, expected a topk: it is ratios that are shared")
+
+    @property
+    def warmup_steps(self) -> int:
+        return sum(steps for steps, _ in self.warmup)
+
+    def phase(self, step: int) -> int:
+        """Which part of the warm-up a step is in; their number when it is over."""
+        end = 0
+        for index, (steps, _) in enumerate(self.warmup):
+            end += steps
+            if step < end:
+                return index
+        return len(self.warmup)
+
+    def is_dense(self, step: int) -> bool:
+        """Whether nothing at all is compressed at this step."""
+        phase = self.phase(step)
+        if phase < len(self.warmup):
+            return isinstance(self.warmup[phase][1], NoCompression)
+        return all(isinstance(given, NoCompression) for given in (self.compressor, *self.layers.values()))
+
+    def goes_dense(self, name: str, numel: int) -> bool:
+        """Whether this parameter is never compressed."""
+        return numel < self.small or not _fits(name, self.include) or _fits(name, self.exclude)
+
+    def compressor_of(
+        self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
+    ) -> Compressor:
+        """`DENSE`, or what compresses this parameter at this step; `shared` is what `share_bytes` gave it."""
+        if self.goes_dense(name, numel):
+            return DENSE
+        phase = self.phase(step)
+        if phase < len(self.warmup):
+            return parsed(self.warmup[phase][1])
+        for pattern, given in self.layers.items():
+            if fnmatchcase(name, pattern):
+                return parsed(given)
+        return (shared or {}).get(name) or parsed(self.compressor)
+
+    def adapts(self, name: str, numel: int) -> bool:
+        """Whether this parameter takes part when bytes are shared anew."""
+        return (
+            bool(self.adapt_every)
+            and not self.goes_dense(name, numel)
+            and not any(fnmatchcase(name, pattern) for pattern in self.layers)
+        )
+
+    def describe(self) -> dict[str, object]:
+        """What a checkpoint records, and a resumed run must have again."""
+        return {
+            "compressor": format_spec(parsed(self.compressor)),
+            "small": self.small,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "layers": {pattern: format_spec(parsed(given)) for pattern, given in self.layers.items()},
+            "warmup": [[steps, format_spec(parsed(given))] for steps, given in self.warmup],
+            "adapt_every": self.adapt_every,
+        }
+
+
+def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:
+    """A warm-up whose ratio is halved from `start` to that of `final`, in `steps` steps altogether.
+
+    >>> [(steps, str(made.ratio)) for steps, made in ramp("topk:ratio=1/16,bits=2", 100)]
+    [(50, '1/4'), (50, '1/8')]
+    """
+    last = parsed(final)
+    if not isinstance(last, TopK):
+        raise ValueError(f"a ramp to {format_spec(last)}, expected a topk: it is the ratio that falls")
+    ratio = Fraction(TopK(ratio=start).ratio)  # type: ignore[arg-type]
+    ratios = []
+    while ratio > Fraction(last.ratio):
+        ratios.append(ratio)
+        ratio /= 2
+    if not ratios or type(steps) is not int or steps < len(ratios):
+        raise ValueError(
+            f"a ramp of {steps} steps from {start} to {last.ratio}, expected a start above the end and at least "
+            f"{max(1, len(ratios))} steps"
+        )
+    cuts = [steps * index // len(ratios) for index in range(len(ratios) + 1)]
+    return [
+        (stop - start, replace(last, ratio=ratio)) for (start, stop), ratio in zip(pairwise(cuts), ratios, strict=True)
+    ]
+
+
+def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, float]) -> dict[str, TopK]:
+    """The bytes that `base` would take for all layers, shared among them by what their residuals owe.
+
+    sizes      entries of each layer.
+    energies   sum of squares of its residual.
+
+    A layer's share grows with the root mean square of what it owes: sending the most from where entries are largest
+    is what top-k does inside a layer too. Ratios are those of `base` times a power of two from 1/4 to 4, so that
+    neighbours often stay in one run and nobody starves.
+
+    >>> base = TopK(ratio="1/64", bits=2)
+    >>> made = share_bytes(base, {"a": 40960, "b": 40960}, {"a": 16.0, "b": 1.0})
+    >>> [str(made[name].ratio) for name in "ab"]
+    ['1/64', '1/256']
+    """
+    rms = {name: sqrt(max(0.0, energies[name]) / max(1, size)) for name, size in sizes.items()}
+    mean = sum(rms[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
+    budget = sum(base.nbytes(size, torch.float32) for size in sizes.values())
+    steps = (4, 2, 1, Fraction(1, 2), Fraction(1, 4))
+    made: dict[str, TopK] = {}
+    for lower in range(24):  # eighths of a factor of two: as much as the budget holds
+        factor = 2 ** ((12 - lower) / 4)
+        made = {}
+        for name in sizes:
+            wanted = factor * rms[name] / mean if mean else 1.0
+            times = next((step for step in steps if step <= wanted), steps[-1])
+            made[name] = replace(base, ratio=min(Fraction(1), Fraction(base.ratio) * times))
+        if sum(made[name].nbytes(size, torch.float32) for name, size in sizes.items()) <= budget:
+            return made
+    return made
+
+
+def parsed(given: Spec) -> Compressor:
+    if isinstance(given, str):
+        return parse(given)
+    if isinstance(given, Compressor):
+        return given
+    raise ValueError(f"compressor {given!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
+
+
+def _patterns(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"{name} {given!r}, expected a list of patterns")
+    return tuple(given)
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

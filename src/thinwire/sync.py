@@ -1,0 +1,323 @@
+"""Synchronizer: averages gradients over ranks, compressed, and owns everything that lasts from step to step.
+
+It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
+buckets, from DDP's hook or from a plain loop, and `exchange.py` says how one step of them goes.
+
+All buckets of a step count together: residuals change only if every bucket is finite on every rank. If not, all
+gradients of the step are NaN on every rank, and nothing else has changed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from . import checkpoint
+from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
+from .collectives import ShardState, all_reduce_compressed
+from .collectives.groups import place
+from .compressors import TopK
+from .exchange import Exchange, Transform
+from .owners import Owners
+from .policy import Policy, Spec, parsed, share_bytes
+from .residuals import NamedVectors
+
+
+@dataclass
+class SyncStats:
+    """What a synchronizer has done so far, on this rank."""
+
+    steps: int = 0
+    """Steps that counted."""
+    skipped: int = 0
+    """Steps that some rank's NaN or Inf ended."""
+    bytes_sent: int = 0
+    """Handed to the network by this rank."""
+    bytes_dense: int = 0
+    """What a dense ring all-reduce of the same gradients would have sent."""
+    last_bytes_sent: int = 0
+    """In the last step."""
+    messages: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of encode, exchange and decode, summed over operations, which overlap."""
+    algorithms: dict[str, int] = field(default_factory=dict)
+    """Operations by algorithm."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than dense; 1.0 before the first step."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+    def add(self, exchange: Exchange) -> None:
+        counts = exchange.step.finite
+        self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
+        self.last_bytes_sent = exchange.bytes_dense if exchange.passes_on else 0
+        self.bytes_dense += exchange.bytes_dense
+        for report in [handle.report for handle in exchange.handles]:
+            self.last_bytes_sent += report.bytes_sent
+            self.messages += report.messages
+            self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
+            for phase, seconds in report.seconds.items():
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.bytes_sent += self.last_bytes_sent
+
+
+class Synchronizer:
+    """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
+
+    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, or a `Policy`.
+    group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
+    algorithm        "gather", "sharded", "dense" or "auto".
+    second           what owners compress sums with, for "sharded"; by default more entries and more bits.
+    error_feedback   False: what is not sent is lost.
+    grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
+    max_bytes        an error if the payloads of one step, which are held until it ends, need more memory.
+    timeout          seconds for one exchange; by default that of the group.
+
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layer = torch.nn.Linear(100, 100)
+    >>> layer(torch.arange(100.0)).sum().backward()
+    >>> sync = Synchronizer("topk:ratio=1/100")
+    >>> sync.all_reduce_gradients(layer.named_parameters())
+    >>> int(layer.weight.grad.count_nonzero())  # of 10,000
+    101
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        compressor: Spec | Policy,
+        *,
+        group: Any = None,
+        algorithm: str = "auto",
+        second: Spec | None = None,
+        error_feedback: bool = True,
+        grad_scaler: Any = None,
+        max_bytes: int | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        self.policy = compressor if isinstance(compressor, Policy) else Policy(parsed(compressor))
+        self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
+        self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
+        self.max_bytes, self.timeout = max_bytes, timeout
+        self.transform: Transform | None = None
+        """An optimizer's, that sends something else than gradients."""
+        self.entries: dict[str, int] | None = None
+        """Of every parameter, by name; known from the first step on, or beforehand."""
+        self.wanted_layout: list[tuple[str, ...]] = []
+        """The buckets that the next step is to have, if it can."""
+        self._layout: list[tuple[str, ...]] = []
+        self._vectors, self._owners = NamedVectors(), Owners()
+        self._shared: dict[str, TopK] = {}
+        self._scale: float | None = None
+        self._stats = SyncStats()
+        self._finite: bool | None = None
+        self._exchange: Exchange | None = None
+        self._plans: dict[tuple[Any, ...], BucketPlan] = {}
+
+    # What a caller sees.
+
+    def all_reduce_gradients(self, named_parameters: "nn.Module | Iterable[tuple[str, nn.Parameter]]") -> None:
+        """Average `.grad` of all parameters over ranks, in place: after backward, before `optimizer.step()`.
+
+        A parameter without a gradient counts as zero. Afterwards gradients are views of larger tensors.
+        """
+        if isinstance(named_parameters, nn.Module):
+            named_parameters = named_parameters.named_parameters()
+        groups = group_parameters([(name, p) for name, p in named_parameters if p.requires_grad])
+        futures = [
+            self.reduce(flatten(group), first=index == 0, last=index == len(groups) - 1)
+            for index, group in enumerate(groups)
+        ]
+        self.wait()
+        for future in futures:
+            future.wait()
+
+    @property
+    def stats(self) -> SyncStats:
+        self._account()
+        return self._stats
+
+    @property
+    def steps(self) -> int:
+        """Steps that counted: not those that were skipped."""
+        return self.stats.steps
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether the last step was finite on all ranks; None if nobody looked, as when nothing is compressed."""
+        self._account()
+        return self._finite
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What this rank has not sent so far, by parameter: flat views."""
+        return self._vectors.named()
+
+    def residual_norm(self) -> float:
+        """Of all that this rank has not sent. If it grows without end, too little is sent."""
+        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: every rank saves its own. Tensors are not copied."""
+        self._account()
+        return {
+            "format": checkpoint.FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "policy": self.policy.describe(),
+            "steps": self._stats.steps,
+            "scale": self._scale,
+            "entries": dict(self.entries or {}),
+            "layout": [list(names) for names in self._layout],
+            "residuals": self.residuals,
+            "owners": self._owners.state_dict(),
+            "shared": {name: str(made.ratio) for name, made in self._shared.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint: the state of this rank, or those of all ranks, in a list.
+
+        With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
+        """
+        self._account()
+        choice = checkpoint.choose(state, self.rank, self.world_size)
+        saved = choice.alike
+        checkpoint.check_same("policy", saved["policy"], self.policy.describe())
+        checkpoint.check_model(saved["entries"], self.entries)
+        owners = Owners()
+        if choice.same_world:
+            vectors = checkpoint.merge(choice, [saved["residuals"]])
+            owners.load_state_dict(saved["owners"])
+        else:
+            vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
+        self._vectors, self._owners, self._scale = vectors, owners, saved["scale"]
+        self._stats, self._finite, self._exchange, self._plans = SyncStats(steps=int(saved["steps"])), None, None, {}
+        self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
+        self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
+        self.entries = self.entries or dict(saved["entries"]) or None
+
+    # What integrations use.
+
+    def reduce(self, bucket: Bucket, *, first: bool, last: bool) -> "Future[Tensor]":
+        """Average one bucket of a step, in place; the future is that of its tensor."""
+        if first:
+            self._begin()
+        exchange = self._exchange
+        assert exchange is not None
+        try:
+            self._check(bucket)
+            future = exchange.reduce(bucket, last=last)
+        except BaseException as error:
+            exchange.step.abandon(str(error))
+            raise
+        if last:
+            self.entries, self._layout, self.wanted_layout = exchange.entries, exchange.layout, []
+        return future
+
+    def wait(self) -> None:
+        """Until the step is over; raises what went wrong."""
+        if self._exchange is not None:
+            for handle in self._exchange.handles:
+                handle.wait()
+        self._account()
+
+    @property
+    def rank(self) -> int:
+        return place(self.group)[0]
+
+    @property
+    def world_size(self) -> int:
+        return place(self.group)[1]
+
+    def plan(self, bucket: Bucket, exchange: Exchange) -> BucketPlan:
+        """How a bucket is cut, at this step."""
+        key = (bucket.names, self.policy.phase(exchange.number), exchange.as_gradients)
+        made = self._plans.get(key)
+        if made is None:
+            compressors = [
+                self.policy.compressor_of(name, size, exchange.number, self._shared)
+                for name, size in zip(bucket.names, bucket.sizes, strict=True)
+            ]
+            families = [None if self.transform is None else self.transform.family(name) for name in bucket.names]
+            made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families)
+        return made
+
+    def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Where what is not sent of a run is kept: by this rank, and by this rank as an owner."""
+        if not self.error_feedback or not run.compressor.contracts:
+            return None, None
+        state = self._owners.state(run, self._vectors)
+        return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
+
+    # From step to step.
+
+    def _begin(self) -> None:
+        self._account()
+        if self._exchange is not None:
+            self._exchange.step.abandon("its backward pass did not come to an end")
+        self._follow_scale()
+        number = self._stats.steps
+        self._share_anew(number)
+        transform = self.transform
+        as_gradients = transform is not None and transform.begin()
+        self._exchange = Exchange(
+            self,
+            number,
+            passes_on=transform is None
+            and self.policy.is_dense(number)
+            and (self.group is None or isinstance(self.group, dist.ProcessGroup)),
+            as_gradients=as_gradients,
+            collects=bool(self.wanted_layout) or (transform is not None and transform.whole),
+        )
+
+    def _account(self) -> None:
+        """Once the step is settled, count it."""
+        exchange = self._exchange
+        if exchange is not None and exchange.step.finite is not None:
+            self._stats.add(exchange)
+            self._finite = None if exchange.passes_on else exchange.step.finite
+            self._exchange = None
+
+    def _check(self, bucket: Bucket) -> None:
+        if self.entries is None:
+            return
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            known = self.entries.get(name)
+            if known is not None and known != size:
+                raise ValueError(
+                    f"parameter {name!r} has {size} entries, it had {known} before: a synchronizer is for one model"
+                )
+
+    def _follow_scale(self) -> None:
+        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
+            return
+        scale = float(self.grad_scaler.get_scale())
+        if self.transform is None and self._scale is not None and scale != self._scale:
+            self._vectors.scale(scale / self._scale)
+            self._owners.scale(scale / self._scale)
+        self._scale = scale
+
+    def _share_anew(self, number: int) -> None:
+        """Adaptive: share the bytes by what all ranks' residuals owe."""
+        policy, after = self.policy, number - self.policy.warmup_steps
+        if not policy.adapt_every or after <= 0 or after % policy.adapt_every:
+            return
+        sizes = {name: size for name, size in sorted((self.entries or {}).items()) if policy.adapts(name, size)}
+        if sizes:
+            owed = torch.stack([self._vectors[name].double().square().sum() for name in sizes])
+            all_reduce_compressed(owed, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
+            energies = dict(zip(sizes, owed.tolist(), strict=True))
+            self._shared = share_bytes(self._base(), sizes, energies)
+            self._plans = {}
+
+    def _base(self) -> TopK:
+        assert isinstance(self.policy.compressor, TopK)
+        return self.policy.compressor
