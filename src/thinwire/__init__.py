@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .compressors import registered as registered
     from .frame import FrameError as FrameError
     from .integrations import attach as attach
+    from .optim import SGD as SGD
+    from .optim import AdamW as AdamW
     from .policy import Policy as Policy
     from .policy import ramp as ramp
     from .statistics import Statistics as Statistics
@@ -45,6 +47,7 @@ _HOME = {
     "Synchronizer": ".sync",
     "attach": ".integrations",
     **dict.fromkeys(["Policy", "ramp"], ".policy"),
+    **dict.fromkeys(["AdamW", "SGD"], ".optim"),
     **dict.fromkeys(
         ["CollectiveError", "LocalWorld", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"],
         ".collectives",

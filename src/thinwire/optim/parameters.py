@@ -1,0 +1,71 @@
+"""What an optimizer was given: parameter groups, a name for every parameter, and the DDP model if there is one."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Found(NamedTuple):
+    groups: list[dict[str, Any]]
+    """As torch's optimizers take them, with (name, parameter) pairs."""
+    ddp: DistributedDataParallel | None
+
+
+def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
+    """
+    given   a DDP model, another module, parameters, (name, parameter) pairs, or dicts of them with options.
+    ddp     the model that parameters given otherwise belong to.
+    """
+    if isinstance(given, DistributedDataParallel):
+        if ddp is not None and ddp is not given:
+            raise ValueError("two DDP models, expected one")
+        ddp, given = given, given.module.named_parameters()
+    elif isinstance(given, nn.Module):
+        given = given.named_parameters()
+    elif isinstance(given, Tensor):
+        raise ValueError("a single tensor, expected a module or an iterable of parameters")
+    groups = [entry if isinstance(entry, dict) else {"params": [entry]} for entry in given]
+    if groups and not any(len(group) > 1 for group in groups) and all(len(group["params"]) == 1 for group in groups):
+        groups = [{"params": [entry for group in groups for entry in group["params"]]}]
+    known = {} if ddp is None else {id(p): name for name, p in ddp.module.named_parameters()}
+    named = [
+        {**group, "params": [_named(entry, f"{number}.{index}", known) for index, entry in enumerate(_listed(group))]}
+        for number, group in enumerate(groups)
+    ]
+    named = [{**group, "params": [(n, p) for n, p in group["params"] if p.requires_grad]} for group in named]
+    _check(named, ddp, known)
+    return Found(named, ddp)
+
+
+def _listed(group: dict[str, Any]) -> Iterable[Any]:
+    params = group["params"]
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _named(entry: Any, number: str, known: dict[int, str]) -> tuple[str, Any]:
+    name, parameter = entry if isinstance(entry, tuple) else (number, entry)
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"a {type(parameter).__name__} among the parameters, expected tensors or (name, tensor) pairs")
+    if known and id(parameter) not in known:
+        raise ValueError(f"parameter {name!r} does not belong to the DDP model")
+    return known.get(id(parameter), str(name)), parameter
+
+
+def _check(groups: list[dict[str, Any]], ddp: DistributedDataParallel | None, known: dict[int, str]) -> None:
+    pairs = [pair for group in groups for pair in group["params"]]
+    if not pairs:
+        raise ValueError("no parameter that requires a gradient was given")
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise ValueError(f"parameter {twice!r} was given twice")
+    if ddp is not None:
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.requires_grad and name not in ignored and name not in set(names):
+                raise ValueError(
+                    f"parameter {name!r} of the DDP model is in no group: what is exchanged would be no gradient; "
+                    "give the optimizer all parameters, or set requires_grad=False"
+                )

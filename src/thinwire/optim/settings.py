@@ -1,0 +1,25 @@
+"""Checks of what the optimizers were given."""
+
+from ..policy import Policy, Spec, parsed
+
+
+def checked(name: str, given: float, low: float, below: float) -> None:
+    """ValueError unless low <= given < below."""
+    if not low <= float(given) < below:
+        upper = "or more" if below == float("inf") else f"to below {below:g}"
+        raise ValueError(f"{name} {given!r}, expected {low:g} {upper}")
+
+
+def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:
+    """A policy whose warm-up is that of the optimizer; one that has its own is left as it is."""
+    if type(warmup_steps) is not int or warmup_steps < 0:
+        raise ValueError(f"warmup_steps {warmup_steps!r}, expected a whole number, 0 or more")
+    phases = ((warmup_steps, parsed(warmup)),) if warmup_steps else ()
+    if not isinstance(compressor, Policy):
+        return Policy(parsed(compressor), warmup=phases)
+    if compressor.warmup:
+        return compressor
+    return Policy(
+        compressor.compressor, compressor.small, compressor.include, compressor.exclude, compressor.layers, phases,
+        compressor.adapt_every,
+    )  # fmt: skip

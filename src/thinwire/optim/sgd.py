@@ -1,0 +1,106 @@
+"""SGD with momentum on each rank, whose momentum is what is compressed (Lin et al. 2018: momentum correction)."""
+
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from ..buckets import Run
+from ..policy import Policy, Spec
+from .base import CompressedOptimizer
+from .settings import checked, policy_of
+
+
+class SGD(CompressedOptimizer):
+    """torch's SGD for slow networks: it exchanges compressed momentum, not gradients.
+
+    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
+                   them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
+    lr, momentum, weight_decay, nesterov   as torch's; see docs/training.md for the choice of momentum.
+    compressor     a spec, a `Compressor`, or a `Policy` with all its rules.
+    warmup_steps   steps in which gradients are sent by `warmup` and momentum is that of torch.
+    max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
+    grad_scaler    the `GradScaler` in use, if any.
+    group, algorithm, second, max_bytes, timeout   as for `Synchronizer`.
+    """
+
+    moments = ("momentum_buffer",)
+    local_moments = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        compressor: Spec | Policy = "topk:ratio=1/64,bits=2",
+        warmup_steps: int = 0,
+        warmup: Spec = "quantize:bits=8",
+        max_grad_norm: float | None = None,
+        ddp: Any = None,
+        group: Any = None,
+        algorithm: str = "auto",
+        second: Spec | None = None,
+        grad_scaler: Any = None,
+        max_bytes: int | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        checked("lr", lr, 0.0, float("inf"))
+        checked("momentum", momentum, 0.0, 1.0)
+        checked("weight_decay", weight_decay, 0.0, float("inf"))
+        if nesterov and not momentum:
+            raise ValueError("nesterov with momentum 0, expected a momentum above 0")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(
+            params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler, group=group, algorithm=algorithm, second=second, max_bytes=max_bytes,
+            timeout=timeout,
+        )  # fmt: skip
+
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
+        """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
+        (buffer,) = self._moments_of(run, tensor)
+        update = tensor.to(buffer.dtype)  # the same tensor, unless it is of 16 bits
+        momentum = group["momentum"]
+        if factor != 1.0:
+            update.mul_(factor)
+        self._add_decay(run, update, group)
+        if momentum:
+            if group["nesterov"]:
+                update.mul_(1 + momentum).add_(buffer, alpha=momentum * momentum)
+            else:
+                update.add_(buffer, alpha=momentum)
+        if update is not tensor:
+            tensor.copy_(update)
+
+    def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
+        (buffer,) = self._moments_of(run, tensor)
+        momentum = group["momentum"]
+        if not momentum:
+            return
+        if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
+            buffer.mul_(momentum - momentum * momentum / (1 + momentum)).add_(tensor, alpha=1 / (1 + momentum))
+        else:
+            buffer.copy_(tensor)
+
+    def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
+        momentum = group["momentum"]
+        if group["weight_decay"]:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        if momentum:
+            buffer = self._moment("momentum_buffer", name, parameter)
+            buffer.mul_(momentum).add_(gradient)
+            gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+        parameter.add_(gradient.to(parameter.dtype), alpha=-float(group["lr"]))
+
+    def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
+        parameter.add_(update, alpha=-float(group["lr"]))
+
+    def _add_decay(self, run: Run, update: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"]:
+            parameters = dict(self.named_parameters())
+            for name, part in zip(run.names, update.split(list(run.sizes)), strict=True):
+                if name is not None:
+                    part.add_(parameters[name].detach().reshape(-1), alpha=group["weight_decay"])
