@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .optim import AdamW as AdamW
     from .policy import Policy as Policy
     from .policy import ramp as ramp
+    from .ranked import load_per_rank as load_per_rank
+    from .ranked import per_rank as per_rank
     from .statistics import Statistics as Statistics
     from .sync import Synchronizer as Synchronizer
 
@@ -48,6 +50,7 @@ _HOME = {
     "attach": ".integrations",
     **dict.fromkeys(["Policy", "ramp"], ".policy"),
     **dict.fromkeys(["AdamW", "SGD"], ".optim"),
+    **dict.fromkeys(["load_per_rank", "per_rank"], ".ranked"),
     **dict.fromkeys(
         ["CollectiveError", "LocalWorld", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"],
         ".collectives",

@@ -13,16 +13,17 @@ ROOT = Path(thinwire.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"train", "bench"},
+    {"bench"},
+    {"train"},
     {"integrations", "optim"},
-    {"sync", "exchange", "checkpoint", "owners", "buckets", "policy", "residuals"},
+    {"sync", "exchange", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals"},
     {"collectives"},
     {"compressors"},
     {"frame", "statistics"},
     {"kernels"},
 ]
 """From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""
-SIBLINGS = [{"sync", "exchange", "checkpoint", "owners", "buckets", "policy", "residuals"}]
+SIBLINGS = [{"sync", "exchange", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals"}]
 
 FILES = sorted(ROOT.rglob("*.py"))
 
