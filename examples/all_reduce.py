@@ -51,4 +51,4 @@ def worker(rank: int, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(f"{folder}/rendezvous",), nprocs=WORLD)  # type: ignore[no-untyped-call]
+        spawn(worker, args=(f"{folder}/rendezvous",), nprocs=WORLD)

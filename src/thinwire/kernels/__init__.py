@@ -26,7 +26,18 @@ from torch import Tensor
 
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Kernel", "backends", "check", "force", "force_now", "register", "select"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "AdamKernel",
+    "Kernel",
+    "adam",
+    "backends",
+    "check",
+    "force",
+    "force_now",
+    "register",
+    "select",
+]
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
 
@@ -39,6 +50,14 @@ class Kernel(Protocol):
     def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None: ...
 
     def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None: ...
+
+
+class AdamKernel(Protocol):
+    """The optimizer's own arithmetic; `reference.adam` says what it is."""
+
+    def send(self, g: Tensor, m: Tensor, v: Tensor, decay: float, gain: float, scale: float, floor: float) -> None: ...
+
+    def commit(self, u: Tensor, m: Tensor, v: Tensor, scale: float, floor: float) -> None: ...
 
 
 class CheckedKernel(Kernel, Protocol):
@@ -106,18 +125,29 @@ def force(backend: str | None) -> Iterator[None]:
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """The backend's name and its kernel for this layout on this device."""
-    forced = (_forces[-1][1] if _forces else _chosen) or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    forced = _forced()
     if forced is not None:
-        return forced, _load(_known(forced), type(layout), device)
+        return forced, _load(forced, type(layout), device)
     for backend, modules in _MODULES.items():
         if type(layout) in modules and _DEVICES[backend] in (None, device.type):
             return backend, _load(backend, type(layout), device)
     raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
 
 
+def adam(device: torch.device) -> AdamKernel:
+    """The kernels of `thinwire.AdamW`, of the same backend that compresses."""
+    backend = _forced() or ("cpu" if device.type == "cpu" else "reference")
+    return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
+
+
 def check(payload: Tensor, layout: Layout) -> None:
     """Raise ValueError for a payload that no compressor could have made. Works on the reference kernels alone."""
     cast(CheckedKernel, _load("reference", type(layout), payload.device)).check(payload, layout)
+
+
+def _forced() -> str | None:
+    forced = (_forces[-1][1] if _forces else _chosen) or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return None if forced is None else _known(forced)
 
 
 def _known(backend: str) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .. import kernels
 from ..buckets import Run
 from ..policy import Policy, Spec
 from .base import CompressedOptimizer
@@ -58,21 +58,21 @@ class AdamW(CompressedOptimizer):
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
         """update = (beta1 m + (1 - beta1) gradient) / denominator"""
         m, v = self._moments_of(run, tensor)
-        beta1 = group["betas"][0]
+        beta1, (scale, floor) = group["betas"][0], self._divisor(group)
         update = tensor.to(m.dtype)  # the same tensor, unless it is of 16 bits
-        update.mul_((1 - beta1) * factor).add_(m, alpha=beta1)
-        update.div_(self._denominator(v, group))
+        kernels.adam(tensor.device).send(update, m, v, beta1, (1 - beta1) * factor, scale, floor)
         if update is not tensor:
             tensor.copy_(update)
 
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
         m, v = self._moments_of(run, tensor)
-        torch.mul(self._denominator(v, group), tensor, out=m)
+        kernels.adam(tensor.device).commit(tensor.to(m.dtype), m, v, *self._divisor(group))
 
-    def _denominator(self, v: Tensor, group: dict[str, Any]) -> Tensor:
+    def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
+        """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
         beta1, beta2 = group["betas"]
         first, second = 1 - beta1 ** (self._count + 1), 1 - beta2 ** max(1, self._squares)
-        return v.sqrt().mul_(first / second**0.5).add_(first * group["eps"])
+        return first / second**0.5, first * group["eps"]
 
     def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
         """torch's AdamW, operation by operation."""
