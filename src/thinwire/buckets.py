@@ -101,7 +101,12 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
     """Parameters of one dtype and device, up to `BUCKET_BYTES` together; the last ones first, as DDP has them."""
     groups: list[list[tuple[str, Parameter]]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    if len({name for name, _ in named}) < len(named):
+        names = [name for name, _ in named]
+        raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
     for name, parameter in reversed(named):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
         key = parameter.dtype, parameter.device
         group = open_groups.get(key)
         if group is None or sum(p.nbytes for _, p in group) + parameter.nbytes > BUCKET_BYTES:
@@ -113,9 +118,6 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
 
 def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
     """Gradients as one tensor, of which they are views from now on: so there is no second copy of them."""
-    for name, parameter in group:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
     flat = torch.cat(
         [
             torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.detach().reshape(-1)

@@ -20,6 +20,29 @@ FORMAT = 1
 State = Mapping[str, Any]
 
 
+_KEYS = {
+    "format",
+    "rank",
+    "world_size",
+    "policy",
+    "steps",
+    "scale",
+    "entries",
+    "layout",
+    "residuals",
+    "owners",
+    "shared",
+}
+
+
+def as_list(given: State | Sequence[State]) -> list[State]:
+    if isinstance(given, Mapping):
+        return [given]
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        return list(given)
+    raise ValueError(f"a state of type {type(given).__name__}, expected a dict, or a list of those of all ranks")
+
+
 class Choice(NamedTuple):
     """What a rank takes from a checkpoint."""
 
@@ -42,10 +65,11 @@ def old_ranks(rank: int, world_size: int, saved_world_size: int) -> list[int]:
 
 def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice:
     """Find the states that this rank needs; ValueError if there are not enough."""
-    states = [given] if isinstance(given, Mapping) else list(given)
+    states = as_list(given)
     for state in states:
-        if not isinstance(state, Mapping) or "format" not in state or "world_size" not in state:
-            raise ValueError("the state is not one that Synchronizer.state_dict made; expected its dict, or a list")
+        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+            lacks = f"without {min(_KEYS - state.keys())}" if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"not a state that thinwire saved ({lacks}); expected its dict, or a list of all ranks'")
         if state["format"] != FORMAT:
             raise ValueError(f"a checkpoint of format {state['format']}, expected {FORMAT}: written by another version")
     if not states:

@@ -32,6 +32,9 @@ COMMANDS = {
     "bench allreduce": Command(
         "thinwire.bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
     ),
+    "bench recipe": Command(
+        "thinwire.bench.recipe:run", "loss and bytes of training by different recipes, beside dense and torch's hooks"
+    ),
 }
 
 

@@ -5,10 +5,11 @@ such as the rest of the backward pass. A bucket's future is done when all operat
 """
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.futures import Future, collect_all
 
 from .buckets import Bucket, Run
 from .collectives import Handle, ShardState
-from .collectives.all_reduce import start
+from .collectives.all_reduce import all_reduce_compressed, start
 from .collectives.job import Call
 from .collectives.run import Part
 from .collectives.step import Step
@@ -35,15 +36,6 @@ _NO_LIMIT = 1 << 62
 
 def _nothing() -> None:
     pass
-
-
-class Extra(NamedTuple):
-    """Something else to be averaged in a step, without a residual."""
-
-    tensor: Tensor
-    compressor: Compressor
-    take: Callable[[], None]
-    """Called if the step counts, when the average is in `tensor`."""
 
 
 class Transform(Protocol):
@@ -70,9 +62,6 @@ class Transform(Protocol):
     def commit(self, run: Run, tensor: Tensor) -> None:
         """The step counts; `tensor` is as `before` left it."""
 
-    def extras(self) -> Iterable[Extra]:
-        """More to be averaged in this step."""
-
 
 @dataclass
 class Exchange:
@@ -92,7 +81,8 @@ class Exchange:
     layout: list[tuple[str, ...]] = field(default_factory=list)
     entries: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
-    closed: bool = False
+    shown: list[tuple[str, ...]] = field(default_factory=list)
+    """The buckets as they came, if they were put together otherwise."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
 
     def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
@@ -109,24 +99,17 @@ class Exchange:
         return future
 
     def _close(self) -> None:
-        transform = self.sync.transform
-        for extra in () if transform is None else transform.extras():
-            self._start(extra.tensor, extra.compressor, 0, after=extra.take)
-        self.closed = True
+        self.shown = self.shown or self.layout
         self.step.close()
 
     def _issue_collected(self) -> None:
-        """All buckets have come: as they are, or, in the first step of a resumed run, as they were when it was saved.
-
-        DDP puts its buckets together anew after its first step. So the first step of a resumed run would have other
-        buckets, and other bits, than the same step of a run that never stopped.
-        """
+        """All buckets have come: they go as they are, or regrouped as `sync.wanted_layout` says."""
         buckets = [bucket for bucket, _ in self._waiting]
         if self.sync.transform is not None:
             self.sync.transform.look(buckets)
         parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
-        layout = self.sync.wanted_layout
-        if not layout or {name for names in layout for name in names} != parts.keys():
+        layout, self.shown = self.sync.wanted_layout, [bucket.names for bucket in buckets]
+        if layout == self.shown or {name for names in layout for name in names} != parts.keys():
             for bucket, future in self._waiting:
                 _pass_result(self._issue(bucket), future)
             return
@@ -152,8 +135,11 @@ class Exchange:
         self.bytes_dense += 2 * tensor.nbytes * (size - 1) // size
         if self.passes_on:
             tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
-            work = dist.all_reduce(tensor, group=self.sync.group, async_op=True)
-            return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+            handle = all_reduce_compressed(
+                tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout
+            )
+            self.handles.append(handle)
+            return handle.get_future().then(lambda done: done.value()[0])
 
         plan, futures = self.sync.plan(bucket, self), []
         packed: Tensor | None = None
@@ -202,7 +188,6 @@ class Exchange:
         state: ShardState | None = None,
         before: Callable[[], None] = _nothing,
         commit: Callable[[], None] = _nothing,
-        after: Callable[[], None] = _nothing,
     ) -> "Future[list[Tensor]]":
         sync, dense = self.sync, isinstance(compressor, NoCompression)
         key = mix_key(self.number, salt)
@@ -213,7 +198,7 @@ class Exchange:
                 tensor, compressor, residual, dist.ReduceOp.AVG, "dense" if dense else sync.algorithm, key,
                 None if dense else sync.second, state, _NO_LIMIT,
             ),
-            sync.group, tensor.device, sync.timeout, Part(self.step, before, commit, after),
+            sync.group, tensor.device, sync.timeout, Part(self.step, before, commit),
         )  # fmt: skip
         self.handles.append(handle)
         held = sum(handle.report.memory for handle in self.handles)
@@ -223,6 +208,16 @@ class Exchange:
                 f"{held:,} and more: raise max_bytes, or compress more"
             )
         return handle.get_future()
+
+
+def refuse(sync: "Synchronizer", error: Exception, device: torch.device) -> None:
+    """This rank cannot begin a step: the others, who wait for it, get to know why."""
+
+    def give_reason() -> Call:
+        raise error
+
+    with suppress(type(error)):
+        start(give_reason, sync.group, device, sync.timeout)
 
 
 def _value(tensor: Tensor, done: "Future[None]") -> Tensor:

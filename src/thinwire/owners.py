@@ -11,6 +11,9 @@ from .collectives import ShardState
 from .compressors import format_spec
 from .residuals import NamedVectors
 
+_Key = tuple[tuple[str | None, int], ...]
+"""Names and sizes of a run."""
+
 
 class Owners:
     """By run. A run that comes in other company, or under another compressor, starts with an empty one.
@@ -19,61 +22,60 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self._states: dict[tuple[str | None, ...], tuple[tuple[int, ...], str, ShardState]] = {}
+        self._states: dict[_Key, tuple[str, ShardState]] = {}
 
     def state(self, run: Run, residuals: NamedVectors) -> ShardState:
         """The state for this run, after all others that have a parameter of it were folded into the residuals."""
         spec = format_spec(run.compressor)
-        kept = self._states.get(run.names)
-        if kept is not None and kept[1] == spec:
-            return kept[2]
+        key = tuple(zip(run.names, run.sizes, strict=True))
+        kept = self._states.get(key)
+        if kept is not None and kept[0] == spec:
+            return kept[1]
         mine = {name for name in run.names if name is not None}
-        self._fold(lambda names, _: not mine.isdisjoint(names), residuals)
+        self._fold(lambda names: not mine.isdisjoint(names), residuals)
         made = ShardState()
-        self._states[run.names] = (run.sizes, spec, made)
+        self._states[key] = (spec, made)
         return made
 
     def fold(self, residuals: NamedVectors) -> None:
         """Everything, as for another number of ranks."""
-        self._fold(lambda names, spec: True, residuals)
+        self._fold(lambda names: True, residuals)
 
-    def _fold(self, chosen: Callable[[tuple[str | None, ...], str], bool], residuals: NamedVectors) -> None:
-        for names in [names for names, (_, spec, _) in self._states.items() if chosen(names, spec)]:
-            sizes, _, state = self._states.pop(names)
-            for name, begin, owed in _pieces(names, sizes, state):
+    def _fold(self, chosen: Callable[[list[str | None]], bool], residuals: NamedVectors) -> None:
+        for key in [key for key in self._states if chosen([name for name, _ in key])]:
+            _, state = self._states.pop(key)
+            for name, begin, owed in _pieces(key, state):
                 residuals[name][begin : begin + owed.numel()].add_(owed)
 
     def scale(self, factor: float) -> None:
-        for _, _, state in self._states.values():
+        for _, state in self._states.values():
             if state.residual is not None:
                 state.residual.mul_(factor)
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [
-            {"names": list(names), "sizes": list(sizes), "compressor": spec, **state.state_dict()}
-            for names, (sizes, spec, state) in self._states.items()
+            {"run": [list(entry) for entry in key], "compressor": spec, **state.state_dict()}
+            for key, (spec, state) in self._states.items()
             if state.residual is not None
         ]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        made = {}
+        made: dict[_Key, tuple[str, ShardState]] = {}
         for saved in states:
             state = ShardState()
             state.load_state_dict({"residual": saved["residual"], "spans": saved["spans"]})
-            made[tuple(saved["names"])] = (tuple(saved["sizes"]), str(saved["compressor"]), state)
+            made[tuple((name, int(size)) for name, size in saved["run"])] = (str(saved["compressor"]), state)
         self._states = made
 
 
-def _pieces(
-    names: tuple[str | None, ...], sizes: tuple[int, ...], state: ShardState
-) -> Iterator[tuple[str, int, Tensor]]:
+def _pieces(key: _Key, state: ShardState) -> Iterator[tuple[str, int, Tensor]]:
     """(parameter, first entry in it, what is owed from there on)"""
     if state.residual is None:
         return
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(size for _, size in key))
     lengths = [stop - start for start, stop in state.spans]
     for (start, stop), owed in zip(state.spans, state.residual.split(lengths), strict=True):
-        for name, size, end in zip(names, sizes, ends, strict=True):
+        for (name, size), end in zip(key, ends, strict=True):
             low, high = max(start, end - size), min(stop, end)
             if low < high and name is not None:
                 yield name, low - (end - size), owed[low - start : high - start]

@@ -54,11 +54,11 @@ class Policy:
         set_("compressor", parsed(self.compressor))
         set_("include", _patterns("include", self.include))
         set_("exclude", _patterns("exclude", self.exclude))
+        if not isinstance(self.layers, Mapping):
+            raise ValueError(f"layers {self.layers!r}, expected a dict from patterns to compressors")
+        _patterns("layers", tuple(self.layers))
         set_("layers", {pattern: parsed(given) for pattern, given in self.layers.items()})
-        for steps, _ in self.warmup:
-            if type(steps) is not int or steps <= 0:
-                raise ValueError(f"a warm-up of {steps!r} steps, expected whole numbers above 0")
-        set_("warmup", tuple((steps, parsed(given)) for steps, given in self.warmup))
+        set_("warmup", _phases(self.warmup))
         for name in ("small", "adapt_every"):
             given = getattr(self, name)
             if type(given) is not int or given < 0:
@@ -88,8 +88,13 @@ class Policy:
         return all(isinstance(given, NoCompression) for given in (self.compressor, *self.layers.values()))
 
     def goes_dense(self, name: str, numel: int) -> bool:
-        """Whether this parameter is never compressed."""
-        return numel < self.small or not _fits(name, self.include) or _fits(name, self.exclude)
+        """Whether this parameter is never compressed, in the warm-up neither."""
+        if numel < self.small or not _fits(name, self.include) or _fits(name, self.exclude):
+            return True
+        return isinstance(self._of_layer(name), NoCompression)
+
+    def _of_layer(self, name: str) -> Compressor | None:
+        return next((parsed(given) for pattern, given in self.layers.items() if fnmatchcase(name, pattern)), None)
 
     def compressor_of(
         self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
@@ -100,18 +105,11 @@ class Policy:
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        for pattern, given in self.layers.items():
-            if fnmatchcase(name, pattern):
-                return parsed(given)
-        return (shared or {}).get(name) or parsed(self.compressor)
+        return self._of_layer(name) or (shared or {}).get(name) or parsed(self.compressor)
 
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
-        return (
-            bool(self.adapt_every)
-            and not self.goes_dense(name, numel)
-            and not any(fnmatchcase(name, pattern) for pattern in self.layers)
-        )
+        return bool(self.adapt_every) and not self.goes_dense(name, numel) and self._of_layer(name) is None
 
     def describe(self) -> dict[str, object]:
         """What a checkpoint records, and a resumed run must have again."""
@@ -170,17 +168,16 @@ def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, flo
     mean = sum(rms[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
     budget = sum(base.nbytes(size, torch.float32) for size in sizes.values())
     steps = (4, 2, 1, Fraction(1, 2), Fraction(1, 4))
-    made: dict[str, TopK] = {}
     for lower in range(24):  # eighths of a factor of two: as much as the budget holds
         factor = 2 ** ((12 - lower) / 4)
-        made = {}
+        made: dict[str, TopK] = {}
         for name in sizes:
             wanted = factor * rms[name] / mean if mean else 1.0
             times = next((step for step in steps if step <= wanted), steps[-1])
             made[name] = replace(base, ratio=min(Fraction(1), Fraction(base.ratio) * times))
         if sum(made[name].nbytes(size, torch.float32) for name, size in sizes.items()) <= budget:
             return made
-    return made
+    return dict.fromkeys(sizes, base)
 
 
 def parsed(given: Spec) -> Compressor:
@@ -191,8 +188,24 @@ def parsed(given: Spec) -> Compressor:
     raise ValueError(f"compressor {given!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
 
 
+def _phases(given: Warmup) -> tuple[tuple[int, Compressor], ...]:
+    phases = []
+    for phase in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
+        if not isinstance(phase, Sequence) or isinstance(phase, str) or len(phase) != 2:
+            raise ValueError(f"warmup {given!r}, expected a list of (steps, compressor)")
+        steps, compressor = phase
+        if type(steps) is not int or steps <= 0:
+            raise ValueError(f"a warm-up of {steps!r} steps, expected whole numbers above 0")
+        phases.append((steps, parsed(compressor)))
+    return tuple(phases)
+
+
 def _patterns(name: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(pattern, str) for pattern in given)
+    ):
         raise ValueError(f"{name} {given!r}, expected a list of patterns")
     return tuple(given)
 

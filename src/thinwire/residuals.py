@@ -4,6 +4,7 @@ DDP rebuilds its buckets after the first iteration, a checkpoint knows parameter
 have other buckets. So a parameter's part is found by its name, and moves when it is asked for in other company.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,7 +25,8 @@ class NamedVectors:
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
-        self._slices: dict[tuple[str | None, ...], Tensor] = {}
+        self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
+        self._lock = threading.Lock()
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -33,7 +35,13 @@ class NamedVectors:
 
         Where the name is None there is a gap: entries that belong to nobody.
         """
-        key, wide = tuple(names), residual_dtype(dtype)
+        with self._lock:  # buckets are handled by several threads
+            return self._slice(names, sizes, dtype, device)
+
+    def _slice(
+        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
         kept = self._slices.get(key)
         if kept is not None and kept.dtype == wide and kept.device == device:
             return kept
@@ -49,8 +57,10 @@ class NamedVectors:
                 if name in self._parts:
                     part.copy_(self._parts[name])
                 self._parts[name] = part
-        moved = {name for name in key if name is not None}
-        self._slices = {other: flat for other, flat in self._slices.items() if moved.isdisjoint(other)}
+        moved = {name for name in names if name is not None}
+        self._slices = {
+            other: flat for other, flat in self._slices.items() if moved.isdisjoint(name for name, _ in other)
+        }
         self._slices[key] = made
         return made
 
@@ -63,6 +73,10 @@ class NamedVectors:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
+
+    def slices(self) -> list[Tensor]:
+        """Everything, as it lies in memory."""
+        return list(self._slices.values())
 
     def named(self) -> dict[str, Tensor]:
         return dict(self._parts)

@@ -20,10 +20,12 @@ from torch.futures import Future
 
 from . import checkpoint
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
-from .collectives import ShardState, all_reduce_compressed
+from .collectives import Handle, Report, ShardState, all_reduce_compressed
+from .collectives.all_reduce import check_timeout
 from .collectives.groups import place
-from .compressors import TopK
-from .exchange import Exchange, Transform
+from .collectives.plan import ALGORITHMS
+from .compressors import Compressor, TopK
+from .exchange import Exchange, Transform, refuse
 from .owners import Owners
 from .policy import Policy, Spec, parsed, share_bytes
 from .residuals import NamedVectors
@@ -57,15 +59,18 @@ class SyncStats:
     def add(self, exchange: Exchange) -> None:
         counts = exchange.step.finite
         self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
-        self.last_bytes_sent = exchange.bytes_dense if exchange.passes_on else 0
+        self.last_bytes_sent = 0
         self.bytes_dense += exchange.bytes_dense
-        for report in [handle.report for handle in exchange.handles]:
-            self.last_bytes_sent += report.bytes_sent
-            self.messages += report.messages
-            self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
-            for phase, seconds in report.seconds.items():
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-        self.bytes_sent += self.last_bytes_sent
+        for handle in exchange.handles:
+            self.count(handle.report)
+
+    def count(self, report: Report) -> None:
+        self.bytes_sent += report.bytes_sent
+        self.last_bytes_sent += report.bytes_sent
+        self.messages += report.messages
+        self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
+        for phase, seconds in report.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 class Synchronizer:
@@ -104,6 +109,13 @@ class Synchronizer:
         timeout: float | timedelta | None = None,
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(parsed(compressor))
+        if self.policy.adapt_every and not error_feedback:
+            raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
+            raise ValueError(f"max_bytes {max_bytes!r}, expected a whole number of bytes above 0, or None")
+        check_timeout(timeout)
         self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.max_bytes, self.timeout = max_bytes, timeout
@@ -112,15 +124,25 @@ class Synchronizer:
         self.entries: dict[str, int] | None = None
         """Of every parameter, by name; known from the first step on, or beforehand."""
         self.wanted_layout: list[tuple[str, ...]] = []
-        """The buckets that the next step is to have, if it can."""
+        """The buckets that the next step is to have, if it can.
+
+        DDP puts its buckets together anew after its first step, and other buckets are other bits. So that a run which
+        goes on from a checkpoint, whose DDP begins anew, has the same bits as one that never stopped, its first step
+        has the buckets of the run that was saved; and the second step of any run has the buckets of its first.
+        """
         self._layout: list[tuple[str, ...]] = []
         self._vectors, self._owners = NamedVectors(), Owners()
         self._shared: dict[str, TopK] = {}
-        self._scale: float | None = None
+        self._scale = 1.0
+        """What the loss was multiplied by when residuals were last changed."""
         self._stats = SyncStats()
         self._finite: bool | None = None
         self._exchange: Exchange | None = None
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
+        self._fresh = True
+        """Before the first step, and nothing was loaded."""
+        self._unchecked: dict[str, int] | None = None
+        """Entries of the model of a checkpoint, until a model is there to be compared."""
 
     # What a caller sees.
 
@@ -131,7 +153,17 @@ class Synchronizer:
         """
         if isinstance(named_parameters, nn.Module):
             named_parameters = named_parameters.named_parameters()
-        groups = group_parameters([(name, p) for name, p in named_parameters if p.requires_grad])
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not named:
+            return
+        try:
+            groups = group_parameters(named)
+            if self._unchecked is not None:
+                checkpoint.check_model(self._unchecked, {name: p.numel() for name, p in named})
+        except ValueError as error:
+            refuse(self, error, named[0][1].device)
+            raise
+        self._unchecked = None
         futures = [
             self.reduce(flatten(group), first=index == 0, last=index == len(groups) - 1)
             for index, group in enumerate(groups)
@@ -198,11 +230,12 @@ class Synchronizer:
             owners.load_state_dict(saved["owners"])
         else:
             vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
-        self._vectors, self._owners, self._scale = vectors, owners, saved["scale"]
+        self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
         self._stats, self._finite, self._exchange, self._plans = SyncStats(steps=int(saved["steps"])), None, None, {}
         self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
+        self._fresh = not self._layout
+        self._unchecked = dict(saved["entries"]) if self.entries is None else None
         self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
-        self.entries = self.entries or dict(saved["entries"]) or None
 
     # What integrations use.
 
@@ -219,8 +252,23 @@ class Synchronizer:
             exchange.step.abandon(str(error))
             raise
         if last:
-            self.entries, self._layout, self.wanted_layout = exchange.entries, exchange.layout, []
+            self.entries, self._layout = exchange.entries, exchange.shown
+            self.wanted_layout = self._layout if self._fresh and not exchange.passes_on else []
+            self._fresh = False
         return future
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them."""
+        handles: list[Handle] = []
+        for tensor in tensors:
+            handles.append(
+                all_reduce_compressed(
+                    tensor, compressor, op=dist.ReduceOp.AVG, group=self.group, async_op=True, timeout=self.timeout
+                )
+            )
+        for handle in handles:
+            handle.wait()
+            self._stats.count(handle.report)
 
     def wait(self) -> None:
         """Until the step is over; raises what went wrong."""
@@ -242,7 +290,7 @@ class Synchronizer:
         key = (bucket.names, self.policy.phase(exchange.number), exchange.as_gradients)
         made = self._plans.get(key)
         if made is None:
-            compressors = [
+            compressors: list[Compressor] = [
                 self.policy.compressor_of(name, size, exchange.number, self._shared)
                 for name, size in zip(bucket.names, bucket.sizes, strict=True)
             ]
@@ -268,15 +316,13 @@ class Synchronizer:
         self._share_anew(number)
         transform = self.transform
         as_gradients = transform is not None and transform.begin()
-        self._exchange = Exchange(
-            self,
-            number,
-            passes_on=transform is None
+        passes_on = (
+            transform is None
             and self.policy.is_dense(number)
-            and (self.group is None or isinstance(self.group, dist.ProcessGroup)),
-            as_gradients=as_gradients,
-            collects=bool(self.wanted_layout) or (transform is not None and transform.whole),
+            and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
+        collects = (bool(self.wanted_layout) and not passes_on) or (transform is not None and transform.whole)
+        self._exchange = Exchange(self, number, passes_on, as_gradients, collects)
 
     def _account(self) -> None:
         """Once the step is settled, count it."""
@@ -297,10 +343,9 @@ class Synchronizer:
                 )
 
     def _follow_scale(self) -> None:
-        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
-            return
-        scale = float(self.grad_scaler.get_scale())
-        if self.transform is None and self._scale is not None and scale != self._scale:
+        enabled = self.transform is None and self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        scale = float(self.grad_scaler.get_scale()) if enabled else 1.0
+        if scale != self._scale:
             self._vectors.scale(scale / self._scale)
             self._owners.scale(scale / self._scale)
         self._scale = scale
@@ -312,7 +357,8 @@ class Synchronizer:
             return
         sizes = {name: size for name, size in sorted((self.entries or {}).items()) if policy.adapts(name, size)}
         if sizes:
-            owed = torch.stack([self._vectors[name].double().square().sum() for name in sizes])
+            nothing = torch.zeros(1, device=next(iter(self.residuals.values()), torch.zeros(())).device)
+            owed = torch.stack([self.residuals.get(name, nothing).double().square().sum() for name in sizes])
             all_reduce_compressed(owed, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
             energies = dict(zip(sizes, owed.tolist(), strict=True))
             self._shared = share_bytes(self._base(), sizes, energies)

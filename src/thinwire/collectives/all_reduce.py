@@ -93,7 +93,7 @@ def start(
     operations = [Operation(channel) for channel in channels(group, device)]
     try:
         for operation in operations:
-            operation.limit(_seconds(timeout))
+            operation.limit(check_timeout(timeout))
         call = make_call()
         job = prepare(call, operations)
     except Exception as error:
@@ -103,7 +103,8 @@ def start(
     return pass_on(job, call.op) if job.passes_on and part is None else submit(job, part)
 
 
-def _seconds(timeout: float | timedelta | None) -> float | None:
+def check_timeout(timeout: float | timedelta | None) -> float | None:
+    """In seconds."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

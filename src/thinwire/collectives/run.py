@@ -37,8 +37,6 @@ class Part:
     """Called in the operation's thread, before the tensor is read: it may write what is to be sent into it."""
     commit: Callable[[], None] = lambda: None
     """Called if the step counts, while the tensor still holds what `before` left there."""
-    after: Callable[[], None] = lambda: None
-    """Called if the step counts, when the result is in the tensor."""
 
 
 def submit(job: Job, part: Part | None = None) -> Handle:
@@ -59,8 +57,6 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                 if finite:
                     part.commit()
                 _take(outcome, job.tensor, finite)
-                if finite:
-                    part.after()
                 job.report.finite = finite
                 promise.keep([job.result])
         except BaseException as error:

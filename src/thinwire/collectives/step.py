@@ -28,7 +28,7 @@ class Step:
         """Whether the step counts; None until it is settled."""
         self._lock = threading.Lock()
         self._received: list[Received] = []
-        self._under_way, self._closed = 0, False
+        self._under_way, self._closed, self._settled = 0, False, False
         self._error: BaseException | None = None
 
     def join(self) -> None:
@@ -67,15 +67,14 @@ class Step:
 
     def _settle_if_complete(self) -> None:
         with self._lock:
-            if not self._closed or self._under_way:
+            if self._settled or not self._closed or self._under_way:
                 return
+            self._settled = True
             received, self._received = self._received, []
-        if self._error is not None:
-            for part in received:
-                part.fail(RuntimeError(f"another exchange of this step failed: {self._error}"))
-            return
-        finite = all(part.finite for part in received)
-        if self.finite is None:
-            self.finite = finite
+            finite = all(part.finite for part in received)
+            self.finite = finite if self._error is None else None
         for part in received:
-            part.settle(finite)
+            if self._error is None:
+                part.settle(finite)
+            else:
+                part.fail(RuntimeError(f"another exchange of this step failed: {self._error}"))

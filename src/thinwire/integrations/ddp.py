@@ -71,6 +71,7 @@ def attach(
 class _HookState:
     sync: Synchronizer
     names: dict[int, str]
+    may_be_unused: bool
 
 
 def register(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
@@ -82,7 +83,8 @@ def register(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
         if parameter.requires_grad and name not in ignored
     }
     sync.entries = {name: parameter.numel() for name, parameter in named.items()}
-    ddp.register_comm_hook(_HookState(sync, {id(parameter): name for name, parameter in named.items()}), _hook)
+    names = {id(parameter): name for name, parameter in named.items()}
+    ddp.register_comm_hook(_HookState(sync, names, ddp.find_unused_parameters), _hook)
 
 
 def _hook(
@@ -94,29 +96,34 @@ def _hook(
     return state.sync.reduce(flat, first=bucket.index() == 0, last=bucket.is_last())
 
 
+_sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()
+"""Models with sparse gradients, and their compressor, of which no optimizer has been seen so far."""
+_looks = False
+
+
 def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
     """Once, when an Adam-like optimizer first steps on parameters whose gradients are sparse."""
+    global _looks
     sparse = [given for given in _final_compressors(sync.policy) if isinstance(given, (TopK, RandomK))]
-    if not sparse:
-        return
-    model = weakref.ref(ddp)
+    if sparse:
+        _sparse[ddp] = format_spec(sparse[0])
+        if not _looks:
+            register_optimizer_step_pre_hook(_look)
+            _looks = True
 
-    def look(optimizer: Optimizer, *_: Any) -> None:
-        owner = model()
-        mine = set() if owner is None else {id(parameter) for parameter in owner.parameters()}
-        if owner is None:
-            handle.remove()
-        elif any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            handle.remove()
+
+def _look(optimizer: Optimizer, *_: Any) -> None:
+    for ddp, spec in list(_sparse.items()):
+        mine = {id(parameter) for parameter in ddp.parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            del _sparse[ddp]
             if isinstance(optimizer, _ADAM_LIKE):
                 warnings.warn(
-                    f"{type(optimizer).__name__} on gradients compressed by {format_spec(sparse[0])}: its second "
-                    "moment sees sparse lumps, and training ends at a much higher loss (`thinwire bench recipe` shows "
-                    "how much); use thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
+                    f"{type(optimizer).__name__} on gradients compressed by {spec}: its second moment sees sparse "
+                    "lumps, and training ends at a much higher loss (`thinwire bench recipe` shows how much); use "
+                    "thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
                     stacklevel=4,
                 )
-
-    handle = register_optimizer_step_pre_hook(look)
 
 
 def _final_compressors(policy: Policy) -> list[Compressor]:

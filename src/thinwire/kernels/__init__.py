@@ -55,9 +55,14 @@ class Kernel(Protocol):
 class AdamKernel(Protocol):
     """The optimizer's own arithmetic; `reference.adam` says what it is."""
 
-    def send(self, g: Tensor, m: Tensor, v: Tensor, decay: float, gain: float, scale: float, floor: float) -> None: ...
+    def send(
+        self, g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float,
+        rate: float,
+    ) -> None: ...  # fmt: skip
 
-    def commit(self, u: Tensor, m: Tensor, v: Tensor, scale: float, floor: float) -> None: ...
+    def commit(
+        self, u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
+    ) -> None: ...
 
 
 class CheckedKernel(Kernel, Protocol):

@@ -2,9 +2,13 @@
 
 Error feedback delivers an entry late and in lumps. In the gradient that ruins Adam: its second moment sees the lumps.
 So each rank makes its update, momentum / sqrt(second moment), from its own gradients, and that is what is compressed.
+
+The second moment is dense and cannot be sent every step. Each rank follows its own gradients with it, which costs no
+bytes, and now and then the ranks average theirs: often while the training is young, then every `refresh_every` steps.
+Roots of second moments span many orders of magnitude, so it is their logarithms that are sent, in 8 bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +16,50 @@ from torch import Tensor
 
 from .. import kernels
 from ..buckets import Run
+from ..compressors import NoCompression, Quantize
 from ..policy import Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
+_FIRST_REFRESH = 16
+_SMALLEST_SHARE = 1e-4
+"""Of the mean second moment of its tensor that an entry has at least, when it is averaged or frozen."""
+_PIECE, _AT_ONCE = 1 << 20, 8
+"""Second moments are averaged in pieces of so many entries, so many at a time: there is no second copy of all."""
+_EIGHT_BITS = Quantize(bits=8)
+
 
 class AdamW(CompressedOptimizer):
+    """torch's AdamW for slow networks: it exchanges compressed updates, not gradients.
+
+    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
+                   them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
+    lr, eps, weight_decay   as torch's. What was not sent keeps the lr of its own step.
+    betas          beta1 is 0.5 here and not 0.9: error feedback delays an entry, which acts as momentum by itself, and
+                   more on top of it overshoots.
+    compressor     a spec, a `Compressor`, or a `Policy` with all its rules.
+    warmup_steps   steps in which gradients are sent by `warmup`, and which are those of torch's AdamW.
+    refresh_every  steps from one average of the ranks' second moments to the next, but the first few come at 16, 32,
+                   64 ... steps; 0: the second moment is frozen after the warm-up, which should be 100 steps or more.
+    max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
+    grad_scaler    the `GradScaler` in use, if any.
+    group, algorithm, second, max_bytes, timeout   as for `Synchronizer`.
+
+    If any rank's gradient holds NaN or Inf, `step` changes nothing on any rank, and `skipped` counts it.
+
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(200, 100)
+    >>> optimizer = AdamW(model, lr=1e-3)
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 200)).square().mean().backward()
+    ...     _ = optimizer.step()
+    >>> optimizer.sync.steps
+    20
+    >>> dist.destroy_process_group()
+    """
+
     moments = ("exp_avg", "exp_avg_sq")
     local_moments = ("exp_avg",)
 
@@ -25,13 +67,14 @@ class AdamW(CompressedOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.8, 0.999),
+        betas: tuple[float, float] = (0.5, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         compressor: Spec | Policy = "topk:ratio=1/64,bits=2",
-        warmup_steps: int = 100,
+        warmup_steps: int = 10,
         warmup: Spec = "quantize:bits=8",
+        refresh_every: int = 200,
         max_grad_norm: float | None = None,
         ddp: Any = None,
         group: Any = None,
@@ -42,31 +85,43 @@ class AdamW(CompressedOptimizer):
         timeout: float | timedelta | None = None,
     ) -> None:
         checked("lr", lr, 0.0, float("inf"))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas {betas!r}, expected two numbers")
         checked("beta1", betas[0], 0.0, 1.0)
         checked("beta2", betas[1], 0.0, 1.0)
         checked("eps", eps, 0.0, float("inf"))
         checked("weight_decay", weight_decay, 0.0, float("inf"))
+        if type(refresh_every) is not int or refresh_every < 0:
+            raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
+        policy = policy_of(compressor, warmup_steps, warmup)
+        if not policy.warmup and not isinstance(policy.compressor, NoCompression):
+            raise ValueError("no warm-up: the second moment begins with it; give warmup_steps, 10 or more")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
-            grad_scaler=grad_scaler, group=group, algorithm=algorithm, second=second, max_bytes=max_bytes,
-            timeout=timeout,
+            params, defaults, policy, ddp=ddp, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler, group=group,
+            algorithm=algorithm, second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
+        self.refresh_every = refresh_every
         self._squares = 0
-        """Gradients that the second moment is made of."""
+        """Steps that the second moment has seen."""
 
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
-        """update = (beta1 m + (1 - beta1) gradient) / denominator"""
         m, v = self._moments_of(run, tensor)
-        beta1, (scale, floor) = group["betas"][0], self._divisor(group)
         update = tensor.to(m.dtype)  # the same tensor, unless it is of 16 bits
-        kernels.adam(tensor.device).send(update, m, v, beta1, (1 - beta1) * factor, scale, floor)
+        scale, floor = self._divisor(group)
+        kernels.adam(tensor.device).send(
+            update, m, v, group["betas"][0], factor, scale, floor, _limit(group), self._rate(group)
+        )
         if update is not tensor:
             tensor.copy_(update)
 
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
         m, v = self._moments_of(run, tensor)
-        kernels.adam(tensor.device).commit(tensor.to(m.dtype), m, v, *self._divisor(group))
+        beta1, beta2 = group["betas"]
+        kernels.adam(tensor.device).commit(
+            tensor.to(m.dtype), m, v, beta1, beta2 if self.refresh_every else 1.0, *self._divisor(group),
+            self._rate(group),
+        )  # fmt: skip
 
     def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
         """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
@@ -90,7 +145,38 @@ class AdamW(CompressedOptimizer):
 
     def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
         parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        parameter.add_(update, alpha=-float(group["lr"]))
+        parameter.add_(update, alpha=-group["reference_lr"])
+
+    def _after_step(self) -> None:
+        warms_up = self._transform.as_gradients
+        self._squares += warms_up or self.refresh_every > 0
+        if warms_up and not self._warms_up(self._count):
+            for v in self._second_moments():
+                _raise_small(v)
+        elif not warms_up and self._is_refresh(self._count):
+            self._refresh()
+
+    def _is_refresh(self, count: int) -> bool:
+        if not self.refresh_every:
+            return False
+        early = _FIRST_REFRESH <= count < self.refresh_every and count & (count - 1) == 0
+        return early or count % self.refresh_every == 0
+
+    def _refresh(self) -> None:
+        """Average the logarithms of the second moments over ranks."""
+        pieces = [piece for v in self._second_moments() for piece in v.split(_PIECE)]
+        for start in range(0, len(pieces), _AT_ONCE):
+            some = pieces[start : start + _AT_ONCE]
+            logarithms = [_raise_small(piece).log2() for piece in some]
+            self.sync.average(logarithms, _EIGHT_BITS)
+            for piece, logarithm in zip(some, logarithms, strict=True):
+                piece.copy_(logarithm.exp2_())
+
+    def _second_moments(self) -> Iterator[Tensor]:
+        """Those of all parameters that are compressed, one by one: the same, in the same order, on all ranks."""
+        for name, parameter in self.named_parameters():
+            if not self._transform.goes_dense(name, parameter.numel()) and name in self._vectors["exp_avg_sq"]:
+                yield self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:
         return {**super()._own_state(), "squares": self._squares}
@@ -99,5 +185,17 @@ class AdamW(CompressedOptimizer):
         super()._load_own_state(state)
         self._squares = int(state["squares"])
 
-    def _counts(self, as_gradients: bool) -> None:
-        self._squares += as_gradients
+
+def _raise_small(v: Tensor) -> Tensor:
+    """Entries far below their tensor's mean, in place: near 0, they would make any later gradient a huge update.
+
+    As those of an embedding's row whose token has not been seen.
+    """
+    mean = float(v.mean()) if v.numel() else 1.0
+    return v.clamp_(min=_SMALLEST_SHARE * mean if mean > 0 else 1.0)  # of a tensor without gradients nothing is known
+
+
+def _limit(group: dict[str, Any]) -> float:
+    """What Adam's own update cannot exceed: with a second moment that lags behind, ours could."""
+    beta1, beta2 = group["betas"]
+    return float(max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from .. import checkpoint
 from ..buckets import Bucket, Run
 from ..collectives import all_reduce_compressed
-from ..compressors import NoCompression, RandomK, TopK
-from ..exchange import Extra
+from ..compressors import NoCompression, RandomK, TopK, format_spec
 from ..integrations import register
 from ..kernels.layout import residual_dtype
-from ..policy import Policy
+from ..policy import Policy, parsed
 from ..residuals import NamedVectors
 from ..sync import Synchronizer
 from .parameters import find
@@ -50,8 +49,12 @@ class CompressedOptimizer(Optimizer):
         grad_scaler: Any,
         **options: Any,
     ) -> None:
+        _check_order(policy)
         found = find(params, ddp)
         super().__init__(found.groups, defaults)
+        for group in self.param_groups:
+            # What is sent is an update times lr / reference_lr, so that what was not sent keeps the lr of its step.
+            group["reference_lr"] = float(group["lr"]) or 1.0
         self.ddp = found.ddp
         if self.ddp is not None and options.get("group") is None:
             options["group"] = self.ddp.process_group
@@ -106,9 +109,9 @@ class CompressedOptimizer(Optimizer):
         self._exchanged = self._exchanges()
         if self.sync.finite:
             self._count += 1
-            self._counts(self._transform.as_gradients)
             for group in self.param_groups:
                 self._apply(group)
+            self._after_step()
         return loss
 
     @property
@@ -133,18 +136,14 @@ class CompressedOptimizer(Optimizer):
     @abstractmethod
     def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None: ...
 
-    def _sends_gradients(self) -> bool:
-        """Whether this step sends all gradients as they are: in the warm-up, until its phases become sparse."""
+    def _after_step(self) -> None:
+        """A step was taken."""
+
+    def _warms_up(self, step: int) -> bool:
+        """Whether a step is as torch's optimizer takes it: in the warm-up, until its phases become sparse."""
         policy = self.sync.policy
-        phase = policy.phase(self.sync.steps)
+        phase = policy.phase(step)
         return phase < len(policy.warmup) and not isinstance(policy.warmup[phase][1], (TopK, RandomK))
-
-    def _counts(self, as_gradients: bool) -> None:
-        """A step counts."""
-
-    def _extras(self) -> Iterable[Extra]:
-        """More to be averaged in this step."""
-        return ()
 
     # How it goes.
 
@@ -153,13 +152,18 @@ class CompressedOptimizer(Optimizer):
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.grad is None:
                 continue
-            if self._transform.sends_gradient_of(name, parameter.numel()):
-                gradient = parameter.grad
-                if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
-                    gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
-                self._step_by_gradient(group, name, parameter, gradient)
-            else:
+            goes_dense = self._transform.goes_dense(name, parameter.numel())
+            if not goes_dense and not self._transform.as_gradients:
                 self._step_by_update(group, parameter, parameter.grad)
+                continue
+            gradient = parameter.grad
+            if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
+                gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
+            self._step_by_gradient(group, name, parameter, gradient)
+
+    def _rate(self, group: dict[str, Any]) -> float:
+        """What an update is multiplied by when it is sent; never 0, since momentum is worked out from what was sent."""
+        return max(float(group["lr"]) / float(group["reference_lr"]), 1e-8)
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
         """A parameter's vector, in its shape."""
@@ -213,9 +217,9 @@ class CompressedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """The state of this rank, or those of all ranks in a list, which another number of ranks needs."""
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        states = checkpoint.as_list(state_dict)
         for state in states:
-            if "thinwire" not in state:
+            if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
                 raise ValueError(f"not a state of thinwire.{type(self).__name__}: there is no 'thinwire' in it")
         sync_states = [state["thinwire"] for state in states]
         choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size)
@@ -225,18 +229,32 @@ class CompressedOptimizer(Optimizer):
             raise ValueError(
                 f"a state of thinwire.{alike['thinwire'].get('optimizer')}, this is thinwire.{type(self).__name__}"
             )
+        _check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
         self.sync.load_state_dict(sync_states)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         taken = [by_rank[int(state["rank"])] for state in choice.taken]
+        apart = self._local_names(int(choice.alike["steps"])) if choice.alike["steps"] else []
         for kind in self.moments:
+            vectors = _vectors_in(alike, kind)
             if kind in self.local_moments:
-                self._vectors[kind] = checkpoint.merge(choice, [_vectors_in(state, kind) for state in taken])
-            else:
-                self._vectors[kind] = NamedVectors()
-                self._vectors[kind].load(_vectors_in(alike, kind))
+                local = checkpoint.merge(choice, [_vectors_in(state, kind) for state in taken])
+                vectors |= {name: local[name] if name in local else torch.zeros_like(vectors[name]) for name in apart}
+            self._vectors[kind] = NamedVectors()
+            self._vectors[kind].load(vectors)
         self._load_own_state(alike["thinwire"])
         self._exchanged = self._exchanges()
         self._refresh_state()
+
+    def _local_names(self, steps: int) -> list[str]:
+        """Parameters whose momentum differs between ranks after so many steps: those of which updates were sent."""
+        if self._warms_up(steps - 1):
+            return []
+        policy = self.sync.policy
+        return [
+            name
+            for name, p in self.named_parameters()
+            if not isinstance(policy.compressor_of(name, p.numel(), steps - 1), NoCompression)
+        ]
 
     def _own_state(self) -> dict[str, Any]:
         return {"optimizer": type(self).__name__, "count": self._count}
@@ -252,6 +270,35 @@ class CompressedOptimizer(Optimizer):
             }
             if kept:
                 self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
+
+
+def _check_order(policy: Policy) -> None:
+    """Momentum differs between ranks once updates are sent: from then on no step may be taken by average gradients."""
+    phases = [parsed(given) for _, given in policy.warmup]
+    updates = [isinstance(given, (TopK, RandomK)) for given in phases]
+    if True not in updates:
+        return
+    first = updates.index(True)
+    final = parsed(policy.compressor)
+    later = [given for given, update in list(zip(phases, updates, strict=True))[first:] if not update]
+    if isinstance(final, NoCompression):
+        later.append(final)
+    if later:
+        raise ValueError(
+            f"{format_spec(phases[first])} before {format_spec(later[0])}: once updates are sent, gradients cannot be "
+            "again; let the warm-up begin with what is not sparse, and end with what is"
+        )
+
+
+def _check_groups(saved: list[list[str]], here: list[dict[str, Any]]) -> None:
+    if len(saved) != len(here):
+        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, here there are {len(here)}")
+    for number, (names, group) in enumerate(zip(saved, here, strict=True)):
+        if list(names) != list(group["param_names"]):
+            differs = sorted(set(names) ^ set(group["param_names"])) or ["the same in another order"]
+            raise ValueError(
+                f"parameter group {number} of the checkpoint holds other parameters than here: {', '.join(differs[:3])}"
+            )
 
 
 def _vectors_in(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
@@ -279,21 +326,21 @@ class _Transform:
 
     def begin(self) -> bool:
         optimizer = self.optimizer
-        if optimizer.ddp is not None and optimizer._exchanges() != optimizer._exchanged:
+        if optimizer._exchanges() != optimizer._exchanged:
             raise RuntimeError(
-                "a second backward pass was exchanged before step(): .grad holds an update now, to which gradients "
-                "cannot be added; use no_sync() for all but the last backward pass"
+                "a second exchange before step(): .grad holds an update by now, to which gradients cannot be added; "
+                "exchange once a step, with DDP by no_sync() for all but the last backward pass"
             )
         scaler = optimizer.sync.grad_scaler
         self.scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         self._clip = 1.0
-        self.as_gradients, self._number = optimizer._sends_gradients(), optimizer.sync.steps
+        self._number = optimizer.sync.steps
+        self.as_gradients = optimizer._warms_up(self._number)
         return self.as_gradients
 
-    def sends_gradient_of(self, name: str, numel: int) -> bool:
-        """Whether it was the gradient of this parameter that was sent in the last exchange."""
-        policy = self.optimizer.sync.policy
-        return self.as_gradients or isinstance(policy.compressor_of(name, numel, self._number), NoCompression)
+    def goes_dense(self, name: str, numel: int) -> bool:
+        """Whether this parameter was not to be compressed in the last exchange."""
+        return isinstance(self.optimizer.sync.policy.compressor_of(name, numel, self._number), NoCompression)
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
@@ -317,6 +364,3 @@ class _Transform:
 
     def commit(self, run: Run, tensor: Tensor) -> None:
         self.optimizer._commit(run, tensor, self.optimizer.param_groups[run.family])  # type: ignore[call-overload]
-
-    def extras(self) -> Iterable[Extra]:
-        return self.optimizer._extras()

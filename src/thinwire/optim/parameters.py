@@ -26,9 +26,11 @@ def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
         given = given.named_parameters()
     elif isinstance(given, Tensor):
         raise ValueError("a single tensor, expected a module or an iterable of parameters")
-    groups = [entry if isinstance(entry, dict) else {"params": [entry]} for entry in given]
-    if groups and not any(len(group) > 1 for group in groups) and all(len(group["params"]) == 1 for group in groups):
-        groups = [{"params": [entry for group in groups for entry in group["params"]]}]
+    entries = list(given)
+    groups = entries if any(isinstance(entry, dict) for entry in entries) else [{"params": entries}]
+    for group in groups:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(f"a {type(group).__name__} among the groups, expected dicts with 'params'")
     known = {} if ddp is None else {id(p): name for name, p in ddp.module.named_parameters()}
     named = [
         {**group, "params": [_named(entry, f"{number}.{index}", known) for index, entry in enumerate(_listed(group))]}

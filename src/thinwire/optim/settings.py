@@ -1,11 +1,13 @@
 """Checks of what the optimizers were given."""
 
+from torch import Tensor
+
 from ..policy import Policy, Spec, parsed
 
 
 def checked(name: str, given: float, low: float, below: float) -> None:
     """ValueError unless low <= given < below."""
-    if not low <= float(given) < below:
+    if isinstance(given, bool) or not isinstance(given, (int, float, Tensor)) or not low <= float(given) < below:
         upper = "or more" if below == float("inf") else f"to below {below:g}"
         raise ValueError(f"{name} {given!r}, expected {low:g} {upper}")
 

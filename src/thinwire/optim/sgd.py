@@ -55,8 +55,8 @@ class SGD(CompressedOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(
             params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
-            grad_scaler=grad_scaler, group=group, algorithm=algorithm, second=second, max_bytes=max_bytes,
-            timeout=timeout,
+            grad_scaler=grad_scaler, group=group, algorithm=algorithm,
+            second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
 
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
@@ -72,18 +72,19 @@ class SGD(CompressedOptimizer):
                 update.mul_(1 + momentum).add_(buffer, alpha=momentum * momentum)
             else:
                 update.add_(buffer, alpha=momentum)
+        update.mul_(self._rate(group))
         if update is not tensor:
             tensor.copy_(update)
 
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
         (buffer,) = self._moments_of(run, tensor)
-        momentum = group["momentum"]
+        momentum, rate = group["momentum"], self._rate(group)
         if not momentum:
             return
         if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
-            buffer.mul_(momentum - momentum * momentum / (1 + momentum)).add_(tensor, alpha=1 / (1 + momentum))
+            buffer.mul_(momentum - momentum * momentum / (1 + momentum)).add_(tensor, alpha=1 / (1 + momentum) / rate)
         else:
-            buffer.copy_(tensor)
+            buffer.copy_(tensor).div_(rate)
 
     def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
         momentum = group["momentum"]
@@ -96,7 +97,7 @@ class SGD(CompressedOptimizer):
         parameter.add_(gradient.to(parameter.dtype), alpha=-float(group["lr"]))
 
     def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
-        parameter.add_(update, alpha=-float(group["lr"]))
+        parameter.add_(update, alpha=-group["reference_lr"])
 
     def _add_decay(self, run: Run, update: Tensor, group: dict[str, Any]) -> None:
         if group["weight_decay"]:

@@ -1,22 +1,35 @@
 """Adam's update in the place of the gradient, and its momentum from the update: plain torch, block by block.
 
-    send      g <- (decay m + gain g) / (sqrt(v) scale + floor)
-    commit    m <- u (sqrt(v) scale + floor)            with u, what `send` left in g
+    send      u = (beta1 m + (1 - beta1) factor g) / (sqrt(v) scale + floor), cut to at most `limit`;   g <- rate u
+    commit    m' = u (sqrt(v) scale + floor);   v <- beta2 v + (1 - beta2) ((m' - beta1 m) / (1 - beta1))^2;   m <- m'
 
-`commit` undoes the division, so that nothing has to be kept between the two, and nothing changes if a step is skipped.
+`commit` works out momentum and gradient again from what `send` left, so that nothing has to be kept between the two,
+and nothing changes if a step is skipped. With beta2 = 1 the second moment stays as it is. Inf is not cut, but left for
+the compressor to find.
 """
 
+import torch
 from torch import Tensor
 
 _BLOCK = 1 << 22
 """Entries at a time: the temporary tensors stay this small."""
 
 
-def send(g: Tensor, m: Tensor, v: Tensor, decay: float, gain: float, scale: float, floor: float) -> None:
+def send(
+    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
+) -> None:
     for g_part, m_part, v_part in zip(g.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        g_part.mul_(gain).add_(m_part, alpha=decay).div_(v_part.sqrt().mul_(scale).add_(floor))
+        g_part.mul_((1 - beta1) * factor).add_(m_part, alpha=beta1).div_(v_part.sqrt().mul_(scale).add_(floor))
+        torch.where(g_part.isinf(), g_part, g_part.clamp(-limit, limit), out=g_part)
+        g_part.mul_(rate)
 
 
-def commit(u: Tensor, m: Tensor, v: Tensor, scale: float, floor: float) -> None:
+def commit(
+    u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
+) -> None:
     for u_part, m_part, v_part in zip(u.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        m_part.copy_(v_part.sqrt().mul_(scale).add_(floor).mul_(u_part))
+        momentum = v_part.sqrt().mul_(scale).add_(floor).mul_(u_part).div_(rate)
+        if beta2 < 1:
+            gradient = (momentum - beta1 * m_part).div_(1 - beta1)
+            v_part.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        m_part.copy_(momentum)
