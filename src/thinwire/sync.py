@@ -22,7 +22,7 @@ from . import checkpoint
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, Report, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
-from .collectives.groups import place
+from .collectives.groups import check_kind, place
 from .collectives.plan import ALGORITHMS
 from .compressors import Compressor, TopK
 from .exchange import Exchange, Transform, refuse
@@ -116,6 +116,9 @@ class Synchronizer:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
             raise ValueError(f"max_bytes {max_bytes!r}, expected a whole number of bytes above 0, or None")
         check_timeout(timeout)
+        check_kind(group)
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.max_bytes, self.timeout = max_bytes, timeout

@@ -103,15 +103,20 @@ def _peak_on_cuda(job: Job, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _peak_on_linux(job: Job, device: torch.device) -> int:
+def peak_resident(job: Job) -> int:
+    """The process's resident memory at its highest while a job runs. Linux only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)  # freed memory that malloc holds back would hide what the job takes
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark down to what is resident now
-    before = _status("VmRSS")
     job()
-    return max(0, _status("VmHWM") - before)
+    return _status("VmHWM")
+
+
+def _peak_on_linux(job: Job, device: torch.device) -> int:
+    before = peak_resident(lambda: None)
+    return max(0, peak_resident(job) - before)
 
 
 def _status(key: str) -> int:

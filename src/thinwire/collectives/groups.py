@@ -7,12 +7,23 @@ from .channel import Channel, channel_of
 from .link import backend_of
 from .local import LocalGroup
 
+_EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None"
+
 
 def channels(group: object, device: torch.device) -> list[Channel]:
     """[between ranks], or [inside this node, between nodes]."""
     if isinstance(group, LocalGroup):
         return [group.channel]
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
+
+
+def check_kind(group: object) -> None:
+    """ValueError for what can be no group; whether this rank is in it shows on first use."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    kinds = (dist.ProcessGroup, DeviceMesh, LocalGroup, tuple)
+    if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, kinds):
+        raise ValueError(_EXPECTED.format(group))
 
 
 def place(group: object) -> tuple[int, int]:
@@ -50,7 +61,7 @@ def _groups(group: object) -> list[dist.ProcessGroup]:
         if group.ndim != 2:
             raise ValueError(f"a mesh of {group.ndim} dimensions, expected two: (nodes, ranks of a node)")
         return [_member(group.get_group(1)), _member(group.get_group(0))]
-    raise ValueError(f"group {group!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None")
+    raise ValueError(_EXPECTED.format(group))
 
 
 def _member(group: object) -> dist.ProcessGroup:

@@ -110,7 +110,15 @@ class AdamW(CompressedOptimizer):
         update = tensor.to(m.dtype)  # the same tensor, unless it is of 16 bits
         scale, floor = self._divisor(group)
         kernels.adam(tensor.device).send(
-            update, m, v, group["betas"][0], factor, scale, floor, _limit(group), self._rate(group)
+            update,
+            m,
+            v,
+            group["betas"][0],
+            factor,
+            scale,
+            floor,
+            _limit(group, self.sync.world_size),
+            self._rate(group),
         )
         if update is not tensor:
             tensor.copy_(update)
@@ -195,7 +203,7 @@ def _raise_small(v: Tensor) -> Tensor:
     return v.clamp_(min=_SMALLEST_SHARE * mean if mean > 0 else 1.0)  # of a tensor without gradients nothing is known
 
 
-def _limit(group: dict[str, Any]) -> float:
-    """What Adam's own update cannot exceed: with a second moment that lags behind, ours could."""
+def _limit(group: dict[str, Any], ranks: int) -> float:
+    """What a rank's part of Adam's own update cannot exceed: with a second moment that lags behind, ours could."""
     beta1, beta2 = group["betas"]
-    return float(max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))
+    return float(ranks * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

@@ -195,7 +195,7 @@ class CompressedOptimizer(Optimizer):
 
     def _check_replicas(self) -> None:
         """Replicas that begin differently would stay so for ever, and nobody would notice."""
-        sums = torch.stack([p.detach().double().sum() for _, p in self.named_parameters()])
+        sums = torch.stack([_digest(p) for _, p in self.named_parameters()])
         mean = sums.clone()
         all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=self.sync.group, timeout=self.sync.timeout)
         apart = (sums - mean).abs() > 1e-9 * (1.0 + mean.abs())
@@ -272,6 +272,12 @@ class CompressedOptimizer(Optimizer):
                 self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
 
 
+def _digest(parameter: Tensor) -> Tensor:
+    """A sum in which places count, too."""
+    flat = parameter.detach().double().view(-1)
+    return flat @ torch.arange(flat.numel(), device=flat.device).remainder(1009).add(1).double()
+
+
 def _check_order(policy: Policy) -> None:
     """Momentum differs between ranks once updates are sent: from then on no step may be taken by average gradients."""
     phases = [parsed(given) for _, given in policy.warmup]
@@ -315,7 +321,7 @@ class _Transform:
     """The optimizer, as its synchronizer sees it."""
 
     def __init__(self, optimizer: CompressedOptimizer, max_grad_norm: float | None) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
             raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.whole = max_grad_norm is not None
