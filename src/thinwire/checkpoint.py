@@ -126,6 +126,16 @@ def check_same(name: str, saved: object, here: object) -> None:
     )
 
 
+def check_lengths(state: State) -> None:
+    """ValueError if a state does not fit together."""
+    for name, residual in state["residuals"].items():
+        if not isinstance(residual, Tensor) or residual.numel() != state["entries"].get(name):
+            raise ValueError(
+                f"the residual of {name!r} in the checkpoint of rank {state['rank']} does not have the "
+                f"{state['entries'].get(name, 'no')} entries of its parameter: the checkpoint is damaged"
+            )
+
+
 def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> None:
     """ValueError if a checkpoint belongs to another model."""
     if here is None or not saved or dict(saved) == dict(here):

@@ -227,6 +227,8 @@ class Synchronizer:
         saved = choice.alike
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
         checkpoint.check_model(saved["entries"], self.entries)
+        for taken in choice.taken:
+            checkpoint.check_lengths(taken)
         owners = Owners()
         if choice.same_world:
             vectors = checkpoint.merge(choice, [saved["residuals"]])

@@ -7,12 +7,14 @@ hook's annotations as objects, so this module must not postpone their evaluation
 
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -93,7 +95,24 @@ def _hook(
 ) -> torch.futures.Future[torch.Tensor]:
     parameters = bucket.parameters()
     flat = Bucket(bucket.buffer(), tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
+    if state.may_be_unused:
+        _after_backward(lambda: _give_to_unused(state.sync, parameters, flat))
     return state.sync.reduce(flat, first=bucket.index() == 0, last=bucket.is_last())
+
+
+def _after_backward(action: Callable[[], None]) -> None:
+    """Behind what DDP does at the end of the backward pass: what is queued by something queued comes last."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(action))
+
+
+def _give_to_unused(sync: Synchronizer, parameters: Sequence[Tensor], bucket: Bucket) -> None:
+    """DDP drops the gradient of a parameter that no rank used; but what was owed to it has been sent by now."""
+    if sync.finite is None:  # nothing is compressed, so nothing was owed
+        return
+    for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
+        if parameter.grad is None:
+            parameter.grad = part.view(parameter.shape).clone()
 
 
 _sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()

@@ -352,8 +352,9 @@ class _Transform:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
         if self.max_grad_norm is None:
             return
-        norms = [torch.linalg.vector_norm(bucket.tensor, dtype=torch.float32) for bucket in buckets]
-        norm = float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))) / self.scale
+        parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
+        norms = [torch.linalg.vector_norm(parts[name], dtype=torch.float32).cpu() for name in sorted(parts)]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self.scale  # the same in whatever buckets
         limit = self.max_grad_norm * self.optimizer.sync.world_size**0.5
         self._clip = min(1.0, limit / (norm + 1e-6)) if norm < float("inf") else 1.0
 
