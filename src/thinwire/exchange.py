@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from .buckets import Bucket, Run
 from .collectives import Handle, ShardState
@@ -24,6 +24,7 @@ from .collectives.run import Part
 from .collectives.step import Step
 from .compressors import Compressor, NoCompression
 from .compressors.spec import mix_key
+from .futures import future_on, pass_result, when_all
 from .kernels.layout import RandomKLayout
 from .policy import DENSE
 
@@ -88,7 +89,7 @@ class Exchange:
     def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
         """Average one bucket, in place; the future is that of its tensor."""
         if self.collects:
-            future: Future[Tensor] = Future()
+            future = future_on(bucket.tensor.device)
             self._waiting.append((bucket, future))
             if last:
                 self._issue_collected()
@@ -111,22 +112,21 @@ class Exchange:
         layout, self.shown = self.sync.wanted_layout, [bucket.names for bucket in buckets]
         if layout == self.shown or {name for names in layout for name in names} != parts.keys():
             for bucket, future in self._waiting:
-                _pass_result(self._issue(bucket), future)
+                pass_result(self._issue(bucket), future, bucket.tensor)
             return
         regrouped = [
             Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
             for names in layout
         ]
 
-        def put_back(done: "Future[list[Future[Tensor]]]") -> None:
-            for bucket, result in zip(regrouped, done.value(), strict=True):
-                result.value()
+        def put_back() -> None:
+            for bucket in regrouped:
                 for name, part in bucket.parts().items():
                     parts[name].copy_(part)
 
-        whole = collect_all([self._issue(bucket) for bucket in regrouped]).then(put_back)
+        whole = when_all([self._issue(bucket) for bucket in regrouped], regrouped[0].tensor, put_back)
         for bucket, future in self._waiting:
-            _pass_result(whole.then(partial(_value, bucket.tensor)), future)
+            pass_result(whole, future, bucket.tensor)
 
     def _issue(self, bucket: Bucket) -> "Future[Tensor]":
         tensor, size, transform = bucket.tensor, self.sync.world_size, self.sync.transform
@@ -149,16 +149,13 @@ class Exchange:
             futures.append(self._start(packed, DENSE, 0, before=prepare))
         futures += [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
 
-        def put_back(done: "Future[list[Future[list[Tensor]]]]") -> Tensor:
-            for future in done.value():
-                future.value()  # raises what its operation raised
+        def put_back() -> None:
             if packed is not None:
                 parts = packed.split([end - begin for begin, end in plan.dense])
                 for (begin, end), part in zip(plan.dense, parts, strict=True):
                     tensor[begin:end] = part
-            return tensor
 
-        return collect_all(futures).then(put_back)
+        return when_all(futures, tensor, put_back)
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
         transform, gaps = self.sync.transform, run.gaps()
@@ -218,18 +215,3 @@ def refuse(sync: "Synchronizer", error: Exception, device: torch.device) -> None
 
     with suppress(type(error)):
         start(give_reason, sync.group, device, sync.timeout)
-
-
-def _value(tensor: Tensor, done: "Future[None]") -> Tensor:
-    done.value()
-    return tensor
-
-
-def _pass_result(source: "Future[Tensor]", target: "Future[Tensor]") -> None:
-    def pass_on(done: "Future[Tensor]") -> None:
-        try:
-            target.set_result(done.value())
-        except Exception as error:
-            target.set_exception(error)  # type: ignore[arg-type]
-
-    source.add_done_callback(pass_on)
