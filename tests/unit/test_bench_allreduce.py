@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from thinwire import cli
-from thinwire.bench import record
-from thinwire.bench.allreduce import Options, loopback, traffic, workers
+from thinwire.bench import record, workers
+from thinwire.bench.allreduce import Options, loopback, traffic
 from thinwire.bench.allreduce.cases import Case
 from thinwire.bench.allreduce.settings import settings
 from thinwire.bench.allreduce.simulated import SimulatedRow, simulate
 from thinwire.bench.allreduce.timed import Ratio
 from thinwire.bench.allreduce.traffic import FRAMING_LIMIT, ByteRow
-from thinwire.bench.allreduce.workers import WorkerError, Workers
+from thinwire.bench.workers import WorkerError, Workers
 from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
 

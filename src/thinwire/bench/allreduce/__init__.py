@@ -46,12 +46,13 @@ class Options:
 def run(options: Options) -> int:
     """Measure, simulate and print the tables; 1 if bytes are off their formula, or a worker failed."""
     # These load torch, for which help and wrong options should not wait.
+    from thinwire.bench.workers import WorkerError, Workers
+
     from .settings import settings
     from .simulated import simulate
     from .table import print_bytes, print_simulation, print_times
     from .timed import ratio_of, time_all
     from .traffic import count_all
-    from .workers import WorkerError, Workers
 
     given = settings(options)
     under = conditions(spec=options.spec, workers=given.workers, worker_threads=1, repeats=options.repeats)

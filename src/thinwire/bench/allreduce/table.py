@@ -1,10 +1,8 @@
 """The rows as tables for a person."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from thinwire.bench.tables import print_table
 
 from .simulated import RANKS_IN_NODE, SimulatedRow
 from .timed import RATIO_LIMIT, Ratio, TimeRow
@@ -18,7 +16,7 @@ def print_bytes(rows: Sequence[ByteRow]) -> None:
     """What each rank sends, counted and by the formula."""
     if not rows:
         return
-    _print(
+    print_table(
         f"Bytes sent per rank, {rows[0].case.numel:,} x float32",
         ("ranks", "compressor", "algorithm", "messages", "formula", "reported", "off", "interface", "off",
          "framing/message", ""),
@@ -38,6 +36,7 @@ def print_bytes(rows: Sequence[ByteRow]) -> None:
             )
             for row in rows
         ),
+        text=_TEXT,
     )  # fmt: skip
     print(
         f"ok: reported within {LIMIT:.0%} of the formula; on the loopback interface within {LIMIT:.0%} and "
@@ -56,13 +55,14 @@ def print_bytes(rows: Sequence[ByteRow]) -> None:
 def print_times(rows: Sequence[TimeRow], ratio: Ratio) -> None:
     """The whole beside its parts."""
     notes = {BARRIER: "taken off all others", WHOLE: "the whole", **dict.fromkeys(PARTS, "part")}
-    _print(
+    print_table(
         f"Time, {rows[0].ranks} ranks, {rows[0].numel:,} x float32",
         ("what", "ms", "p20-p80", ""),
         (
             (row.name, f"{row.time.p50:.1f}", f"({row.time.p20:.1f}-{row.time.p80:.1f})", notes.get(row.name, ""))
             for row in rows
         ),
+        text=_TEXT,
     )
     print(
         f"{WHOLE} {ratio.whole:.1f} ms / sum of its parts {ratio.parts:.1f} ms = {_or_not(ratio.value, '{:.3f}')}, "
@@ -75,7 +75,7 @@ def print_simulation(rows: Sequence[SimulatedRow]) -> None:
     if not rows:
         return
     dense = {row.world: row.sent for row in rows if row.algorithm == "dense"}
-    _print(
+    print_table(
         f"Simulation, {rows[0].numel:,} x float32, per rank; hierarchical: nodes of {RANKS_IN_NODE} ranks",
         ("ranks", "algorithm", "MB sent", "of dense", "MB between nodes", "messages", "memory, MB",
          "segments in 1 GiB", "messages then", "memory then, MB"),
@@ -94,21 +94,9 @@ def print_simulation(rows: Sequence[SimulatedRow]) -> None:
             )
             for row in rows
         ),
+        text=_TEXT,
     )  # fmt: skip
     print("One operation takes a quarter of the budget at most. n/a: not even its smallest segment fits.")
-
-
-def _print(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=1000)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in headers:
-        table.add_column(header, justify="left" if header in _TEXT else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(f"\n[bold]{title}[/]")
-    console.print(table)
 
 
 def _or_not(value: float | None, form: str) -> str:

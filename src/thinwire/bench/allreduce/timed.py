@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 
 from thinwire.bench.measure import Timing, percentile
 from thinwire.bench.progress import Progress
+from thinwire.bench.workers import Workers
 from thinwire.compressors import format_spec
 
 from .settings import Settings
 from .timer import BARRIER, PARTS, WHOLE, Span, Timer
-from .workers import Workers
 
 RATIO_LIMIT = 1.10
 """What the whole should take at most, in times of its parts. Told, not enforced."""

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from thinwire.bench.progress import Progress
+from thinwire.bench.workers import Workers
 from thinwire.collectives import Report
 
 from . import loopback
 from .cases import Case
 from .reducer import Reducer
 from .settings import Settings
-from .workers import Workers
 
 LIMIT = 0.02
 """How far a count may be off the formula."""

@@ -1,0 +1,126 @@
+"""How the gradients of a step become those of all ranks, and how many bytes that took.
+
+Bytes of thinwire are counted by its synchronizer. Those of torch's own all-reduce are not to be had from torch, so they
+are what a ring sends for what is all-reduced: 2 (P - 1) / P times its bytes, of which there are, for N parameters,
+
+    dense       4 N
+    fp16 hook   2 N
+    PowerSGD    4 N in its first steps; then 4 (rows + columns) rank for each matrix that it compresses and 4 for each
+                entry of the others, as its state counts them
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from thinwire.collectives.local import LocalGroup
+
+_ONE_BUCKET_MB = 1 << 14
+"""With several buckets PowerSGD issues its collectives in an order that differs between ranks."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe starts from, on one rank."""
+
+    model: nn.Module
+    """On its device, with the same weights on every rank."""
+    optimizer: Callable[..., torch.optim.Optimizer]
+    lr: float
+    options: dict[str, Any]
+    """Of the recipe, as given; `compressor` and `algorithm` are for who exchanges, unless that is the optimizer."""
+    warmup_steps: int
+    size: int
+    group: LocalGroup | None
+    """This rank's, if ranks are threads; else it is the default group of torch.distributed."""
+
+    def make(self, parameters: object, **more: object) -> torch.optim.Optimizer:
+        """The optimizer; what the recipe was given comes before `more`."""
+        return self.optimizer(parameters, **{"lr": self.lr, **more, **self.options})
+
+    def ring(self, nbytes: float) -> float:
+        return ring_bytes(nbytes, self.size)
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the training loop needs."""
+
+    module: nn.Module
+    """To be called: the model, or DDP around it."""
+    optimizer: torch.optim.Optimizer
+    bytes_sent: Callable[[int], float]
+    """By this rank in so many steps, which are all that were done."""
+    after_backward: Callable[[], None] = lambda: None
+
+
+def ring_bytes(nbytes: float, ranks: int) -> float:
+    """What each rank sends when a ring all-reduces so many bytes."""
+    return 2 * nbytes * (ranks - 1) / ranks
+
+
+def dense(setup: Setup) -> Exchange:
+    if setup.group is not None:
+        return synchronized(setup, "none", [])
+    step = setup.ring(4 * setup.parameters)
+    return Exchange(DDP(setup.model), setup.make(setup.model.parameters()), lambda steps: steps * step)
+
+
+def fp16(setup: Setup) -> Exchange:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    module, step = DDP(setup.model), setup.ring(2 * setup.parameters)
+    module.register_comm_hook(None, fp16_compress_hook)
+    return Exchange(module, setup.make(setup.model.parameters()), lambda steps: steps * step)
+
+
+def powersgd(setup: Setup, rank: int) -> Exchange:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, setup.warmup_steps), random_seed=0
+    )
+    module, whole = DDP(setup.model, bucket_cap_mb=_ONE_BUCKET_MB), setup.parameters
+    module.register_comm_hook(state, powerSGD_hook)
+
+    def bytes_sent(steps: int) -> float:
+        left_out = state.total_numel_before_compression - state.total_numel_after_compression
+        return setup.ring(4 * (steps * whole - left_out))
+
+    return Exchange(module, setup.make(setup.model.parameters()), bytes_sent)
+
+
+def synchronized(setup: Setup, compressor: str, warmup: Sequence[tuple[int, str]]) -> Exchange:
+    """Gradients are compressed; the optimizer is torch's."""
+    options = dict(setup.options)
+    policy = thinwire.Policy(options.pop("compressor", compressor), warmup=warmup)
+    given = {"algorithm": options.pop("algorithm", "auto")}
+    optimizer = setup.optimizer(setup.model.parameters(), **{"lr": setup.lr, **options})
+    if setup.group is None:
+        module = DDP(setup.model)
+        sync = thinwire.attach(module, policy, **given)
+        return Exchange(module, optimizer, lambda steps: float(sync.stats.bytes_sent))
+    sync = thinwire.Synchronizer(policy, group=setup.group, **given)
+    return Exchange(
+        setup.model,
+        optimizer,
+        lambda steps: float(sync.stats.bytes_sent),
+        lambda: sync.all_reduce_gradients(setup.model.named_parameters()),
+    )
+
+
+def in_optimizer(setup: Setup) -> Exchange:
+    """thinwire's optimizer, which exchanges its updates."""
+    module = DDP(setup.model) if setup.group is None else setup.model
+    more = {} if setup.group is None else {"group": setup.group}
+    optimizer: Any = setup.make(module, warmup_steps=setup.warmup_steps, **more)
+    return Exchange(module, optimizer, lambda steps: float(optimizer.sync.stats.bytes_sent))

@@ -1,0 +1,1 @@
+"""Models and data to train with, small enough for one machine and found on any."""
