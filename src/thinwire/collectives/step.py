@@ -32,8 +32,10 @@ class Step:
         self._error: BaseException | None = None
 
     def join(self) -> None:
-        """An operation is issued."""
+        """An operation is issued. RuntimeError if another one failed: this one would wait for ranks that have left."""
         with self._lock:
+            if self._error is not None:
+                raise RuntimeError(f"another exchange of this step failed: {self._error}") from self._error
             assert not self._closed
             self._under_way += 1
 

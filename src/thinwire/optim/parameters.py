@@ -18,6 +18,8 @@ def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
     given   a DDP model, another module, parameters, (name, parameter) pairs, or dicts of them with options.
     ddp     the model that parameters given otherwise belong to.
     """
+    if ddp is not None and not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(f"ddp {ddp!r}, expected the DistributedDataParallel that the parameters belong to, or None")
     if isinstance(given, DistributedDataParallel):
         if ddp is not None and ddp is not given:
             raise ValueError("two DDP models, expected one")
