@@ -20,7 +20,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         sync.all_reduce_gradients(student.named_parameters())
-        if sync.finite:  # else a rank had NaN or Inf, and all ranks skip the step
+        if sync.finite is not False:  # else a rank had NaN or Inf, and all ranks skip the step
             optimizer.step()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}, {sync.stats.ratio:.0f} times fewer bytes")

@@ -24,12 +24,13 @@ def save(folder: Path, state: dict[str, object]) -> None:
 
 def load(folder: Path, ddp: DistributedDataParallel, optimizer: thinwire.AdamW) -> int:
     """The step to go on with. All ranks read all states: each takes its part, whatever the number of ranks was."""
-    states = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
-    if not states:
+    if not (folder / "rank0.pt").exists():
         return 0
-    ddp.module.load_state_dict(states[0]["model"])
-    optimizer.load_state_dict([state["optimizer"] for state in states[: states[0]["ranks"]]])
-    return int(states[0]["step"])
+    first = torch.load(folder / "rank0.pt", weights_only=True)
+    states = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(first["ranks"])]
+    ddp.module.load_state_dict(first["model"])
+    optimizer.load_state_dict([state["optimizer"] for state in states])
+    return int(first["step"])
 
 
 def main(folder: Path) -> None:

@@ -118,13 +118,29 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
 
 def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
     """Gradients as one tensor, of which they are views from now on: so there is no second copy of them."""
-    flat = torch.cat(
-        [
-            torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.detach().reshape(-1)
-            for _, p in group
-        ]
-    )
-    bucket = Bucket(flat, tuple(name for name, _ in group), tuple(p.numel() for _, p in group))
+    first, sizes = group[0][1], tuple(p.numel() for _, p in group)
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    bucket = Bucket(flat, tuple(name for name, _ in group), sizes)
     for (_, parameter), part in zip(group, bucket.parts().values(), strict=True):
-        parameter.grad = part.view(parameter.shape)
+        view = shaped(part, parameter)
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+        parameter.grad = view
     return bucket
+
+
+def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A part of a bucket in the shape of its parameter, with its strides if they leave no gap: so DDP has it.
+
+    >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
+    tensor([[0., 2., 4.],
+            [1., 3., 5.]])
+    """
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

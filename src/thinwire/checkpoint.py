@@ -25,6 +25,7 @@ _KEYS = {
     "rank",
     "world_size",
     "policy",
+    "options",
     "steps",
     "scale",
     "entries",
@@ -74,6 +75,10 @@ def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice
             raise ValueError(f"a checkpoint of format {state['format']}, expected {FORMAT}: written by another version")
     if not states:
         raise ValueError("no state was given, expected one for each rank of the saved run")
+    for key in ("world_size", "steps", "policy"):
+        if any(state[key] != states[0][key] for state in states):
+            told = ", ".join(f"rank {state['rank']}: {state[key]}" for state in states)
+            raise ValueError(f"states that do not belong together: {key} differs ({told})")
     saved_size = int(states[0]["world_size"])
     by_rank = {int(state["rank"]): state for state in states}
     needed = old_ranks(rank, world_size, saved_size)
@@ -88,7 +93,7 @@ def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice
     return Choice(by_rank[needed[0]], taken, world_size / saved_size, world_size == saved_size)
 
 
-def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]], device: torch.device | None = None) -> NamedVectors:
+def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> NamedVectors:
     """The vectors that this rank goes on with, from those of the states it takes."""
     made = NamedVectors()
     if choice.same_world:

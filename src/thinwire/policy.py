@@ -1,6 +1,6 @@
 """Which parameters are compressed, how, and from which step on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -110,6 +110,20 @@ class Policy:
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
         return bool(self.adapt_every) and not self.goes_dense(name, numel) and self._of_layer(name) is None
+
+    def check_order(self) -> None:
+        """ValueError if residuals would be left behind."""
+        order = [*(given for _, given in self.warmup), self.compressor]
+        compressed = [not isinstance(given, NoCompression) for given in order]
+        if True in compressed and not all(compressed[compressed.index(True) :]):
+            raise ValueError("a phase of none after one that compresses: what is owed by then would never be sent")
+
+    def check_patterns(self, names: Collection[str]) -> None:
+        """ValueError for a pattern that fits no parameter, which is a mistake in most cases."""
+        for pattern in (*self.include, *self.exclude, *self.layers):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(sorted(names)[:5])
+                raise ValueError(f"the pattern {pattern!r} of the policy fits no parameter; there are {some} ...")
 
     def describe(self) -> dict[str, object]:
         """What a checkpoint records, and a resumed run must have again."""

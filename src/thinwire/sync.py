@@ -8,7 +8,7 @@ gradients of the step are NaN on every rank, and nothing else has changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
 from typing import Any
@@ -20,57 +20,16 @@ from torch.futures import Future
 
 from . import checkpoint
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
-from .collectives import Handle, Report, ShardState, all_reduce_compressed
+from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
 from .collectives.groups import check_kind, place
 from .collectives.plan import ALGORITHMS
-from .compressors import Compressor, TopK
+from .compressors import Compressor, NoCompression, TopK, format_spec
 from .exchange import Exchange, Transform, refuse
 from .owners import Owners
 from .policy import Policy, Spec, parsed, share_bytes
 from .residuals import NamedVectors
-
-
-@dataclass
-class SyncStats:
-    """What a synchronizer has done so far, on this rank."""
-
-    steps: int = 0
-    """Steps that counted."""
-    skipped: int = 0
-    """Steps that some rank's NaN or Inf ended."""
-    bytes_sent: int = 0
-    """Handed to the network by this rank."""
-    bytes_dense: int = 0
-    """What a dense ring all-reduce of the same gradients would have sent."""
-    last_bytes_sent: int = 0
-    """In the last step."""
-    messages: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of encode, exchange and decode, summed over operations, which overlap."""
-    algorithms: dict[str, int] = field(default_factory=dict)
-    """Operations by algorithm."""
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes than dense; 1.0 before the first step."""
-        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
-
-    def add(self, exchange: Exchange) -> None:
-        counts = exchange.step.finite
-        self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
-        self.last_bytes_sent = 0
-        self.bytes_dense += exchange.bytes_dense
-        for handle in exchange.handles:
-            self.count(handle.report)
-
-    def count(self, report: Report) -> None:
-        self.bytes_sent += report.bytes_sent
-        self.last_bytes_sent += report.bytes_sent
-        self.messages += report.messages
-        self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
-        for phase, seconds in report.seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+from .sync_stats import SyncStats
 
 
 class Synchronizer:
@@ -84,6 +43,7 @@ class Synchronizer:
     grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
     max_bytes        an error if the payloads of one step, which are held until it ends, need more memory.
     timeout          seconds for one exchange; by default that of the group.
+    transform        for optimizers, which send something else than gradients.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -107,8 +67,11 @@ class Synchronizer:
         grad_scaler: Any = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
+        transform: Transform | None = None,
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(parsed(compressor))
+        if error_feedback and transform is None:
+            self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
             raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
         if algorithm not in ALGORITHMS:
@@ -122,8 +85,7 @@ class Synchronizer:
         self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.max_bytes, self.timeout = max_bytes, timeout
-        self.transform: Transform | None = None
-        """An optimizer's, that sends something else than gradients."""
+        self.transform = transform
         self.entries: dict[str, int] | None = None
         """Of every parameter, by name; known from the first step on, or beforehand."""
         self.wanted_layout: list[tuple[str, ...]] = []
@@ -142,7 +104,7 @@ class Synchronizer:
         self._finite: bool | None = None
         self._exchange: Exchange | None = None
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
-        self._fresh = True
+        self._fresh, self._loaded = True, False
         """Before the first step, and nothing was loaded."""
         self._unchecked: dict[str, int] | None = None
         """Entries of the model of a checkpoint, until a model is there to be compared."""
@@ -156,17 +118,16 @@ class Synchronizer:
         """
         if isinstance(named_parameters, nn.Module):
             named_parameters = named_parameters.named_parameters()
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        everything = list(named_parameters)
+        named = [(name, p) for name, p in everything if p.requires_grad]
         if not named:
             return
         try:
             groups = group_parameters(named)
-            if self._unchecked is not None:
-                checkpoint.check_model(self._unchecked, {name: p.numel() for name, p in named})
+            self.know(everything)
         except ValueError as error:
             refuse(self, error, named[0][1].device)
             raise
-        self._unchecked = None
         futures = [
             self.reduce(flatten(group), first=index == 0, last=index == len(groups) - 1)
             for index, group in enumerate(groups)
@@ -208,6 +169,7 @@ class Synchronizer:
             "rank": self.rank,
             "world_size": self.world_size,
             "policy": self.policy.describe(),
+            "options": self._options(),
             "steps": self._stats.steps,
             "scale": self._scale,
             "entries": dict(self.entries or {}),
@@ -226,11 +188,13 @@ class Synchronizer:
         choice = checkpoint.choose(state, self.rank, self.world_size)
         saved = choice.alike
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
+        options, here = saved["options"], self._options()
+        checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
         checkpoint.check_model(saved["entries"], self.entries)
         for taken in choice.taken:
             checkpoint.check_lengths(taken)
         owners = Owners()
-        if choice.same_world:
+        if choice.same_world and options == here:
             vectors = checkpoint.merge(choice, [saved["residuals"]])
             owners.load_state_dict(saved["owners"])
         else:
@@ -238,16 +202,30 @@ class Synchronizer:
         self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
         self._stats, self._finite, self._exchange, self._plans = SyncStats(steps=int(saved["steps"])), None, None, {}
         self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
-        self._fresh = not self._layout
+        self._fresh, self._loaded = not self._layout, True
         self._unchecked = dict(saved["entries"]) if self.entries is None else None
         self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
 
+    def _options(self) -> dict[str, Any]:
+        second = None if self.second is None else format_spec(self.second)
+        return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
+
     # What integrations use.
+
+    def know(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The model's parameters, frozen ones too; ValueError if they do not fit the policy or a checkpoint."""
+        if self.entries is not None:
+            return
+        entries = {name: parameter.numel() for name, parameter in named}
+        self.policy.check_patterns(entries.keys())
+        if self._unchecked is not None:
+            checkpoint.check_model(self._unchecked, entries)
+        self.entries, self._unchecked = entries, None
 
     def reduce(self, bucket: Bucket, *, first: bool, last: bool) -> "Future[Tensor]":
         """Average one bucket of a step, in place; the future is that of its tensor."""
         if first:
-            self._begin()
+            self._begin(bucket.tensor.device)
         exchange = self._exchange
         assert exchange is not None
         try:
@@ -257,7 +235,7 @@ class Synchronizer:
             exchange.step.abandon(str(error))
             raise
         if last:
-            self.entries, self._layout = exchange.entries, exchange.shown
+            self.entries, self._layout = {**(self.entries or {}), **exchange.entries}, exchange.shown
             self.wanted_layout = self._layout if self._fresh and not exchange.passes_on else []
             self._fresh = False
         return future
@@ -312,8 +290,10 @@ class Synchronizer:
 
     # From step to step.
 
-    def _begin(self) -> None:
+    def _begin(self, device: torch.device) -> None:
         self._account()
+        if self._loaded:
+            self._compare_steps(device)
         if self._exchange is not None:
             self._exchange.step.abandon("its backward pass did not come to an end")
         self._follow_scale()
@@ -328,6 +308,16 @@ class Synchronizer:
         )
         collects = (bool(self.wanted_layout) and not passes_on) or (transform is not None and transform.whole)
         self._exchange = Exchange(self, number, passes_on, as_gradients, collects)
+
+    def _compare_steps(self, device: torch.device) -> None:
+        """ValueError on all ranks if they go on from checkpoints of different steps."""
+        steps = torch.zeros(self.world_size, dtype=torch.float64, device=device)
+        steps[self.rank] = self._stats.steps
+        all_reduce_compressed(steps, "none", group=self.group, timeout=self.timeout)
+        if len(set(steps.tolist())) > 1:
+            listed = ", ".join(f"rank {rank} at {int(step)}" for rank, step in enumerate(steps.tolist()))
+            raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")
+        self._loaded = False
 
     def _account(self) -> None:
         """Once the step is settled, count it."""
@@ -364,7 +354,7 @@ class Synchronizer:
         if sizes:
             nothing = torch.zeros(1, device=next(iter(self.residuals.values()), torch.zeros(())).device)
             owed = torch.stack([self.residuals.get(name, nothing).double().square().sum() for name in sizes])
-            all_reduce_compressed(owed, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
+            self.average([owed], NoCompression())
             energies = dict(zip(sizes, owed.tolist(), strict=True))
             self._shared = share_bytes(self._base(), sizes, energies)
             self._plans = {}

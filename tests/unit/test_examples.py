@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,6 +32,36 @@ def test_all_reduce_example_counts_the_bytes() -> None:
         times_less = re.search(r"(\d+) times less", output)
         assert times_less, output
         assert 190 <= int(times_less[1]) <= 196, output
+
+
+def torchrun(example: str, ranks: int, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+         str(ROOT / "examples" / example), *args],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", ["ddp.py", "plain_loop.py"])
+def test_training_examples_learn_with_few_bytes(example: str) -> None:
+    lines = re.findall(r"step (\d+): loss ([\d.]+), (\d+) times fewer bytes", torchrun(example, 2))
+    assert [int(step) for step, _, _ in lines] == [50, 100, 150, 200]
+    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
+    assert int(lines[-1][2]) >= 20, lines
+
+
+def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    first, again, more = (torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 2, 3))
+    assert "steps 1 to 100" in first
+    assert "steps 101 to 200" in again
+    assert "steps 201 to 300" in more
+    losses = [float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (first, again, more)]
+    assert losses[0] > losses[1] > losses[2], losses
 
 
 def test_examples_are_short() -> None:

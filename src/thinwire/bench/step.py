@@ -103,8 +103,12 @@ class Stepper:
 
 def run(options: Options) -> int:
     """Measure and print the table; 1 if a worker failed."""
+    from thinwire.train.models import model_config
+
     from .workers import WorkerError, Workers
 
+    for spec in (options.model, options.large_model):
+        model_config(spec)
     for name in ("workers", "batch", "rounds"):
         if getattr(options, name) < (2 if name == "workers" else 1):
             raise ValueError(f"--{name} {getattr(options, name)} is too few")

@@ -20,14 +20,26 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], O
     """`stage` is on the operation between nodes; `inside` is the one of this rank's node."""
     node = replace(stage, operation=inside, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     cut = shares(stage.tensor.numel(), granule, node.size)
+    start, stop = cut[node.rank]
+    # What was kept when shares were cut otherwise, or by a run with other nodes, is sent in the dense stage.
+    residual = None if stage.residual is None else stage.residual[start:stop]
+    strays = [] if stage.residual is None else [stage.residual[:start], stage.residual[stop:]]
+    strays = [part for part in strays if bool(part.any())]
+    if strays and stage.residual is not None and residual is not None:
+        whole = (stage.tensor + stage.residual).to(stage.tensor.dtype)
+        whole[start:stop] = stage.tensor[start:stop]
+        node = replace(node, tensor=whole)
     total, _ = reduce_scatter(node, cut)
 
-    start, stop = cut[node.rank]
-    residual = None if stage.residual is None else stage.residual[start:stop]
     between = algorithm(replace(stage, tensor=total, residual=residual))
     result = torch.full_like(total, torch.nan)
     if between.finite:
         between.write(result)
     around = all_gather(node, cut, result)
 
-    return Outcome(around.finite, between.commit, around.write)
+    def commit() -> None:
+        between.commit()
+        for part in strays:
+            part.zero_()
+
+    return Outcome(around.finite, commit, around.write)

@@ -44,7 +44,8 @@ class ShardState:
         if self.residual is None:
             entries = sum(stop - start for start, stop in spans)
             self.residual, self.spans = torch.zeros(entries, dtype=dtype, device=device), spans
-        if self.spans != spans or self.residual.dtype != dtype or self.residual.device != device:
+        self.residual = self.residual.to(device)  # where a checkpoint was loaded to another one
+        if self.spans != spans or self.residual.dtype != dtype:
             raise ValueError(
                 f"the state holds entries {_listed(self.spans)} as {self.residual.dtype} on {self.residual.device}, "
                 f"expected {_listed(spans)} as {dtype} on {device}: it was made for another tensor, group or max_bytes"

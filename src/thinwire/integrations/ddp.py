@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..buckets import Bucket
+from ..buckets import Bucket, shaped
 from ..compressors import Compressor, RandomK, TopK, format_spec
 from ..policy import Policy, Spec, parsed
 from ..sync import Synchronizer
@@ -58,6 +58,7 @@ def attach(
     For Adam with top-k use `thinwire.AdamW` instead, which compresses its update: gradients so sparse spoil Adam's
     second moment.
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # what torch.compile wraps
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"a {type(ddp).__name__}, expected a DistributedDataParallel; for others use a Synchronizer")
     sync = Synchronizer(
@@ -79,12 +80,8 @@ class _HookState:
 def register(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
     """Make the synchronizer the model's communication hook."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    named = {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
-    sync.entries = {name: parameter.numel() for name, parameter in named.items()}
+    named = {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
+    sync.know(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
     ddp.register_comm_hook(_HookState(sync, names, ddp.find_unused_parameters), _hook)
 
@@ -94,6 +91,8 @@ def _hook(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     parameters = bucket.parameters()
+    if bucket.buffer().layout != torch.strided:
+        raise ValueError(f"the gradient of {state.names[id(parameters[0])]!r} is sparse, expected a dense one")
     flat = Bucket(bucket.buffer(), tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
     if state.may_be_unused:
         _after_backward(lambda: _give_to_unused(state.sync, parameters, flat))
@@ -111,8 +110,11 @@ def _give_to_unused(sync: Synchronizer, parameters: Sequence[Tensor], bucket: Bu
     if sync.finite is None:  # nothing is compressed, so nothing was owed
         return
     for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
+        result = shaped(part, parameter)
         if parameter.grad is None:
-            parameter.grad = part.view(parameter.shape).clone()
+            parameter.grad = result.clone() if bool(part.any()) else None
+        elif parameter.grad.data_ptr() != result.data_ptr():
+            parameter.grad.copy_(result)  # which it holds already, if any rank used it
 
 
 _sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()

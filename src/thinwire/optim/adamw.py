@@ -5,28 +5,29 @@ So each rank makes its update, momentum / sqrt(second moment), from its own grad
 
 The second moment is dense and cannot be sent every step. Each rank follows its own gradients with it, which costs no
 bytes, and now and then the ranks average theirs: often while the training is young, then every `refresh_every` steps.
-Roots of second moments span many orders of magnitude, so it is their logarithms that are sent, in 8 bits.
+Second moments span many orders of magnitude, so it is their logarithms that are sent, in 4 bits each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import kernels
 from ..buckets import Run
-from ..compressors import NoCompression, Quantize
-from ..policy import Policy, Spec
+from ..compressors import NoCompression, Quantize, RandomK, TopK, format_spec
+from ..policy import Policy, Spec, parsed
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
 _FIRST_REFRESH = 16
-_SMALLEST_SHARE = 1e-4
-"""Of the mean second moment of its tensor that an entry has at least, when it is averaged or frozen."""
+_SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
+"""Of the mean second moment of its tensor that an entry has at least, when it is averaged; when it is frozen."""
 _PIECE, _AT_ONCE = 1 << 20, 8
 """Second moments are averaged in pieces of so many entries, so many at a time: there is no second copy of all."""
-_EIGHT_BITS = Quantize(bits=8)
+_FOUR_BITS = Quantize(bits=4)
 
 
 class AdamW(CompressedOptimizer):
@@ -94,8 +95,12 @@ class AdamW(CompressedOptimizer):
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
-        if not policy.warmup and not isinstance(policy.compressor, NoCompression):
-            raise ValueError("no warm-up: the second moment begins with it; give warmup_steps, 10 or more")
+        first = parsed(policy.warmup[0][1]) if policy.warmup else parsed(policy.compressor)
+        if (not policy.warmup or isinstance(first, (TopK, RandomK))) and not isinstance(first, NoCompression):
+            raise ValueError(
+                f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
+                "they are: give warmup_steps, 10 or more, or a Policy whose warm-up begins with quantize:bits=8 or none"
+            )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params, defaults, policy, ddp=ddp, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler, group=group,
@@ -159,8 +164,10 @@ class AdamW(CompressedOptimizer):
         warms_up = self._transform.as_gradients
         self._squares += warms_up or self.refresh_every > 0
         if warms_up and not self._warms_up(self._count):
-            for v in self._second_moments():
-                _raise_small(v)
+            seconds = list(self._second_moments())
+            mean = _mean_of(seconds)
+            for v in seconds:
+                _raise_small(v, mean, _SMALLEST_SHARE if self.refresh_every else _SMALLEST_FROZEN_SHARE)
         elif not warms_up and self._is_refresh(self._count):
             self._refresh()
 
@@ -173,17 +180,23 @@ class AdamW(CompressedOptimizer):
     def _refresh(self) -> None:
         """Average the logarithms of the second moments over ranks."""
         pieces = [piece for v in self._second_moments() for piece in v.split(_PIECE)]
+        mean = _mean_of(pieces)
         for start in range(0, len(pieces), _AT_ONCE):
             some = pieces[start : start + _AT_ONCE]
-            logarithms = [_raise_small(piece).log2() for piece in some]
-            self.sync.average(logarithms, _EIGHT_BITS)
-            for piece, logarithm in zip(some, logarithms, strict=True):
-                piece.copy_(logarithm.exp2_())
+            logarithms = [_raise_small(piece, mean).log2() for piece in some]
+            centres = torch.stack([logarithm.mean() for logarithm in logarithms])
+            self.sync.average([centres], NoCompression())  # around which four bits are enough
+            for logarithm, centre in zip(logarithms, centres, strict=True):
+                logarithm.sub_(centre)
+            self.sync.average(logarithms, _FOUR_BITS)
+            for piece, logarithm, centre in zip(some, logarithms, centres, strict=True):
+                piece.copy_(logarithm.add_(centre).exp2_())
 
     def _second_moments(self) -> Iterator[Tensor]:
-        """Those of all parameters that are compressed, one by one: the same, in the same order, on all ranks."""
+        """Those of all parameters that are compressed from now on: the same, in the same order, on all ranks."""
         for name, parameter in self.named_parameters():
-            if not self._transform.goes_dense(name, parameter.numel()) and name in self._vectors["exp_avg_sq"]:
+            compressor = self.sync.policy.compressor_of(name, parameter.numel(), self.sync.steps)
+            if not isinstance(compressor, NoCompression) and name in self._vectors["exp_avg_sq"]:
                 yield self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:
@@ -194,13 +207,19 @@ class AdamW(CompressedOptimizer):
         self._squares = int(state["squares"])
 
 
-def _raise_small(v: Tensor) -> Tensor:
+def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
     """Entries far below their tensor's mean, in place: near 0, they would make any later gradient a huge update.
 
-    As those of an embedding's row whose token has not been seen.
+    As those of an embedding's row whose token has not been seen. A tensor without any gradient so far is taken to be
+    like the others.
     """
     mean = float(v.mean()) if v.numel() else 1.0
-    return v.clamp_(min=_SMALLEST_SHARE * mean if mean > 0 else 1.0)  # of a tensor without gradients nothing is known
+    return v.clamp_(min=share * (mean or mean_of_all))
+
+
+def _mean_of(seconds: Sequence[Tensor]) -> float:
+    total = sum(float(v.sum()) for v in seconds)
+    return total / max(1, sum(v.numel() for v in seconds)) or 1.0
 
 
 def _limit(group: dict[str, Any], ranks: int) -> float:

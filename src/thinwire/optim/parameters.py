@@ -25,7 +25,11 @@ def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
             raise ValueError("two DDP models, expected one")
         ddp, given = given, given.module.named_parameters()
     elif isinstance(given, nn.Module):
-        given = given.named_parameters()
+        inside = [module for module in given.modules() if isinstance(module, DistributedDataParallel)]
+        if inside and getattr(given, "_orig_mod", None) is not inside[0]:  # as torch.compile wraps it
+            raise ValueError(f"a {type(given).__name__} with a DDP model inside; give the DDP model itself")
+        ddp = inside[0] if inside else ddp
+        given = (inside[0].module if inside else given).named_parameters()
     elif isinstance(given, Tensor):
         raise ValueError("a single tensor, expected a module or an iterable of parameters")
     entries = list(given)
@@ -38,7 +42,6 @@ def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
         {**group, "params": [_named(entry, f"{number}.{index}", known) for index, entry in enumerate(_listed(group))]}
         for number, group in enumerate(groups)
     ]
-    named = [{**group, "params": [(n, p) for n, p in group["params"] if p.requires_grad]} for group in named]
     _check(named, ddp, known)
     return Found(named, ddp)
 
@@ -59,7 +62,7 @@ def _named(entry: Any, number: str, known: dict[int, str]) -> tuple[str, Any]:
 
 def _check(groups: list[dict[str, Any]], ddp: DistributedDataParallel | None, known: dict[int, str]) -> None:
     pairs = [pair for group in groups for pair in group["params"]]
-    if not pairs:
+    if not any(parameter.requires_grad for _, parameter in pairs):
         raise ValueError("no parameter that requires a gradient was given")
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
@@ -67,6 +70,9 @@ def _check(groups: list[dict[str, Any]], ddp: DistributedDataParallel | None, kn
         raise ValueError(f"parameter {twice!r} was given twice")
     if ddp is not None:
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        unknown = next((name for name, p in pairs if name in ignored and p.requires_grad), None)
+        if unknown is not None:
+            raise ValueError(f"parameter {unknown!r} is one that DDP was told to ignore: step it by another optimizer")
         for name, parameter in ddp.module.named_parameters():
             if parameter.requires_grad and name not in ignored and name not in set(names):
                 raise ValueError(

@@ -17,6 +17,7 @@ from torch import Tensor
 _VALIDATION_SHARE = 20
 """One file in so many is kept for validation; of the digits, one in `_TEST_SHARE`."""
 _TEST_SHARE = 5
+_NOISY_DRAWS = 10
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -60,9 +61,14 @@ class Text:
 
 
 class Digits:
-    """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit."""
+    """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit.
 
-    def __init__(self) -> None:
+    noise   standard deviation of what is added to every pixel, anew in every batch. White is 1 and black 0: with 0.5 no
+            model is ever sure, so that losses of different trainings can be told apart.
+    """
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self._noise = noise
         from sklearn.datasets import load_digits  # slow to load
 
         images, digits = load_digits(return_X_y=True)
@@ -73,10 +79,19 @@ class Digits:
 
     def batch(self, step: int, rank: int, world: int, seed: int, size: int) -> Batch:
         chosen = _drawn(len(self._train.targets), step, rank, world, seed, size)
-        return Batch(self._train.inputs[chosen], self._train.targets[chosen])
+        return Batch(self._noisy(self._train.inputs[chosen], f"{seed}/{step}/{rank}"), self._train.targets[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
-        yield from map(Batch, self._test.inputs.split(size), self._test.targets.split(size))
+        """With noise each image comes several times, with other noise."""
+        for draw in range(_NOISY_DRAWS if self._noise else 1):
+            inputs = self._noisy(self._test.inputs, f"validation {draw}")
+            yield from map(Batch, inputs.split(size), self._test.targets.split(size))
+
+    def _noisy(self, images: Tensor, draw: str) -> Tensor:
+        if not self._noise:
+            return images
+        generator = torch.Generator().manual_seed(zlib.crc32(draw.encode()))
+        return images + self._noise * torch.randn(images.shape, generator=generator)
 
 
 @cache

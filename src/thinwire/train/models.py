@@ -23,6 +23,8 @@ class GPTConfig:
     heads: int = 4
     context: int = 64
     """Bytes that the model sees at once."""
+    bias: int = 0
+    """1: layers and norms have biases, as GPT-2's; later models do without."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -63,9 +65,10 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width, self.heads = config.width, config.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        bias = bool(config.bias)
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+        self.attention, self.project = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        self.expand, self.contract = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -88,7 +91,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width, bias=bool(config.bias))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next byte at each position; tokens are (batch, length) of int64."""
@@ -147,7 +150,7 @@ def model_config(spec: str) -> GPTConfig | CNNConfig:
     """name:key=value,...; what is not given has its default.
 
     >>> model_config("gpt:layers=4,width=256")
-    GPTConfig(layers=4, width=256, heads=4, context=64)
+    GPTConfig(layers=4, width=256, heads=4, context=64, bias=0)
     """
     name, _, rest = spec.partition(":")
     if name not in CONFIGS:

@@ -30,7 +30,7 @@ class Options:
     """all, or some of: adamw dense, adamw fp16 hook, adamw powersgd rank 1, adamw powersgd rank 4, adamw textbook topk,
     adamw thinwire 8-bit, adamw thinwire, sgd dense, sgd textbook topk, sgd thinwire."""
     model: Annotated[str, arg(metavar="SPEC")] = "gpt:layers=2,width=128,heads=4,context=64"
-    """gpt, on bytes of Python's standard library, or cnn:width=32, on handwritten digits of scikit-learn."""
+    """gpt, on bytes of Python's standard library, or cnn:width=32, on noisy digits of scikit-learn."""
     workers: int = 2
     """Ranks."""
     batch: int = 4
@@ -38,7 +38,7 @@ class Options:
     steps: int = 600
     """Of training."""
     warmup_steps: int | None = None
-    """In which little is compressed; a tenth of the steps by default."""
+    """In which little is compressed; 10 by default."""
     lr: Annotated[tuple[float, float] | None, arg(metavar="ADAMW SGD")] = None
     """Learning rates of AdamW and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn 1e-3 and 0.05."""
     seeds: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (0,)

@@ -47,7 +47,7 @@ class Settings:
         return self.config.build(seed)
 
     def data(self) -> Data:
-        return Text(self.config.context) if isinstance(self.config, GPTConfig) else Digits()
+        return Text(self.config.context) if isinstance(self.config, GPTConfig) else Digits(noise=0.5)
 
     @property
     def parameters(self) -> int:
@@ -90,7 +90,7 @@ def settings(options: Options) -> Settings:
             raise ValueError(f"--{name} {getattr(options, name)}, expected 1 or more")
     if not options.seeds:
         raise ValueError("--seeds without a seed, expected one or more whole numbers")
-    warmup = options.steps // 10 if options.warmup_steps is None else options.warmup_steps
+    warmup = max(1, min(10, options.steps // 2)) if options.warmup_steps is None else options.warmup_steps
     if not 0 <= warmup < options.steps:
         raise ValueError(f"--warmup-steps {warmup}, expected 0 or more, and fewer than the {options.steps} steps")
     config = model_config(options.model)

@@ -1,0 +1,74 @@
+"""An optimizer of thinwire, as its synchronizer sees it: what becomes of gradients before they are sent."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket, Run
+from ..compressors import NoCompression
+
+if TYPE_CHECKING:
+    from .base import CompressedOptimizer
+
+
+class UpdateTransform:
+    """The optimizer, as its synchronizer sees it."""
+
+    def __init__(self, optimizer: "CompressedOptimizer", max_grad_norm: float | None) -> None:
+        if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
+        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.whole = max_grad_norm is not None
+        self.as_gradients, self._number = True, 0
+        self.scale = 1.0
+        """What GradScaler multiplied the loss by."""
+        self._clip = 1.0
+
+    def begin(self) -> bool:
+        optimizer = self.optimizer
+        if getattr(getattr(optimizer.ddp, "_join_config", None), "enable", False):
+            raise RuntimeError(
+                f"ddp.join() with thinwire.{type(optimizer).__name__}: a rank that has no more data could not step "
+                "with the others; give all ranks as many batches, or use thinwire.attach"
+            )
+        if optimizer._exchanges() != optimizer._exchanged:
+            raise RuntimeError(
+                "a second exchange before step(): .grad holds an update by now, to which gradients cannot be added; "
+                "exchange once a step, with DDP by no_sync() for all but the last backward pass"
+            )
+        scaler = optimizer.sync.grad_scaler
+        self.scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self._clip = 1.0
+        self._number = optimizer.sync.steps
+        self.as_gradients = optimizer._warms_up(self._number)
+        return self.as_gradients
+
+    def goes_dense(self, name: str, numel: int) -> bool:
+        """Whether this parameter was not to be compressed in the last exchange."""
+        return isinstance(self.optimizer.sync.policy.compressor_of(name, numel, self._number), NoCompression)
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
+        if self.max_grad_norm is None:
+            return
+        parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
+        norms = [torch.linalg.vector_norm(parts[name], dtype=torch.float32).cpu() for name in sorted(parts)]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self.scale  # the same in whatever buckets
+        limit = self.max_grad_norm * self.optimizer.sync.world_size**0.5
+        self._clip = min(1.0, limit / (norm + 1e-6)) if norm < float("inf") else 1.0
+
+    def family(self, name: str) -> int:
+        return self.optimizer._families[name]
+
+    def gradient(self, tensor: Tensor) -> None:
+        if self._clip != 1.0:
+            tensor.mul_(self._clip)
+
+    def before(self, run: Run, tensor: Tensor) -> None:
+        group = self.optimizer.param_groups[run.family]  # type: ignore[call-overload]
+        self.optimizer._send(run, tensor, group, self._clip / self.scale)
+
+    def commit(self, run: Run, tensor: Tensor) -> None:
+        self.optimizer._commit(run, tensor, self.optimizer.param_groups[run.family])  # type: ignore[call-overload]

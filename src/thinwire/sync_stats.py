@@ -1,0 +1,48 @@
+"""What a synchronizer has done so far."""
+
+from dataclasses import dataclass, field
+
+from .collectives import Report
+from .exchange import Exchange
+
+
+@dataclass
+class SyncStats:
+    """What a synchronizer has done so far, on this rank."""
+
+    steps: int = 0
+    """Steps that counted."""
+    skipped: int = 0
+    """Steps that some rank's NaN or Inf ended."""
+    bytes_sent: int = 0
+    """Handed to the network by this rank."""
+    bytes_dense: int = 0
+    """What a dense ring all-reduce of the same gradients would have sent."""
+    last_bytes_sent: int = 0
+    """In the last step."""
+    messages: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of encode, exchange and decode, summed over operations, which overlap."""
+    algorithms: dict[str, int] = field(default_factory=dict)
+    """Operations by algorithm."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than dense; 1.0 before the first step."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+    def add(self, exchange: Exchange) -> None:
+        counts = exchange.step.finite
+        self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
+        self.last_bytes_sent = 0
+        self.bytes_dense += exchange.bytes_dense
+        for handle in exchange.handles:
+            self.count(handle.report)
+
+    def count(self, report: Report) -> None:
+        self.bytes_sent += report.bytes_sent
+        self.last_bytes_sent += report.bytes_sent
+        self.messages += report.messages
+        self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
+        for phase, seconds in report.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
