@@ -33,7 +33,8 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/contract tests/fuzz
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/gpu src
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

@@ -189,13 +189,20 @@ def small_gradients(rank: int, world_size: int, kind: str) -> float:
     model = Given((4096,), torch.float16)
     scaler = make_scaler(2.0**16)
     optimizer = make(
-        kind, model, policy("topk:ratio=1,bits=32"), grad_scaler=scaler, lr=1e4, weight_decay=0.0, warmup_steps=0
+        kind,
+        model,
+        policy("topk:ratio=1,bits=32"),
+        grad_scaler=scaler,
+        lr=1e4,
+        momentum=0.9,
+        weight_decay=0.0,
+        warmup_steps=0,
     )
     factor = 2.0**16 * 1e-8  # scaled by hand: the model's own product would sink
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(torch.ones(()))  # so that the scaler knows its device
-        model.weights[0].grad = torch.full((4096,), factor, dtype=torch.float16)
+        model.weights[0].grad = torch.full((4096,), (0.5 + rank) * factor, dtype=torch.float16)
         optimizer.exchange()
         scaler.step(optimizer)
         scaler.update()

@@ -70,7 +70,9 @@ def rare(rank: int, world_size: int, refresh_every: int) -> float:
     )
     start = model[0].weight.detach().clone()
     for step in range(60):
-        tokens = torch.randint(0, 64 if step > 40 else 63, (32,), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            0, 64 if step > 40 else 63, (32,), generator=torch.Generator().manual_seed(2 * step + rank)
+        )
         if step > 40:
             tokens[0] = 63
         optimizer.zero_grad()

@@ -14,10 +14,11 @@ def numel(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_gpt_has_the_parameters_that_it_should() -> None:
-    config = GPTConfig(layers=3, width=64, heads=4, context=32)
-    block = 12 * 64 * 64 + 13 * 64  # four matrices' worth of attention, eight of the perceptron; biases and norms
-    assert numel(config.build(0)) == 256 * 64 + 32 * 64 + 3 * block + 2 * 64
+@pytest.mark.parametrize(("bias", "vectors", "last"), [(1, 13, 2), (0, 2, 1)])
+def test_a_gpt_has_the_parameters_that_it_should(bias: int, vectors: int, last: int) -> None:
+    config = GPTConfig(layers=3, width=64, heads=4, context=32, bias=bias)
+    block = 12 * 64 * 64 + vectors * 64  # four matrices' worth of attention, eight of the perceptron; biases and norms
+    assert numel(config.build(0)) == 256 * 64 + 32 * 64 + 3 * block + last * 64
 
 
 @pytest.mark.parametrize("config", [SMALL, CNNConfig(width=8)])
