@@ -6,8 +6,8 @@ textbook    the gradient is compressed with error feedback, then torch's optimiz
 thinwire    thinwire's optimizer, which compresses its update; "8-bit": textbook with a compressor that is safe there
 
 All that compress have the same warm-up: textbook and thinwire in 8 bits, PowerSGD dense. All of a family have the same
-learning rate; torch's optimizers and thinwire's have their own momentum. A recipe that would do better with others,
-dense ones too, is asked for with them: "adamw dense;lr=2e-3;betas=0.8,0.999".
+learning rate (thinwire.SGD 5 times it, for its momentum); each optimizer has its own momentum. A recipe that would do
+better with others, dense ones too, is asked for with them: "adamw dense;lr=2e-3;betas=0.8,0.999".
 """
 
 import ast
@@ -39,6 +39,8 @@ class Recipe:
     compresses: bool = False
     """Whether it takes a compressor, too."""
     needs_processes: bool = False
+    lr_factor: float = 1.0
+    """By which its learning rate differs from that of its family."""
 
 
 @dataclass(frozen=True)
@@ -129,5 +131,6 @@ RECIPES = {
     "adamw thinwire": Recipe("adamw", exchanges.in_optimizer, _thinwire_adamw),
     "sgd dense": Recipe("sgd", exchanges.dense, _sgd),
     "sgd textbook topk": Recipe("sgd", _textbook, _sgd, compresses=True),
-    "sgd thinwire": Recipe("sgd", exchanges.in_optimizer, _thinwire_sgd),
+    # Its momentum is 0.5 in place of 0.9: so lr / (1 - momentum), the step in the long run, is the same.
+    "sgd thinwire": Recipe("sgd", exchanges.in_optimizer, _thinwire_sgd, lr_factor=5.0),
 }

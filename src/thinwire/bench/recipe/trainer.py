@@ -48,7 +48,7 @@ class Trainer:
             Setup(
                 model,
                 recipe.optimizer(),
-                settings.lr[recipe.family],
+                settings.lr[recipe.family] * recipe.lr_factor,
                 case.recipe.options,
                 settings.warmup_steps,
                 self._size,
