@@ -32,9 +32,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Those that form groups of processes, or count bytes on the loopback interface, want the machine for themselves.
+ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
+
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 tests/contract tests/fuzz
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/gpu src
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/contract tests/fuzz tests/unit src $(ALONE:%=--ignore %)
+	$(BIN)/python -m pytest tests/distributed tests/gpu $(ALONE)
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

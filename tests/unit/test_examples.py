@@ -56,12 +56,11 @@ def test_training_examples_learn_with_few_bytes(example: str) -> None:
 
 
 def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    first, again, more = (torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 2, 3))
+    first, again = (torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 3))
     assert "steps 1 to 100" in first
     assert "steps 101 to 200" in again
-    assert "steps 201 to 300" in more
-    losses = [float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (first, again, more)]
-    assert losses[0] > losses[1] > losses[2], losses
+    losses = [float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (first, again)]
+    assert losses[0] > losses[1], losses
 
 
 def test_examples_are_short() -> None:

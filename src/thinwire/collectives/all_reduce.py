@@ -96,6 +96,8 @@ def start(
             operation.limit(check_timeout(timeout))
         call = make_call()
         job = prepare(call, operations)
+        if part is not None:
+            part.step.join()
     except Exception as error:
         for operation in operations:
             operation.refuse(str(error))

@@ -40,7 +40,7 @@ class Part:
 
 
 def submit(job: Job, part: Part | None = None) -> Handle:
-    """Run the job in a thread. As a part of a step, its result is taken when the step is settled."""
+    """Run the job in a thread. As a part of a step, which it has joined, its result is taken when that is settled."""
     promise, stream = Promise(job.tensor.device), None
     if job.tensor.device.type == "cuda":
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
@@ -73,14 +73,12 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     outcome = _exchange(job)
                     part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
         except BaseException as error:
+            if part is not None:
+                part.step.fail(error)  # before anyone can know of it and issue the next one
             for operation in job.operations:
                 operation.give_up(error)
             promise.fail(error)
-            if part is not None:
-                part.step.fail(error)
 
-    if part is not None:
-        part.step.join()
     job.operations[-1].channel.pool.submit(work)
     return Handle(promise, job.report)
 
