@@ -1,6 +1,7 @@
 """Models and loops as people have them: other memory formats, layers that are frozen, unused or late, odd loops."""
 
 import gc
+import time
 import warnings
 import weakref
 from typing import Any
@@ -57,7 +58,10 @@ def be_freed(rank: int, world_size: int) -> list[bool]:
         optimizer.step()
     left = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.sync)]
     del model, optimizer
-    gc.collect()
+    end = time.monotonic() + 20
+    while any(reference() is not None for reference in left) and time.monotonic() < end:
+        gc.collect()  # a thread of the last exchange may be about to let go
+        time.sleep(0.01)
     return [reference() is None for reference in left]
 
 
