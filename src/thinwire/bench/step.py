@@ -1,8 +1,8 @@
 """`thinwire bench step`: what a training step costs beside torch's own: time over plain DDP, and memory.
 
 Time: real processes with DDP over gloo on this machine, one thread each, the ways measured in turns.
-Memory: the high-water mark of resident memory over a few steps beyond what the process held before the model was made,
-in units of the model's float32 parameters.
+Memory: each way in processes of its own, as the high-water mark of resident memory over a few steps beyond what the
+process held before the model was made; in units of the model's float32 parameters.
 """
 
 import gc
@@ -113,22 +113,20 @@ def run(options: Options) -> int:
         if getattr(options, name) < (2 if name == "workers" else 1):
             raise ValueError(f"--{name} {getattr(options, name)} is too few")
     try:
-        with (
-            Writer(options.out) as writer,
-            Progress(1 + len(BESIDE)) as progress,
-            Workers(options.workers) as workers,
-        ):
+        with Writer(options.out) as writer, Progress(1 + len(BESIDE)) as progress:
             progress.start("time, all in turns")
-            workers.form(options.workers, Stepper, options.model, options.batch, list(BESIDE))
-            small = workers.ask("count")[0]
-            times = _times(workers, options.rounds)
+            with Workers(options.workers) as workers:
+                workers.form(options.workers, Stepper, options.model, options.batch, list(BESIDE))
+                small = workers.ask("count")[0]
+                times = _times(workers, options.rounds)
             progress.finish(f"{small:,} parameters")
             peaks, large = {}, 0
             for way in BESIDE:
                 progress.start(f"memory, {way}")
-                workers.form(options.workers, Stepper, options.large_model, 1, [way])
-                large = workers.ask("count")[0]
-                peaks[way] = max(workers.ask("peak")) / (4 * large)
+                with Workers(options.workers) as workers:
+                    workers.form(options.workers, Stepper, options.large_model, 1, [way])
+                    large = workers.ask("count")[0]
+                    peaks[way] = max(workers.ask("peak")) / (4 * large)
                 progress.finish(f"{peaks[way]:.2f} copies of the parameters")
             rows = _rows(times, peaks)
             writer.write(conditions(**{**asdict(options), "out": None, "parameters": small, "large_parameters": large}))
