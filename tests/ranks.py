@@ -103,17 +103,15 @@ class Worker:
         self.log.seek(max(0, self.log.tell() - LOG_TAIL))
         return self.log.read().decode(errors="replace").strip()
 
-    def abort(self) -> None:
-        """End the process in a way that makes it write where it stands."""
-        self._end(signal.SIGABRT)
-
     def close(self) -> None:
-        self._end(signal.SIGKILL)
+        self.process.kill()
+        self.wait()
         self.line.close()
         self.log.close()
 
-    def _end(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def wait(self) -> None:
+        """Until the process, which was told to end, has ended. No second SIGABRT: it would cut off what the first
+        makes the process write, where it stands."""
         try:
             self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -230,7 +228,7 @@ class _Run:
                 for rank in waiting:
                     self.workers[rank].process.send_signal(signal.SIGABRT)  # all at once: one's end may free another
                 for rank in sorted(waiting):
-                    self.workers[rank].abort()
+                    self.workers[rank].wait()
                     self.failures[rank] = f"{reason}; it stood here\n{self.workers[rank].written()}"
                 break
         return answers

@@ -19,6 +19,7 @@ from torch.futures import Future
 from .buckets import Bucket, Run
 from .collectives import Handle, ShardState
 from .collectives.all_reduce import all_reduce_compressed, start
+from .collectives.cost import ring
 from .collectives.job import Call
 from .collectives.run import Part
 from .collectives.step import Step
@@ -132,7 +133,7 @@ class Exchange:
         tensor, size, transform = bucket.tensor, self.sync.world_size, self.sync.transform
         self.layout.append(bucket.names)
         self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
-        self.bytes_dense += 2 * tensor.nbytes * (size - 1) // size
+        self.bytes_dense += ring(tensor.nbytes, size)
         if self.passes_on:
             tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
             handle = all_reduce_compressed(
@@ -198,13 +199,17 @@ class Exchange:
             sync.group, tensor.device, sync.timeout, Part(self.step, before, commit),
         )  # fmt: skip
         self.handles.append(handle)
+        if sync.max_bytes is not None:
+            self._check_held(sync.max_bytes)
+        return handle.get_future()
+
+    def _check_held(self, max_bytes: int) -> None:
         held = sum(handle.report.memory for handle in self.handles)
-        if sync.max_bytes is not None and held > sync.max_bytes:
+        if held > max_bytes:
             raise ValueError(
-                f"max_bytes {sync.max_bytes:,}, but the payloads of one step, which are held until it ends, need "
+                f"max_bytes {max_bytes:,}, but the payloads of one step, which are held until it ends, need "
                 f"{held:,} and more: raise max_bytes, or compress more"
             )
-        return handle.get_future()
 
 
 def refuse(sync: "Synchronizer", error: Exception, device: torch.device) -> None:

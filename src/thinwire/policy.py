@@ -10,7 +10,7 @@ from math import sqrt
 import torch
 
 from .compressors import Compressor, NoCompression, TopK, format_spec
-from .compressors import compressor as parse
+from .compressors import compressor as parsed
 
 DENSE = NoCompression()
 
@@ -107,6 +107,10 @@ class Policy:
             return parsed(self.warmup[phase][1])
         return self._of_layer(name) or (shared or {}).get(name) or parsed(self.compressor)
 
+    def sends_dense(self, name: str, numel: int, step: int) -> bool:
+        """Whether this parameter is not compressed at this step."""
+        return isinstance(self.compressor_of(name, numel, step), NoCompression)
+
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
         return bool(self.adapt_every) and not self.goes_dense(name, numel) and self._of_layer(name) is None
@@ -192,14 +196,6 @@ def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, flo
         if sum(made[name].nbytes(size, torch.float32) for name, size in sizes.items()) <= budget:
             return made
     return dict.fromkeys(sizes, base)
-
-
-def parsed(given: Spec) -> Compressor:
-    if isinstance(given, str):
-        return parse(given)
-    if isinstance(given, Compressor):
-        return given
-    raise ValueError(f"compressor {given!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
 
 
 def _phases(given: Warmup) -> tuple[tuple[int, Compressor], ...]:

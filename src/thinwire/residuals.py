@@ -74,10 +74,6 @@ class NamedVectors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 
-    def slices(self) -> list[Tensor]:
-        """Everything, as it lies in memory."""
-        return list(self._slices.values())
-
     def named(self) -> dict[str, Tensor]:
         return dict(self._parts)
 

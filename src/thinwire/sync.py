@@ -25,9 +25,10 @@ from .collectives.all_reduce import check_timeout
 from .collectives.groups import check_kind, place
 from .collectives.plan import ALGORITHMS
 from .compressors import Compressor, NoCompression, TopK, format_spec
+from .compressors import compressor as parsed
 from .exchange import Exchange, Transform, refuse
 from .owners import Owners
-from .policy import Policy, Spec, parsed, share_bytes
+from .policy import Policy, Spec, share_bytes
 from .residuals import NamedVectors
 from .sync_stats import SyncStats
 

@@ -66,6 +66,11 @@ def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> list
     return cut
 
 
+def ring(nbytes: int, ranks: int) -> int:
+    """What each rank sends when a ring all-reduces so many bytes."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
 def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     payload = first.nbytes(numel, dtype)
     return Cost((ranks - 1) * payload, ranks - 1, ranks * payload + _working(first.layout(numel, dtype)))

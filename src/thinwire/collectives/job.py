@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, format_spec
-from ..compressors import compressor as parse
+from ..compressors import compressor as parsed
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
 from .cost import Span, owned, shares
@@ -63,8 +63,8 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     tensor, residual, state = call.tensor, call.residual, call.state
     *nodes, channel = [operation.channel for operation in operations]
     in_node = nodes[0].size if nodes else 1
-    first = _compressor("compressor", call.compressor)
-    second = first.for_sum(channel.size) if call.second is None else _compressor("second", call.second)
+    first = parsed(call.compressor)
+    second = first.for_sum(channel.size) if call.second is None else parsed(call.second, "second")
     passes_on = (
         isinstance(first, NoCompression)
         and residual is None
@@ -129,14 +129,6 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
         passes_on,
         Report(("hierarchical, " if nodes else "") + algorithm, reason, len(made.segments), made.cost.memory),
     )
-
-
-def _compressor(name: str, given: object) -> Compressor:
-    if isinstance(given, str):
-        return parse(given)
-    if isinstance(given, Compressor):
-        return given
-    raise ValueError(f"{name} {given!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
 
 
 def _op_name(op: object, passes_on: bool) -> str:

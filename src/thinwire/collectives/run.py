@@ -11,6 +11,7 @@ from torch.futures import Future
 
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
+from .cost import ring
 from .gather import gather
 from .handle import Handle, Promise
 from .hierarchical import hierarchical
@@ -88,7 +89,7 @@ def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
     operation, size = job.operations[0], job.operations[0].channel.size
     report, tensor, promise = job.report, job.tensor, Promise(job.tensor.device)
     report.memory = 0
-    report.bytes_sent = report.bytes_received = report.bytes_between_nodes = 2 * tensor.nbytes * (size - 1) // size
+    report.bytes_sent = report.bytes_received = report.bytes_between_nodes = ring(tensor.nbytes, size)
     report.messages = 2 * (size - 1)
     summed = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
     try:

@@ -22,13 +22,13 @@ __all__ = [
 ]
 
 
-def compressor(spec: str | Compressor) -> Compressor:
-    """The compressor for a spec string; a Compressor is returned as it is.
+def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
+    """The compressor for a spec string; a Compressor is returned as it is. `name` is for the error: what was given.
 
     >>> import thinwire
     >>> thinwire.compressor("topk:ratio=1/64,bits=2")
     TopK(ratio=Fraction(1, 64), bits=2, chunk=4096)
     """
     if not isinstance(spec, str | Compressor):
-        raise ValueError(f"compressor {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
+        raise ValueError(f"{name} {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
     return parse_spec(spec) if isinstance(spec, str) else spec

@@ -45,6 +45,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def sparse(self) -> bool:
+        """Whether most entries are not sent at all, but wait in the residual."""
+        return False
+
+    @property
     def contracts(self) -> bool:
         """Whether less is kept than came in. Otherwise a residual would grow for ever, and is refused."""
         return True

@@ -36,6 +36,10 @@ class RandomK(Compressor):
         check_seed(self.seed)
 
     @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
     def draws(self) -> bool:
         return True
 

@@ -50,6 +50,10 @@ class TopK(Compressor):
         if self.chunk is not None:
             check_choice("chunk", self.chunk, CHUNKS, "none")
 
+    @property
+    def sparse(self) -> bool:
+        return True
+
     def kept(self, entries: int) -> int:
         """How many of a chunk of `entries` are sent."""
         return ceil(entries * Fraction(self.ratio))

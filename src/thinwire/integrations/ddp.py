@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..buckets import Bucket, shaped
-from ..compressors import Compressor, RandomK, TopK, format_spec
-from ..policy import Policy, Spec, parsed
+from ..compressors import compressor as parsed
+from ..compressors import format_spec
+from ..policy import Policy, Spec
 from ..sync import Synchronizer
 
 _ADAM_LIKE = (
@@ -125,7 +126,8 @@ _looks = False
 def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
     """Once, when an Adam-like optimizer first steps on parameters whose gradients are sparse."""
     global _looks
-    sparse = [given for given in _final_compressors(sync.policy) if isinstance(given, (TopK, RandomK))]
+    final = map(parsed, (sync.policy.compressor, *sync.policy.layers.values()))
+    sparse = [given for given in final if given.sparse]
     if sparse:
         _sparse[ddp] = format_spec(sparse[0])
         if not _looks:
@@ -145,7 +147,3 @@ def _look(optimizer: Optimizer, *_: Any) -> None:
                     "thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
                     stacklevel=4,
                 )
-
-
-def _final_compressors(policy: Policy) -> list[Compressor]:
-    return [parsed(policy.compressor), *map(parsed, policy.layers.values())]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..buckets import Run
-from ..compressors import NoCompression, Quantize, RandomK, TopK, format_spec
-from ..policy import Policy, Spec, parsed
+from ..compressors import NoCompression, Quantize, format_spec
+from ..compressors import compressor as parsed
+from ..policy import Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
@@ -95,8 +96,8 @@ class AdamW(CompressedOptimizer):
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
-        first = parsed(policy.warmup[0][1]) if policy.warmup else parsed(policy.compressor)
-        if (not policy.warmup or isinstance(first, (TopK, RandomK))) and not isinstance(first, NoCompression):
+        first = parsed(policy.warmup[0][1] if policy.warmup else policy.compressor)
+        if (not policy.warmup or first.sparse) and not isinstance(first, NoCompression):
             raise ValueError(
                 f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
                 "they are: give warmup_steps, 10 or more, or a Policy whose warm-up begins with quantize:bits=8 or none"
@@ -195,8 +196,8 @@ class AdamW(CompressedOptimizer):
     def _second_moments(self) -> Iterator[Tensor]:
         """Those of all parameters that are compressed from now on: the same, in the same order, on all ranks."""
         for name, parameter in self.named_parameters():
-            compressor = self.sync.policy.compressor_of(name, parameter.numel(), self.sync.steps)
-            if not isinstance(compressor, NoCompression) and name in self._vectors["exp_avg_sq"]:
+            dense = self.sync.policy.sends_dense(name, parameter.numel(), self.sync.steps)
+            if not dense and name in self._vectors["exp_avg_sq"]:
                 yield self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:

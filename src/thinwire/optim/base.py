@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..buckets import Run, shaped
-from ..compressors import NoCompression, RandomK, TopK
+from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
 from ..policy import Policy
@@ -159,7 +159,7 @@ class CompressedOptimizer(Optimizer):
         """Whether a step is as torch's optimizer takes it: in the warm-up, until its phases become sparse."""
         policy = self.sync.policy
         phase = policy.phase(step)
-        return phase < len(policy.warmup) and not isinstance(policy.warmup[phase][1], (TopK, RandomK))
+        return phase < len(policy.warmup) and not parsed(policy.warmup[phase][1]).sparse
 
     # How it goes.
 
@@ -252,12 +252,8 @@ class CompressedOptimizer(Optimizer):
         """Parameters whose momentum differs between ranks after so many steps: those of which updates were sent."""
         if self._warms_up(steps - 1):
             return []
-        policy = self.sync.policy
-        return [
-            name
-            for name, p in self.named_parameters()
-            if not isinstance(policy.compressor_of(name, p.numel(), steps - 1), NoCompression)
-        ]
+        sends_dense = self.sync.policy.sends_dense
+        return [name for name, p in self.named_parameters() if not sends_dense(name, p.numel(), steps - 1)]
 
     def _own_state(self) -> dict[str, Any]:
         return {"optimizer": type(self).__name__, "count": self._count}

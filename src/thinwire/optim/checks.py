@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import all_reduce_compressed
-from ..compressors import NoCompression, RandomK, TopK, format_spec
-from ..policy import Policy, parsed
+from ..compressors import NoCompression, format_spec
+from ..compressors import compressor as parsed
+from ..policy import Policy
 from ..sync import Synchronizer
 
 Named = Sequence[tuple[str, Tensor]]
@@ -57,7 +58,7 @@ def _digest(parameter: Tensor) -> Tensor:
 def check_order(policy: Policy) -> None:
     """Momentum differs between ranks once updates are sent: from then on no step may be taken by average gradients."""
     phases = [parsed(given) for _, given in policy.warmup]
-    updates = [isinstance(given, (TopK, RandomK)) for given in phases]
+    updates = [given.sparse for given in phases]
     if True not in updates:
         return
     first = updates.index(True)

@@ -1,8 +1,11 @@
 """Checks of what the optimizers were given."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from ..policy import Policy, Spec, parsed
+from ..compressors import compressor as parsed
+from ..policy import Policy, Spec
 
 
 def checked(name: str, given: float, low: float, below: float) -> None:
@@ -21,7 +24,4 @@ def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Pol
         return Policy(parsed(compressor), warmup=phases)
     if compressor.warmup:
         return compressor
-    return Policy(
-        compressor.compressor, compressor.small, compressor.include, compressor.exclude, compressor.layers, phases,
-        compressor.adapt_every,
-    )  # fmt: skip
+    return replace(compressor, warmup=phases)

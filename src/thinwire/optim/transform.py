@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..buckets import Bucket, Run
-from ..compressors import NoCompression
 
 if TYPE_CHECKING:
     from .base import CompressedOptimizer
@@ -47,7 +46,7 @@ class UpdateTransform:
 
     def goes_dense(self, name: str, numel: int) -> bool:
         """Whether this parameter was not to be compressed in the last exchange."""
-        return isinstance(self.optimizer.sync.policy.compressor_of(name, numel, self._number), NoCompression)
+        return self.optimizer.sync.policy.sends_dense(name, numel, self._number)
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
