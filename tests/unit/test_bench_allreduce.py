@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from thinwire import cli
-from thinwire.bench import record, workers
+from thinwire import cli, record
+from thinwire.bench import workers
 from thinwire.bench.allreduce import Options, loopback, traffic
 from thinwire.bench.allreduce.cases import Case
 from thinwire.bench.allreduce.settings import settings

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire import cli
-from thinwire.bench import record
+from thinwire import cli, record
 from thinwire.bench.progress import Progress
 from thinwire.bench.recipe import Options, measured
 from thinwire.bench.recipe.exchanges import ring_bytes

@@ -16,14 +16,14 @@ TRAINING = {
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"bench"},
+    {"bench", "report"},
     {"train"},
     {"optim"},
     {"integrations"},
     TRAINING,
     {"collectives"},
     {"compressors"},
-    {"frame", "statistics"},
+    {"frame", "statistics", "record"},
     {"kernels"},
 ]
 """From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 
 from tyro.conf import arg
 
+from thinwire.record import Writer, conditions
+
 from .measure import peak_resident
 from .progress import Progress
-from .record import Writer, conditions
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from thinwire.bench.progress import Progress
-from thinwire.bench.record import Writer, conditions
+from thinwire.record import Writer, conditions
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -1,4 +1,4 @@
-"""JSON lines with their conditions: what every benchmark writes, and what tables and reports are made from.
+"""JSON lines with their conditions: what benchmarks and trainings write, and what tables and reports are made from.
 
 Each line is an object with a "kind". The first is of kind "conditions"; what follows was measured under them, until the
 next line of that kind: files of several runs can simply be joined.
