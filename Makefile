@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench clean
+.PHONY: help demo test lint types packages unit bench clean
 
 help:
-	@echo "make demo   a compressed all-reduce between two processes on this machine, with its bytes"
+	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
 	@echo "make test   lint, types and tests"
 	@echo "make bench  the codec benchmark (minutes)"
 	@echo "make clean  remove .venv and caches"
@@ -21,9 +21,9 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/all_reduce.py
+	$(BIN)/thinwire train --compare-dense
 
-test: lint types unit
+test: lint types packages unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -31,6 +31,11 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# A browser for the tests of pages; where it cannot be installed they are skipped, but not in CI.
+packages:
+	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
 # Those that form groups of processes, or count bytes on the loopback interface, want the machine for themselves.
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py

@@ -11,11 +11,12 @@ After anything but a clean end all processes that took part are replaced.
 import faulthandler
 import gc
 import importlib
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ LOG_TAIL = 6000
 HOST = "127.0.0.1"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """glibc then gives freed memory back at once: else what a call takes at its peak is in what earlier calls left."""
-START = "import sys; sys.path[:] = {path!r}; import ranks; ranks.serve(sys.argv)"
+PRELOAD = ["ranks", "thinwire.optim", "thinwire.integrations", "thinwire.kernels.cpu"]
 
 
 class RankError(Exception):
@@ -69,22 +71,31 @@ class Job(NamedTuple):
     group_timeout: float
 
 
+@cache
+def _server() -> multiprocessing.context.ForkServerContext:
+    """A process that has loaded torch once, and of which workers are copies: each of them costs milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
 class Worker:
     """One process, and the line to it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START.format(path=sys.path), str(theirs.fileno())],
-                env={**os.environ, **ENVIRONMENT},
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno()],
-            )
-        self.line = Connection(ours.detach())
+        context = _server()
+        self.line, theirs = context.Pipe()
+        self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `close`
+        self.process = context.Process(target=serve, args=(theirs, self.log.name), daemon=True)
+        self.process.start()
+        theirs.close()
 
     def send(self, message: object) -> None:
         with suppress(OSError):  # that it has died is found when its answer is read
@@ -106,17 +117,17 @@ class Worker:
     def close(self) -> None:
         self.process.kill()
         self.wait()
+        self.process.close()
         self.line.close()
         self.log.close()
 
     def wait(self) -> None:
         """Until the process, which was told to end, has ended. No second SIGABRT: it would cut off what the first
         makes the process write, where it stands."""
-        try:
-            self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
+        self.process.join(GRACE)
+        if self.process.exitcode is None:
             self.process.kill()
-            self.process.wait(GRACE)
+            self.process.join(GRACE)
 
 
 class Ranks:
@@ -226,7 +237,7 @@ class _Run:
                 if self.failures:
                     reason = f"did not end within {GRACE:g} s after another rank had failed"
                 for rank in waiting:
-                    self.workers[rank].process.send_signal(signal.SIGABRT)  # all at once: one's end may free another
+                    os.kill(self.workers[rank].process.pid, signal.SIGABRT)  # all at once: one's end may free another
                 for rank in sorted(waiting):
                     self.workers[rank].wait()
                     self.failures[rank] = f"{reason}; it stood here\n{self.workers[rank].written()}"
@@ -238,11 +249,11 @@ class _Run:
         try:
             succeeded, value = worker.receive()
         except EOFError:
-            worker.process.wait(GRACE)
+            worker.process.join(GRACE)
             if rank in self.lost:
                 answers[rank] = LOST
             else:
-                code = worker.process.returncode
+                code = worker.process.exitcode
                 self.failures[rank] = f"died with exit code {code}; it wrote\n{worker.written()}"
             return
         if rank in self.lost and succeeded:
@@ -259,14 +270,16 @@ class _Run:
             raise RankError(list(self.failures), text)
 
 
-def serve(argv: list[str]) -> None:
+def serve(line: Connection, log: str) -> None:
     """The life of a process: a job, its answer, the word to close, and again until the line ends."""
+    written = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(written, stream)
     faulthandler.enable()
     warnings.simplefilter("error")  # after the imports: what torch warns of while it loads is not for us to mend
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may take seconds
-    line = Connection(int(argv[1]))
     with suppress(EOFError, ConnectionError):  # the test's process is gone
         _answer(line, lambda: None)  # ready
         while True:

@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "train": Command("thinwire.train:run", "train a model between workers that send few bytes"),
     "bench codec": Command(
         "thinwire.bench.codec:run", "time, bytes and memory of every compressor, beside plain torch"
     ),
@@ -36,6 +37,7 @@ COMMANDS = {
     "bench recipe": Command(
         "thinwire.bench.recipe:run", "loss and bytes of training by different recipes, beside dense and torch's hooks"
     ),
+    "report": Command("thinwire.report:run", "one HTML page of trainings: loss, accuracy, bytes and time"),
 }
 
 
@@ -72,14 +74,17 @@ def _parse(name: str, options: Any, arguments: list[str]) -> Any:
     import tyro  # here, because `thinwire --help` can do without
 
     prog = _prog(name)
+    given: dict[str, Any] = {"prog": prog, "args": arguments}
+    if hasattr(options, "defaults"):  # some options say what others are if they are not given
+        given["default"] = options.defaults(arguments)
     if {"-h", "--help"} & set(arguments):
-        return tyro.cli(options, prog=prog, args=arguments)
+        return tyro.cli(options, **given)
     # tyro draws a box around its errors. Drawn wide enough that no line breaks, its first paragraph is the message.
     columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "10000"
     drawn = io.StringIO()
     try:
         with contextlib.redirect_stderr(drawn):
-            return tyro.cli(options, prog=prog, args=arguments)
+            return tyro.cli(options, **given)
     except SystemExit as exit:
         if not exit.code:
             raise

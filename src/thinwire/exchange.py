@@ -4,6 +4,7 @@ A bucket becomes operations in threads of the collectives, so its exchange overl
 such as the rest of the backward pass. A bucket's future is done when all operations of the step are.
 """
 
+import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -83,12 +84,16 @@ class Exchange:
     layout: list[tuple[str, ...]] = field(default_factory=list)
     entries: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
+    whole_at: float = 0.0
+    """When the last bucket had come, by `time.perf_counter`: what happens from then on is waited for."""
     shown: list[tuple[str, ...]] = field(default_factory=list)
     """The buckets as they came, if they were put together otherwise."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
 
     def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
         """Average one bucket, in place; the future is that of its tensor."""
+        if last:
+            self.whole_at = time.perf_counter()
         if self.collects:
             future = future_on(bucket.tensor.device)
             self._waiting.append((bucket, future))

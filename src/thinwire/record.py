@@ -57,8 +57,8 @@ class Writer:
     ...     writer.write({"kind": "row"})
     """
 
-    def __init__(self, path: str | Path | None) -> None:
-        self._file = None if path is None else open(path, "w", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, path: str | Path | None, append: bool = False) -> None:
+        self._file = None if path is None else open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: Mapping[str, object]) -> None:
         if self._file is not None:
@@ -66,14 +66,17 @@ class Writer:
             self._file.write("\n")
             self._file.flush()
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self.close()
 
 
 def read(path: str | Path) -> Iterator[Line]:

@@ -7,6 +7,7 @@ All buckets of a step count together: residuals change only if every bucket is f
 gradients of the step are NaN on every rank, and nothing else has changed.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -244,6 +245,7 @@ class Synchronizer:
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
         """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them."""
         handles: list[Handle] = []
+        started = time.perf_counter()
         for tensor in tensors:
             handles.append(
                 all_reduce_compressed(
@@ -252,7 +254,7 @@ class Synchronizer:
             )
         for handle in handles:
             handle.wait()
-            self._stats.count(handle.report)
+        self._stats.add_averages(handles, started)
 
     def wait(self) -> None:
         """Until the step is over; raises what went wrong."""
@@ -307,7 +309,7 @@ class Synchronizer:
             and self.policy.is_dense(number)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
-        collects = (bool(self.wanted_layout) and not passes_on) or (transform is not None and transform.whole)
+        collects = bool(self.wanted_layout) or (transform is not None and transform.whole)
         self._exchange = Exchange(self, number, passes_on, as_gradients, collects)
 
     def _compare_steps(self, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """What a synchronizer has done so far."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .collectives import Report
+from .collectives import Handle, Report
 from .exchange import Exchange
 
 
@@ -22,7 +23,11 @@ class SyncStats:
     """In the last step."""
     messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of encode, exchange and decode, summed over operations, which overlap."""
+    """Of encode, exchange, decode and update, summed over operations, which overlap with each other and with the
+    backward pass."""
+    blocked: dict[str, float] = field(default_factory=dict)
+    """What of that came after the last gradient, so that the step waited for it: encode, decode and, for what was
+    neither, exchange. They add up."""
     algorithms: dict[str, int] = field(default_factory=dict)
     """Operations by algorithm."""
 
@@ -37,9 +42,27 @@ class SyncStats:
         self.last_bytes_sent = 0
         self.bytes_dense += exchange.bytes_dense
         for handle in exchange.handles:
-            self.count(handle.report)
+            self._count(handle.report)
+        self._block(exchange.handles, exchange.whole_at)
 
-    def count(self, report: Report) -> None:
+    def add_averages(self, handles: Sequence[Handle], started: float) -> None:
+        """Operations outside a step, which was waited for since they were started."""
+        for handle in handles:
+            self._count(handle.report)
+        self._block(handles, started)
+
+    def _block(self, handles: Sequence[Handle], since: float) -> None:
+        """Encoding and decoding are done by one operation at a time, so their times can be added."""
+        whole = max((handle.ended or since for handle in handles), default=since) - since
+        worked = dict.fromkeys(("encode", "decode"), 0.0)
+        for handle in handles:
+            for phase, start, stop in handle.report.spans:
+                if phase in worked:
+                    worked[phase] += max(0.0, stop - max(start, since))
+        for phase, seconds in {**worked, "exchange": max(0.0, whole - sum(worked.values()))}.items():
+            self.blocked[phase] = self.blocked.get(phase, 0.0) + seconds
+
+    def _count(self, report: Report) -> None:
         self.bytes_sent += report.bytes_sent
         self.last_bytes_sent += report.bytes_sent
         self.messages += report.messages

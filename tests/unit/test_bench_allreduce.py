@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from thinwire import cli, record
-from thinwire.bench import workers
-from thinwire.bench.allreduce import Options, loopback, traffic
+from thinwire import cli, loopback, record, workers
+from thinwire.bench.allreduce import Options, traffic
 from thinwire.bench.allreduce.cases import Case
 from thinwire.bench.allreduce.settings import settings
 from thinwire.bench.allreduce.simulated import SimulatedRow, simulate
 from thinwire.bench.allreduce.timed import Ratio
 from thinwire.bench.allreduce.traffic import FRAMING_LIMIT, ByteRow
-from thinwire.bench.workers import WorkerError, Workers
 from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
+from thinwire.workers import WorkerError, Workers
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--bytes-size", "200k", "--size", "200k", "--ranks", "2", "--repeats", "2"]

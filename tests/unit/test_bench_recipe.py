@@ -18,7 +18,7 @@ from thinwire.bench.recipe.settings import settings
 from thinwire.bench.recipe.table import print_rows
 from thinwire.bench.recipe.threads import Threads
 from thinwire.bench.recipe.trainer import Score, Trainer
-from thinwire.bench.workers import WorkerError
+from thinwire.workers import WorkerError
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "6"]

@@ -16,14 +16,15 @@ TRAINING = {
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"bench", "report"},
+    {"bench"},
     {"train"},
+    {"report"},
     {"optim"},
     {"integrations"},
-    TRAINING,
+    {*TRAINING, "workers"},
     {"collectives"},
     {"compressors"},
-    {"frame", "statistics", "record"},
+    {"frame", "statistics", "record", "loopback"},
     {"kernels"},
 ]
 """From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""

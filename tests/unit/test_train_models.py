@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.train.models import CNNConfig, GPTConfig, model_config
+from thinwire.train.models import CONFIGS, CNNConfig, GPTConfig, ModelConfig, ResNet18Config, model_config
 
 SMALL = GPTConfig(layers=1, width=32, heads=2, context=16)
 
@@ -21,8 +21,8 @@ def test_a_gpt_has_the_parameters_that_it_should(bias: int, vectors: int, last: 
     assert numel(config.build(0)) == 256 * 64 + 32 * 64 + 3 * block + last * 64
 
 
-@pytest.mark.parametrize("config", [SMALL, CNNConfig(width=8)])
-def test_weights_depend_on_the_seed_alone(config: GPTConfig | CNNConfig) -> None:
+@pytest.mark.parametrize("config", [SMALL, CNNConfig(width=8), ResNet18Config(width=4)], ids=lambda config: config.name)
+def test_weights_depend_on_the_seed_alone(config: ModelConfig) -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = config.build(7).state_dict()
@@ -30,6 +30,7 @@ def test_weights_depend_on_the_seed_alone(config: GPTConfig | CNNConfig) -> None
     torch.manual_seed(2)
     again, other = config.build(7).state_dict(), config.build(8).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(tensor.isfinite().all() for tensor in first.values())
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
@@ -51,6 +52,54 @@ def test_a_gpt_does_not_look_ahead() -> None:
     assert not same[9:].any()
 
 
+def test_a_resnet_has_the_parameters_that_it_should() -> None:
+    model = ResNet18Config().build(0)
+    assert numel(model) == 11_173_962
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 20  # 17, and 3 of the skips
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert model.stages(model.stem(torch.zeros(1, 3, 32, 32))).shape == (1, 512, 4, 4)
+    assert ResNet18Config(width=8, classes=7).build(0)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_batch_norms_begin_with_averages_of_nothing() -> None:
+    """Memory that is not filled holds anything, so every buffer must be given its value."""
+    state = ResNet18Config(width=4).build(3).state_dict()
+    expected = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+    seen = 0
+    for name, tensor in state.items():
+        kind = name.rpartition(".")[2]
+        if kind in expected:
+            seen += 1
+            assert (tensor == expected[kind]).all(), name
+    assert seen == 3 * 20
+
+
+def test_a_resnet_starts_near_a_guess_and_learns() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, kinds = torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10
+    model = ResNet18Config(width=8).build(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(8):
+        loss = F.cross_entropy(model(images), kinds)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+    assert 2 < losses[0] < 5
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(int(value) == 8 for name, value in model.state_dict().items() if "num_batches" in name)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32), (1, 8)])
+def test_a_cnn_for_other_images(channels: int, size: int) -> None:
+    config = model_config(f"cnn:width=4,channels={channels},size={size}")
+    assert isinstance(config, CNNConfig)
+    assert config.inputs == (channels, size, size)
+    assert config.build(0)(torch.zeros(2, *config.inputs)).shape == (2, 10)
+
+
 def test_the_models_learn_a_batch_by_heart() -> None:
     generator = torch.Generator().manual_seed(0)
     images: tuple[Tensor, Tensor] = torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 10
@@ -68,13 +117,20 @@ def test_the_models_learn_a_batch_by_heart() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: model_config("rnn:layers=2"), "model 'rnn' in 'rnn:layers=2' is unknown, expected one of gpt, cnn"),
+        (
+            lambda: model_config("rnn:layers=2"),
+            "model 'rnn' in 'rnn:layers=2' is unknown, expected one of gpt, cnn, resnet18",
+        ),
         (lambda: model_config("gpt:depth=2"), "'depth=2' in 'gpt:depth=2', expected key=value with a whole number"),
         (lambda: model_config("gpt:layers"), "'layers' in 'gpt:layers', expected key=value"),
         (lambda: GPTConfig(width=130), "width 130 with 4 heads, expected a multiple of the heads"),
         (lambda: GPTConfig(layers=0), "layers 0, expected 1 or more"),
         (lambda: CNNConfig(size=10), "images of 10 pixels, expected a multiple of 4"),
         (lambda: CNNConfig(width=0), "width 0 and 10 classes"),
+        (lambda: CNNConfig(channels=0), "0 channels, expected 1 or more"),
+        (lambda: ResNet18Config(width=0), "width 0 and 10 classes, expected 1 and 2 or more"),
+        (lambda: model_config("resnet18:classes=1"), "width 64 and 1 classes"),
+        (lambda: model_config("resnet18:size=64"), "'size=64' in 'resnet18:size=64', expected key=value"),
     ],
 )
 def test_sizes_that_cannot_be(build: object, message: str) -> None:
@@ -85,3 +141,5 @@ def test_sizes_that_cannot_be(build: object, message: str) -> None:
 def test_a_model_is_named_by_a_spec() -> None:
     assert model_config("gpt") == GPTConfig()
     assert model_config("cnn: width = 16, size=12") == CNNConfig(width=16, size=12)
+    assert model_config("resnet18:width=64,classes=10") == ResNet18Config()
+    assert all(model_config(name).name == name for name in CONFIGS)

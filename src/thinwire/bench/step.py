@@ -105,8 +105,7 @@ class Stepper:
 def run(options: Options) -> int:
     """Measure and print the table; 1 if a worker failed."""
     from thinwire.train.models import model_config
-
-    from .workers import WorkerError, Workers
+    from thinwire.workers import WorkerError, Workers
 
     for spec in (options.model, options.large_model):
         model_config(spec)

@@ -2,13 +2,25 @@
 
 import copy
 import threading
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+
+
+class Span(NamedTuple):
+    """Seconds of `time.perf_counter`."""
+
+    phase: str
+    start: float
+    stop: float
 
 
 @dataclass
@@ -33,8 +45,25 @@ class Report:
 
     Not looked at where torch's own all-reduce did it, for "none" without a residual.
     """
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time of encode, exchange and decode. On an accelerator, encode and decode are the time to launch them."""
+    spans: list[Span] = field(default_factory=list)
+    """When it did what: encode, exchange, decode, and in training update. On an accelerator, all but exchange is the
+    time to launch it."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase."""
+        total: dict[str, float] = {}
+        for phase, start, stop in self.spans:
+            total[phase] = total.get(phase, 0.0) + stop - start
+        return total
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(phase, started, time.perf_counter()))
 
 
 class Promise:
@@ -44,6 +73,8 @@ class Promise:
         self.future: Future[list[Tensor]] = Future(devices=[device] if device.type == "cuda" else None)
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.ended: float | None = None
+        """By `time.perf_counter`."""
         self._lock = threading.Lock()
         self._settled = False
 
@@ -65,6 +96,8 @@ class Promise:
     def _is_first(self) -> bool:
         with self._lock:
             first, self._settled = not self._settled, True
+            if first:
+                self.ended = time.perf_counter()
             return first
 
 
@@ -89,6 +122,11 @@ class Handle:
 
     def is_completed(self) -> bool:
         return self._promise.done.is_set()
+
+    @property
+    def ended(self) -> float | None:
+        """When it was completed, by `time.perf_counter`."""
+        return self._promise.ended
 
     def get_future(self) -> "Future[list[Tensor]]":
         """A future of [tensor]."""

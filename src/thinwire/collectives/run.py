@@ -17,7 +17,7 @@ from .handle import Handle, Promise
 from .hierarchical import hierarchical
 from .job import Job
 from .sharded import sharded
-from .stage import Clock, Outcome, Stage
+from .stage import Outcome, Stage
 from .step import Received, Step
 from .values import values
 
@@ -56,7 +56,8 @@ def submit(job: Job, part: Part | None = None) -> Handle:
             with torch.no_grad(), torch.cuda.stream(stream):
                 assert part is not None
                 if finite:
-                    part.commit()
+                    with job.report.clock("update"):
+                        part.commit()
                 _take(outcome, job.tensor, finite)
                 job.report.finite = finite
                 promise.keep([job.result])
@@ -70,7 +71,8 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     _run(job)
                     promise.keep([job.result])
                 else:
-                    part.before()
+                    with job.report.clock("update"):
+                        part.before()
                     outcome = _exchange(job)
                     part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
         except BaseException as error:
@@ -121,10 +123,9 @@ def _run(job: Job) -> None:
     _start(job)
     # The first segment's residual must not change if the last one turns out to hold NaN, on any rank.
     finite = len(job.plan.segments) == 1 or _all_finite(job)
-    clock = Clock(job.report.seconds)
     for index, (start, stop) in enumerate(job.plan.segments):
         if finite:
-            outcome = _run_segment(job, index, clock)
+            outcome = _run_segment(job, index)
             finite = outcome.finite
             _take(outcome, job.tensor[start:stop], finite)
             del outcome  # its buffers go before those of the next are made
@@ -138,7 +139,7 @@ def _exchange(job: Job) -> Outcome:
     """All in one segment, without effect so far."""
     _start(job)
     assert len(job.plan.segments) == 1
-    outcome = _run_segment(job, 0, Clock(job.report.seconds))
+    outcome = _run_segment(job, 0)
     _finish(job)
     return outcome
 
@@ -165,14 +166,14 @@ def _finish(job: Job) -> None:
         operation.finish()
 
 
-def _run_segment(job: Job, index: int, clock: Clock) -> Outcome:
+def _run_segment(job: Job, index: int) -> Outcome:
     *inside, operation = job.operations
     start, stop = job.plan.segments[index]
     key = mix_key(job.key, index) if job.key is not None and len(job.plan.segments) > 1 else job.key
     residual = None if job.residual is None else job.residual[start:stop]
     stage = Stage(
         operation, job.tensor[start:stop], residual, job.plan.first, job.plan.second, job.owner_residuals[index], key,
-        job.weight, clock,
+        job.weight, job.report,
     )  # fmt: skip
     algorithm = _ALGORITHMS[job.plan.algorithm]
     return hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..compressors import CompressedTensor, Compressor
 from ..kernels.layout import Layout
+from .handle import Report
 from .operation import Operation
 
 _COMPUTE = threading.Lock()
@@ -29,21 +30,6 @@ class Outcome(NamedTuple):
     """Write the result, weighted, into a flat tensor."""
 
 
-@dataclass
-class Clock:
-    """Where the time of an operation goes."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-
 @dataclass(frozen=True)
 class Stage:
     """A flat tensor to be summed over the ranks of one group."""
@@ -57,7 +43,7 @@ class Stage:
     """What this rank, as an owner, has not sent on so far: of its share, in units of the sum."""
     key: int | None
     weight: float
-    clock: Clock
+    report: Report
 
     @property
     def rank(self) -> int:
@@ -89,17 +75,17 @@ class Stage:
                 ct.compressor.commit(ct, tensor, residual)
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        with self.clock("exchange"):
+        with self.report.clock("exchange"):
             self.operation.exchange(sends, receives)
 
     def all_gather(self, parts: list[Tensor]) -> None:
         """Fill everybody's part; this rank's is there."""
-        with self.clock("exchange"):
+        with self.report.clock("exchange"):
             self.operation.all_gather(parts)
 
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:
-        with _COMPUTE, self.clock(phase):
+        with _COMPUTE, self.report.clock(phase):
             yield
 
     def buffer(self, *shape: int) -> Tensor:

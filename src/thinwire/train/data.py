@@ -1,7 +1,7 @@
 """Data that every machine has: the sources of Python's standard library, and the handwritten digits of scikit-learn.
 
-The batch of all ranks together depends on the seed and the step alone, and each rank takes its part of it. So a run can
-be repeated and resumed, two recipes see the same data, and four ranks see what two with twice the batch would.
+Samples come in one endless stream, which depends on the seed alone, and each rank takes its part of every step's. So a
+run can be repeated and resumed, two recipes see the same data, and four ranks see what two with twice the batch would.
 """
 
 import sysconfig
@@ -9,10 +9,13 @@ import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .draws import below, normal
+from .order import order
 
 _VALIDATION_SHARE = 20
 """One file in so many is kept for validation; of the digits, one in `_TEST_SHARE`."""
@@ -27,26 +30,41 @@ class Batch(NamedTuple):
 
 
 class Data(Protocol):
-    def batch(self, step: int, rank: int, world: int, seed: int, size: int) -> Batch:
-        """`size` samples for this rank, of size * world that are drawn by (seed, step)."""
+    @property
+    def length(self) -> int:
+        """Samples in an epoch."""
+
+    def batch(self, start: int, size: int, seed: int) -> Batch:
+        """Samples `start` to start + size of the stream: epoch after epoch, each in an order of its own by the seed.
+
+        Rank r of P takes the batch from consumed + r * size on, and a step consumes P * size.
+        """
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Always the same samples, none of which is in a batch; `size` at a time."""
 
 
 class Text:
-    """Windows of `context` bytes of Python sources; the target is the next byte at each place."""
+    """Windows of `context` bytes of Python sources; the target is the next byte at each place.
+
+    An epoch is the whole text, cut into windows without overlap; where the first begins is drawn anew for each epoch.
+    """
 
     def __init__(self, context: int, validation_windows: int = 256) -> None:
         self._train, self._validation = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in sources())
         self._context, self._windows = context, validation_windows
         shortest = min(len(self._train), len(self._validation))
-        if shortest <= context:
-            raise ValueError(f"context {context}, but there are only {shortest} bytes of text: make it shorter")
+        if not 1 <= context <= shortest // 2:
+            raise ValueError(
+                f"context {context}, but there are only {shortest} bytes of text: expected 1 to half of it"
+            )
+        self.length = len(self._train) // context - 1  # the last is left for the offset, and for the last target
 
-    def batch(self, step: int, rank: int, world: int, seed: int, size: int) -> Batch:
-        starts = _drawn(len(self._train) - self._context, step, rank, world, seed, size)
-        return self._cut(self._train, starts)
+    def batch(self, start: int, size: int, seed: int) -> Batch:
+        windows = order(seed, self.length, start, size)
+        epochs = torch.arange(start, start + size) // self.length
+        offsets = below(self._context, seed, "offset", epochs, 1).view(-1)
+        return self._cut(self._train, offsets + windows * self._context)
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Windows spread evenly over the text."""
@@ -63,35 +81,40 @@ class Text:
 class Digits:
     """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit.
 
-    noise   standard deviation of what is added to every pixel, anew in every batch. White is 1 and black 0: with 0.5 no
+    noise   standard deviation of what is added to every pixel, anew in every epoch. White is 1 and black 0: with 0.5 no
             model is ever sure, so that losses of different trainings can be told apart.
     """
+
+    inputs: ClassVar = (1, 8, 8)
+    classes: ClassVar = 10
 
     def __init__(self, noise: float = 0.0) -> None:
         self._noise = noise
         from sklearn.datasets import load_digits  # slow to load
 
         images, digits = load_digits(return_X_y=True)
-        inputs = torch.from_numpy(images).float().div(16).view(-1, 1, 8, 8)
+        inputs = torch.from_numpy(images).float().div(16).view(-1, *self.inputs)
         targets = torch.from_numpy(digits).long()
         kept = torch.arange(len(targets)) % _TEST_SHARE == 0
         self._train, self._test = Batch(inputs[~kept], targets[~kept]), Batch(inputs[kept], targets[kept])
+        self.length = len(self._train.targets)
 
-    def batch(self, step: int, rank: int, world: int, seed: int, size: int) -> Batch:
-        chosen = _drawn(len(self._train.targets), step, rank, world, seed, size)
-        return Batch(self._noisy(self._train.inputs[chosen], f"{seed}/{step}/{rank}"), self._train.targets[chosen])
+    def batch(self, start: int, size: int, seed: int) -> Batch:
+        chosen = order(seed, self.length, start, size)
+        inputs = self._noisy(self._train.inputs[chosen], seed, "noise", start)
+        return Batch(inputs, self._train.targets[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
         """With noise each image comes several times, with other noise."""
         for draw in range(_NOISY_DRAWS if self._noise else 1):
-            inputs = self._noisy(self._test.inputs, f"validation {draw}")
+            inputs = self._noisy(self._test.inputs, 0, "validation", draw * len(self._test.targets))
             yield from map(Batch, inputs.split(size), self._test.targets.split(size))
 
-    def _noisy(self, images: Tensor, draw: str) -> Tensor:
+    def _noisy(self, images: Tensor, seed: int, what: str, start: int) -> Tensor:
         if not self._noise:
             return images
-        generator = torch.Generator().manual_seed(zlib.crc32(draw.encode()))
-        return images + self._noise * torch.randn(images.shape, generator=generator)
+        places = torch.arange(start, start + len(images))
+        return images + self._noise * normal(seed, what, places, images[0].numel()).view(images.shape)
 
 
 @cache
@@ -110,11 +133,3 @@ def sources() -> tuple[bytes, bytes]:
     if not validation:
         raise ValueError(f"no Python sources in {root}: this Python was installed without its standard library's text")
     return train, validation
-
-
-def _drawn(count: int, step: int, rank: int, world: int, seed: int, size: int) -> Tensor:
-    """This rank's part of size * world numbers below `count`."""
-    if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} of {world}, expected 0 to {world - 1}")
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
-    return torch.randint(count, (world, size), generator=generator)[rank]

@@ -46,7 +46,7 @@ class Options:
 def run(options: Options) -> int:
     """Measure, simulate and print the tables; 1 if bytes are off their formula, or a worker failed."""
     # These load torch, for which help and wrong options should not wait.
-    from thinwire.bench.workers import WorkerError, Workers
+    from thinwire.workers import WorkerError, Workers
 
     from .settings import settings
     from .simulated import simulate

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from thinwire.bench.measure import Timing, percentile
 from thinwire.bench.progress import Progress
-from thinwire.bench.workers import Workers
 from thinwire.compressors import format_spec
+from thinwire.workers import Workers
 
 from .settings import Settings
 from .timer import BARRIER, PARTS, WHOLE, Span, Timer

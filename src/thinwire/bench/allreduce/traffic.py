@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+from thinwire import loopback
 from thinwire.bench.progress import Progress
-from thinwire.bench.workers import Workers
 from thinwire.collectives import Report
+from thinwire.workers import Workers
 
-from . import loopback
 from .cases import Case
 from .reducer import Reducer
 from .settings import Settings

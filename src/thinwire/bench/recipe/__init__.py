@@ -55,7 +55,7 @@ class Options:
 def run(options: Options) -> int:
     """Train and print the table; 1 if ranks ended with different weights, or a worker failed."""
     # These load torch, for which help and wrong options should not wait.
-    from thinwire.bench.workers import WorkerError, Workers
+    from thinwire.workers import WorkerError, Workers
 
     from .measured import measure_all
     from .settings import settings

@@ -3,16 +3,18 @@
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
 from thinwire.train.data import Data, Digits, Text
-from thinwire.train.models import GPT, CNNConfig, GPTConfig, SimpleCNN, model_config
+from thinwire.train.datasets import check_fit
+from thinwire.train.models import CNNConfig, GPTConfig, ModelConfig, model_config
 
 from . import Options
 from .exchanges import ring_bytes
 from .recipes import RECIPES, Chosen, parse
 
 LARGEST_WORLD = 64
-LEARNING_RATES = {GPTConfig: (1e-3, 0.2), CNNConfig: (1e-3, 0.02)}
+LEARNING_RATES: dict[type[ModelConfig], tuple[float, float]] = {GPTConfig: (1e-3, 0.2), CNNConfig: (1e-3, 0.02)}
 """Of AdamW and SGD. At 2e-3 dense runs of the default size differ by 0.2 between seeds, at 1e-3 by 0.01."""
 
 
@@ -33,7 +35,7 @@ class Settings:
     cases: tuple[Case, ...]
     left_out: tuple[str, ...]
     """Recipes that a simulation cannot run."""
-    config: GPTConfig | CNNConfig
+    config: ModelConfig
     workers: int
     batch: int
     steps: int
@@ -43,7 +45,7 @@ class Settings:
     device: str
     simulate: bool
 
-    def build(self, seed: int) -> GPT | SimpleCNN:
+    def build(self, seed: int) -> nn.Module:
         return self.config.build(seed)
 
     def data(self) -> Data:
@@ -60,7 +62,7 @@ class Settings:
     def record(self) -> dict[str, object]:
         """For the conditions of a record."""
         return {
-            "model": "gpt" if isinstance(self.config, GPTConfig) else "cnn",
+            "model": self.config.name,
             "config": asdict(self.config),
             "parameters": self.parameters,
             "workers": self.workers,
@@ -94,6 +96,7 @@ def settings(options: Options) -> Settings:
     if not 0 <= warmup < options.steps:
         raise ValueError(f"--warmup-steps {warmup}, expected 0 or more, and fewer than the {options.steps} steps")
     config = model_config(options.model)
+    check_fit(config, "text" if isinstance(config, GPTConfig) else "digits")
     lr = options.lr or LEARNING_RATES[type(config)]
     if not all(0 < rate < float("inf") for rate in lr):
         raise ValueError(f"--lr {lr[0]:g} {lr[1]:g}, expected two numbers above 0")

@@ -1,11 +1,11 @@
-"""Ranks as threads of this process, asked as those of `bench.workers` are."""
+"""Ranks as threads of this process, asked as those of `thinwire.workers` are."""
 
 from types import TracebackType
 from typing import Any, Self
 
-from thinwire.bench.workers import Actor, WorkerError
 from thinwire.collectives import CollectiveError
 from thinwire.collectives.local import LocalGroup, LocalWorld
+from thinwire.workers import Actor, WorkerError
 
 
 class Threads:

@@ -1,21 +1,19 @@
 """What a rank does: a plain training loop, some steps at a time, so that nobody waits for an answer for long."""
 
 import gc
-import math
 import warnings
 import zlib
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from thinwire.collectives.local import LocalGroup
-from thinwire.train.models import GPT, SimpleCNN
+from thinwire.train.schedule import schedule
 
 from .exchanges import Exchange, Setup
 from .settings import Case, Settings
-
-_RAMP, _FLOOR = 0.05, 0.1
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Trainer:
         if group is None:  # of what is to be shown here; this process is ours, where ranks are threads it is not
             warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         self._data = settings.data()
-        self._model: GPT | SimpleCNN | None = None
+        self._model: nn.Module | None = None
         self._exchange: Exchange | None = None
 
     def start(self, case: Case) -> None:
@@ -92,7 +90,8 @@ class Trainer:
         factor = schedule(self._step, self._settings.steps)
         for group, lr in zip(exchange.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * factor
-        batch = self._data.batch(self._step, self._rank, self._size, self._seed, self._settings.batch)
+        size = self._settings.batch
+        batch = self._data.batch((self._step * self._size + self._rank) * size, size, self._seed)
         inputs, targets = (part.to(self._device) for part in batch)
         loss = F.cross_entropy(exchange.module(inputs).flatten(0, -2), targets.flatten())
         exchange.optimizer.zero_grad()
@@ -100,16 +99,3 @@ class Trainer:
         exchange.after_backward()
         exchange.optimizer.step()
         self._step += 1
-
-
-def schedule(step: int, steps: int) -> float:
-    """Of the learning rate: up in a twentieth of the steps, then down along a cosine to a tenth.
-
-    >>> [round(schedule(step, 100), 3) for step in (0, 4, 50, 99)]
-    [0.2, 1.0, 0.587, 0.1]
-    """
-    ramp = max(1, round(_RAMP * steps))
-    if step < ramp:
-        return (step + 1) / ramp
-    done = (step - ramp) / max(1, steps - ramp)
-    return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * done)) / 2

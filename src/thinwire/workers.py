@@ -9,22 +9,26 @@ What a rank raises, or that it died, is a `WorkerError` that names it. No proces
 """
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .collectives import CollectiveError
 
 LIMIT_SECONDS = 300.0
 """For any answer; the first ones load torch, and may compile the kernels, in all processes at once."""
@@ -36,13 +40,36 @@ Actor = Callable[..., object]
 
 
 class WorkerError(Exception):
-    """A rank raised, died, or did not answer."""
+    """A rank raised, died, or did not answer.
+
+    rank     at fault.
+    reason   without the rank.
+    trace    where it raised, if it did, and was not to blame for it: what ValueError and OSError say is enough.
+    """
+
+    def __init__(self, text: str, rank: int | None = None, reason: str = "", trace: str = "") -> None:
+        super().__init__(text)
+        self.rank, self.reason, self.trace = rank, reason, trace
+
+
+class Failure(NamedTuple):
+    """What a rank answers in place of a result."""
+
+    reason: str
+    trace: str = ""
+    is_echo: bool = False
+    """Of what happened to another rank."""
 
 
 class Workers:
-    """Processes, started at once and ended with the block."""
+    """Processes, started at once and ended with the block.
 
-    def __init__(self, count: int) -> None:
+    threads   of torch, in each of them.
+    limit     seconds for an exchange between them, after which a rank that does not answer is an error.
+    """
+
+    def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
+        self._limit = limit
         context = multiprocessing.get_context("spawn")
         self._lines: list[Connection] = []
         self._processes = []
@@ -50,7 +77,7 @@ class Workers:
         self._store: Any = None
         for _ in range(count):
             line, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
             process.start()
             theirs.close()
             self._lines.append(line)
@@ -60,21 +87,30 @@ class Workers:
         """A new group of the first `size` processes, in place of the last one."""
         self._size = size
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._question([(None, (self._store.port, rank, size, actor, args)) for rank in range(size)])
+        self._question([(None, (self._store.port, self._limit, rank, size, actor, args)) for rank in range(size)])
 
-    def ask(self, method: str, *args: object) -> list[Any]:
-        """What this method of the actor returns, by rank."""
-        return self._question([(method, args)] * self._size)
+    def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
+        """What this method of the actor returns, by rank; within so many seconds, or whenever it comes."""
+        return self._question([(method, args)] * self._size, limit)
 
-    def _question(self, questions: Sequence[tuple[str | None, tuple[object, ...]]]) -> list[Any]:
+    def signal(self, number: signal.Signals) -> None:
+        """To all processes that are still there."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def _question(
+        self, questions: Sequence[tuple[str | None, tuple[object, ...]]], limit: float | None = LIMIT_SECONDS
+    ) -> list[Any]:
         for line, question in zip(self._lines, questions, strict=False):
             with suppress(OSError):  # it has died, which is found when its answer is read
                 line.send(question)
         answers: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         waiting = set(range(len(questions)))
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while waiting and (ready := wait([self._lines[rank] for rank in waiting], deadline - time.monotonic())):
+        deadline = math.inf if limit is None else time.monotonic() + limit
+        while waiting and (ready := wait([self._lines[rank] for rank in waiting], _seconds_until(deadline))):
             for rank in [rank for rank in waiting if self._lines[rank] in ready]:
                 waiting.remove(rank)
                 try:
@@ -83,14 +119,16 @@ class Workers:
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE_SECONDS)
                     # Those that wait for a rank that died may tell before it shows: it goes first.
-                    failures = {rank: f"died with exit code {self._processes[rank].exitcode}", **failures}
+                    failures = {rank: Failure(_death(self._processes[rank].exitcode)), **failures}
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
-            rank, reason = next(iter(failures.items()))
-            raise WorkerError(f"rank {rank} of {len(questions)} {reason}")
+            rank, failure = min(failures.items(), key=lambda item: item[1].is_echo)
+            text = f"rank {rank} of {len(questions)} {failure.reason}"
+            raise WorkerError(text, rank, failure.reason, failure.trace)
         if waiting:
-            raise WorkerError(f"rank {min(waiting)} of {len(questions)} did not answer within {LIMIT_SECONDS:g} s")
+            reason = f"did not answer within {limit:g} s"
+            raise WorkerError(f"rank {min(waiting)} of {len(questions)} {reason}", min(waiting), reason)
         return [answers[rank] for rank in range(len(questions))]
 
     def __enter__(self) -> Self:
@@ -106,11 +144,35 @@ class Workers:
             line.close()
 
 
-def _serve(line: Connection) -> None:
+def is_echo(error: BaseException) -> bool:
+    """Whether an error is what a rank sees of another's end; DDP passes it on as a RuntimeError with the same text."""
+    marks = ("all_reduce_compressed #", "Connection closed by peer", "Connection reset by peer")
+    text = str(error)
+    return isinstance(error, CollectiveError) or (
+        isinstance(error, RuntimeError) and any(mark in text for mark in marks)
+    )
+
+
+def _seconds_until(deadline: float) -> float | None:
+    return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+
+
+def _death(code: int | None) -> str:
+    """
+    >>> _death(-9), _death(1)
+    ('was killed by SIGKILL', 'died with exit code 1')
+    """
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"died with exit code {code}"
+
+
+def _serve(line: Connection, threads: int) -> None:
     """The life of a process: a question, its answer, and again until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     actor: object = None
@@ -122,7 +184,9 @@ def _serve(line: Connection) -> None:
                 actor = _join(*args)
             line.send((True, getattr(actor, method)(*args) if method else None))
         except Exception as error:
-            line.send((False, f"raised {type(error).__name__}: {error}"))
+            trace = "" if isinstance(error, ValueError | OSError) else traceback.format_exc()
+            reason = f"raised {type(error).__name__}: {error}"
+            line.send((False, Failure(reason, trace, is_echo(error))))
 
 
 def _end_with_parent() -> None:
@@ -133,11 +197,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _join(port: int, rank: int, size: int, actor: Actor, args: tuple[object, ...]) -> object:
+def _join(port: int, seconds: float, rank: int, size: int, actor: Actor, args: tuple[object, ...]) -> object:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    limit = timedelta(seconds=LIMIT_SECONDS)
+    limit = timedelta(seconds=seconds)
     store = TCPStore(HOST, port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     return actor(rank, size, *args)

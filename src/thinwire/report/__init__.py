@@ -1,0 +1,72 @@
+"""`thinwire report`: what one or several trainings did, as one HTML file that opens anywhere, offline.
+
+`runs` reads a run's metrics.jsonl, `series` thins it to what a screen can show, and `page` puts it, with a style sheet
+and the scripts of this folder, into one file. torch is not loaded: a report takes a moment, on any machine that has the
+files.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class Options:
+    """One HTML page of one or several trainings: loss, accuracy, bytes and time. It opens offline."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]", help_behavior_hint="")] = ()
+    """Folders of runs, or their metrics.jsonl. Several are drawn over each other."""
+    out: Annotated[Path, arg(metavar="PATH")] = Path("report.html")
+    """The file to write."""
+
+
+def run(options: Options) -> int:
+    """Write the page, and say where it is."""
+    size = write(options.runs, options.out)
+    print(f"{options.out}: {size / 1000:,.0f} kB; open it in a browser")
+    return 0
+
+
+def write(runs: Sequence[str | Path], out: str | Path) -> int:
+    """Write the report of these runs to `out`, whole or not at all; returns its size in bytes.
+
+    What stands under RUN/dense, the reference of a comparison, is drawn too.
+    """
+    from .page import page
+    from .runs import read
+    from .sources import find
+
+    out = Path(out)
+    sources = find([Path(path) for path in runs])
+    _check(out, [source.metrics for source in sources])
+    command = shlex.join(["thinwire", "report", *map(str, runs), "--out", str(out)])
+    html = page([read(source.metrics, source.name) for source in sources], command)
+    return _replace(out, html.encode("utf-8"))
+
+
+def _check(out: Path, inputs: list[Path]) -> None:
+    """Before the work: where a page cannot or should not be written."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder, expected a file: try --out {out / 'report.html'}")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; create it, or write somewhere else")
+    if out.resolve() in inputs:
+        raise ValueError(f"--out {out} is a run's own record, which the page would replace: choose another file")
+
+
+def _replace(out: Path, content: bytes) -> int:
+    # A browser that reloads the page of a run that still goes should never see half of it.
+    temporary = out.with_name(f".thinwire-report-{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise OSError(f"cannot write {out}: {error.strerror}; give another place with --out") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(content)

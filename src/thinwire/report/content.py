@@ -1,0 +1,101 @@
+"""What the page shows of a run, as JSON: its figures, its configuration and its curves."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .runs import PARTS, Run
+from .series import Value, curve, short, stack
+
+
+def content(run: Run) -> dict[str, Any]:
+    """Everything of one run that the scripts draw."""
+    steps, evaluations = run.steps, run.evaluations
+    at_steps = [(row.step, row.seconds, row.bytes_sent) for row in steps]
+    at_evaluations = [(row.step, row.seconds, row.bytes_sent) for row in evaluations]
+    accuracies = [row.accuracy for row in evaluations]
+    return {
+        "name": run.name,
+        "status": run.status,
+        "summary": _summary(run),
+        "config": [[name, text] for name, text in _config(run)],
+        "loss": curve(at_steps, [row.loss for row in steps]),
+        "validation": curve(at_evaluations, [row.loss for row in evaluations]),
+        "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
+        "traffic": curve(at_steps, bytes_per_step(run)),
+        "split": stack(at_steps, [row.split for row in steps], len(PARTS)),
+        "step_seconds": _step_seconds(run),
+    }
+
+
+def bytes_per_step(run: Run) -> list[Value]:
+    """Between each line and the one before it; before the first, from nothing sent at step 0."""
+    result: list[Value] = []
+    step, sent = 0, 0.0
+    for row in run.steps:
+        if row.bytes_sent is None:
+            result.append(None)
+            continue
+        result.append((row.bytes_sent - sent) / (row.step - step) if row.step > step else None)
+        step, sent = row.step, row.bytes_sent
+    return result
+
+
+def _step_seconds(run: Run) -> dict[str, Value]:
+    """The mean over all steps, and the longest that a line tells of."""
+    before = [0, *(row.step for row in run.steps)]
+    lines = [(sum(row.split), row.step - last) for row, last in zip(run.steps, before, strict=False) if row.split]
+    count = sum(steps for _, steps in lines)
+    return {
+        "mean": short(sum(seconds * steps for seconds, steps in lines) / count) if count else None,
+        "longest": short(max((seconds for seconds, _ in lines), default=None)),
+    }
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    training = run.steps[-1:]
+    validation = run.evaluations[-1:]
+    accuracies = [row.accuracy for row in run.evaluations if row.accuracy is not None]
+    sent = max((row for row in run.rows if row.bytes_sent is not None), key=lambda row: row.step, default=None)
+    return {
+        "step": run.step,
+        "steps": run.config.get("steps") if isinstance(run.config.get("steps"), int) else None,
+        # A list of one or none: a loss that was not finite is null, which is not the same as no loss at all.
+        "training": [short(row.loss) for row in training],
+        "validation": [short(row.loss) for row in validation],
+        "accuracy": short(accuracies[-1]) if accuracies else None,
+        "bytes": short(sent.bytes_sent) if sent else None,
+        "dense": short(sent.bytes_dense) if sent else None,
+        "seconds": short(run.seconds),
+        "resumes": run.resumes,
+        "workers": _text(run.conditions.get("world_size")),
+        "parameters": short(parameters) if isinstance(parameters := run.conditions.get("parameters"), int) else None,
+        "compressor": _text(run.config.get("compressor")),
+        "recipe": _text(run.config.get("recipe")),
+        "model": _text(run.config.get("model")),
+        "started": run.started,
+    }
+
+
+def _config(run: Run) -> Iterator[tuple[str, str]]:
+    """Names and texts: the configuration first, then where it ran."""
+    yield from _flat("", run.config)
+    yield from _flat("", {k: v for k, v in run.conditions.items() if k not in ("kind", "config")})
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", _text(value)
+
+
+def _text(value: object) -> str:
+    """
+    >>> _text("adamw"), _text(0.001), _text(None), _text([1, 2]), _text(True)
+    ('adamw', '0.001', '–', '[1, 2]', 'true')
+    """
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

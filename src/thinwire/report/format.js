@@ -1,0 +1,65 @@
+// Numbers as a person writes them: few digits, and a unit that keeps them short.
+
+const MISSING = "–";
+
+function grouped(value, decimals) {
+  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
+// Three digits of 0.00123 are 0.00123, of 1234.5 they are 1,235: what stands before the point is never rounded away.
+function significant(value, digits = 3) {
+  if (value === 0) return "0";
+  const size = Math.floor(Math.log10(Math.abs(value)));
+  if (size < -4 || size > 9) return value.toExponential(digits - 1);
+  return grouped(value, Math.max(0, digits - 1 - size));
+}
+
+const BYTES = [["B", 1], ["kB", 1e3], ["MB", 1e6], ["GB", 1e9], ["TB", 1e12], ["PB", 1e15]];
+const SECONDS = [["µs", 1e-6], ["ms", 1e-3], ["s", 1], ["min", 60], ["h", 3600]];
+
+// The largest unit of which there are at least `least` in the value.
+function unitOf(units, value, least = 1) {
+  const fitting = units.filter(([, size]) => value >= least * size);
+  const [name, size] = fitting.length ? fitting[fitting.length - 1] : units[0];
+  return { name, size };
+}
+
+function inUnit(units, value, digits = 3, least = 1) {
+  if (value === null || value === undefined) return MISSING;
+  const unit = unitOf(value === 0 ? [units.find(([, size]) => size === 1)] : units, Math.abs(value), least);
+  return `${unit.name === "B" ? grouped(value, 0) : significant(value / unit.size, digits)} ${unit.name}`;
+}
+
+const formatBytes = (value) => inUnit(BYTES, value);
+const formatTickBytes = (value) => inUnit(BYTES, value * 1.0001, 1);
+const formatSeconds = (value) => inUnit(SECONDS, value, 3, 1);
+const formatCount = (value) => (value === null ? MISSING : grouped(value, 0));
+const formatLoss = (value) => (value === null || value === undefined ? "not finite" : significant(value, 4));
+const formatPercent = (value) => (value === null ? MISSING : `${grouped(100 * value, 1)} %`);
+
+// 4,125 s are 1 h 8 min 45 s.
+function formatDuration(seconds) {
+  if (seconds === null) return MISSING;
+  if (seconds < 60) return formatSeconds(seconds);
+  const whole = Math.round(seconds);
+  const parts = [[Math.floor(whole / 3600), "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([count]) => count > 0);
+  return parts.slice(first, first + 2).filter(([count]) => count > 0).map((part) => part.join(" ")).join(" ");
+}
+
+// The ends of a long name tell runs apart better than its beginning alone.
+function shortened(name, most) {
+  const half = Math.floor((most - 1) / 2);
+  return name.length > most ? `${name.slice(0, half)}…${name.slice(-half)}` : name;
+}
+
+function formatRatio(value) {
+  return value >= 10 ? grouped(value, 0) : significant(value, 2);
+}
+
+// 123,456 parameters are 123 k.
+function formatShort(value) {
+  if (value === null) return MISSING;
+  const [name, size] = [["", 1], [" k", 1e3], [" M", 1e6], [" G", 1e9]].filter(([, s]) => value >= s || s === 1).pop();
+  return size === 1 ? grouped(value, 0) : significant(value / size, 3) + name;
+}

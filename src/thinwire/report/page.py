@@ -1,0 +1,56 @@
+"""One HTML file out of the files of this folder and the runs' content, which refers to nothing outside of it.
+
+Strings of the user's, such as a run's name, are only in the JSON, in which every < is written as \\u003c: whatever they
+contain, they cannot end the element that they are in. The scripts put them into the page as text, never as HTML. The
+page's own policy allows this script and this style by their hashes and nothing else, so that it can fetch nothing.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from string import Template
+
+from thinwire import __version__
+
+from .content import content
+from .runs import PARTS, Run
+
+SCRIPTS = ("format.js", "scale.js", "elements.js", "chart.js", "lines.js", "split.js", "summary.js", "page.js")
+"""Joined into one, in this order."""
+
+
+def page(runs: Sequence[Run], command: str, *, date: datetime | None = None) -> str:
+    """The whole page; `command` and `date` are printed at its end."""
+    style = _file("page.css")
+    script = '"use strict";\n' + "\n".join(map(_file, SCRIPTS))
+    data = {
+        "runs": [content(run) for run in runs],
+        "parts": PARTS,
+        "command": command,
+        "date": (date or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": __version__,
+    }
+    return Template(_file("page.html")).substitute(
+        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=embedded(data)
+    )
+
+
+def embedded(data: object) -> str:
+    """JSON that is safe inside of a script element.
+
+    >>> embedded("</script><!--")
+    '"\\\\u003c/script\\\\u003e\\\\u003c!--"'
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

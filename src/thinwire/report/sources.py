@@ -1,0 +1,69 @@
+"""Which files the runs on a command line are, and what each is called on the page."""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+METRICS = "metrics.jsonl"
+DENSE = "dense"
+"""The folder in a run's own that holds its dense reference."""
+
+
+class Source(NamedTuple):
+    name: str
+    metrics: Path
+    """Absolute."""
+
+
+def find(paths: list[Path]) -> list[Source]:
+    """The file of each run, followed by that of its dense reference where it has one and it was not given itself."""
+    if not paths:
+        raise ValueError("no run given, expected folders with a metrics.jsonl: thinwire report RUN [RUN ...]")
+    given = [_metrics(path) for path in paths]
+    for file, count in Counter(given).items():
+        if count > 1:
+            raise ValueError(f"the run {file.parent} is given {count} times: give it once")
+    found: list[Path] = []
+    for file in given:
+        dense = file.parent / DENSE / METRICS
+        found += [file, dense] if dense.is_file() and dense not in given else [file]
+    return [Source(name, file) for name, file in zip(_names(found), found, strict=True)]
+
+
+def _metrics(path: Path) -> Path:
+    file = path / METRICS if path.is_dir() else path
+    if file.is_file():
+        return file.resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is not a run: it has no {METRICS}. Expected a folder that a training wrote")
+    raise ValueError(f"there is no run {path}, expected a folder with a {METRICS}, or that file itself")
+
+
+def _names(files: list[Path]) -> list[str]:
+    """Folders, with as much of the path before them as tells them apart; a dense reference has its run's name."""
+    owners = [_owner(file) for file in files]
+    depths = dict.fromkeys((folder for folder, _ in owners), 1)
+    while True:
+        names = {folder: _end(folder, depth) for folder, depth in depths.items()}
+        count = Counter(names.values())
+        alike = [folder for folder in depths if count[names[folder]] > 1 and depths[folder] < len(folder.parts)]
+        if not alike:
+            return [names[folder] + suffix for folder, suffix in owners]
+        for folder in alike:
+            depths[folder] += 1
+
+
+def _owner(file: Path) -> tuple[Path, str]:
+    """The folder that gives a run its name, and what is added to that."""
+    folder = file.parent if file.name == METRICS else file.with_suffix("")
+    if folder.name == DENSE and (folder.parent / METRICS).is_file():
+        return folder.parent, f" {DENSE}"
+    return folder, ""
+
+
+def _end(folder: Path, depth: int) -> str:
+    """
+    >>> _end(Path("/runs/monday/a"), 1), _end(Path("/runs/monday/a"), 2)
+    ('a', 'monday/a')
+    """
+    return "/".join(folder.parts[-depth:])

@@ -1,0 +1,134 @@
+"""The options of `thinwire train`, with help under each; what a recipe says, unless the command line says otherwise.
+
+Nothing here loads torch, for which `--help` should not wait.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.json"
+
+RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "cifar10-resnet18"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a model between workers that send few bytes.
+
+    Starts workers on this machine by itself; across machines: torchrun --nnodes ... -m thinwire train ...
+    The defaults shown are those of the recipe: thinwire train --recipe text-gpt --help shows others.
+    """
+
+    recipe: RecipeName = "digits-cnn"
+    """A model, its data, and settings that suit them; each option below overrides it."""
+    model: Annotated[str, arg(metavar="SPEC")] = "cnn:width=64,size=8"
+    """cnn:width=32,size=28,channels=1, resnet18:width=64, or gpt:layers=4,width=128,heads=4,context=128."""
+    data: Literal["digits", "text", "mnist", "cifar10"] = "digits"
+    """Digits of scikit-learn and text of this machine's Python sources need no network."""
+    data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
+    """Where the files of mnist and cifar10 are."""
+    download: bool = False
+    """Fetch files that are missing there."""
+    steps: int = 300
+    """Of training, in all."""
+    batch: int = 32
+    """Samples for each worker and step."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """thinwire's own if the compressor is sparse, which sends its update; else torch's."""
+    lr: float = 1e-3
+    """Learning rate at its highest. For sgd that of momentum 0.9: thinwire.SGD, whose momentum is 0.5, has 5 times
+    it."""
+    weight_decay: float = 0.01
+    """Pulls weights to zero."""
+    compressor: Annotated[str, arg(metavar="SPEC")] = "topk:ratio=1/64,bits=2"
+    """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth."""
+    warmup_steps: int = 10
+    """First steps, in which a sparse compressor sends 8 bits of everything."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: forward and backward pass under autocast."""
+    workers: int = 2
+    """Processes that are started on this machine; under torchrun it is torchrun that says how many."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: CUDA if there is one, else MPS, else the processor."""
+    seed: int = 0
+    """Of weights and of the order of samples."""
+    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """The run's folder: config, metrics, checkpoints, report. runs/RECIPE by default, or runs/RECIPE-2 and so on."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest good checkpoint in the folder (without --out: of the newest run) if there is one.
+    Options that are not given are then those of the run."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: only when training ends or is told to stop."""
+    keep: int = 2
+    """So many checkpoints are kept; the older ones are removed."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 100
+    """Steps between looks at the validation data; the end is always one."""
+    log_to: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("auto",)
+    """Besides metrics.jsonl: auto (tensorboard, if it is installed), none, tensorboard, wandb, wandb-offline."""
+    compare_dense: bool = False
+    """Train once more with torch's optimizer and nothing compressed, into FOLDER/dense, and show both."""
+
+    @staticmethod
+    def defaults(arguments: Sequence[str]) -> "Config":
+        """What holds where the command line is silent: the run that is resumed, or the recipe that is named."""
+        from .recipes import RECIPES
+
+        name = option(arguments, "recipe")
+        if option(arguments, "resume") == "auto":
+            out = option(arguments, "out")
+            folder = Path(out) if out else newest_run(name)
+            if folder is not None and (folder / CONFIG_FILE).exists():
+                return dataclasses.replace(load_config(folder), out=folder, resume="auto")
+        return RECIPES[name]() if name in RECIPES else RECIPES["digits-cnn"]()  # tyro will say what names there are
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """What a command line says of one option, before it is parsed.
+
+    >>> option(["--steps", "3", "--recipe=text-gpt"], "recipe")
+    'text-gpt'
+    """
+    found = None
+    for position, argument in enumerate(arguments):
+        head, equals, value = argument.partition("=")
+        if head.replace("_", "-") == f"--{name}":
+            found = value if equals else next(iter(arguments[position + 1 :]), None)
+    return found
+
+
+def load_config(folder: Path) -> Config:
+    """That of a run; ValueError if it is damaged or of another version."""
+    path = folder / CONFIG_FILE
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in dataclasses.fields(Config)}
+        if set(given) != known:
+            raise ValueError(f"it has {', '.join(sorted(set(given) ^ known))} too much or too little")
+        paths = {name: Path(given[name]) for name in ("data_dir", "out") if given[name] is not None}
+        return Config(**{**given, **paths, "log_to": tuple(given["log_to"])})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not the config of a run that this version can go on with: {error}") from None
+
+
+def newest_run(recipe: str | None) -> Path | None:
+    """The run in runs/ that was started last; of one recipe, or of any."""
+    found = [path.parent for path in RUNS.glob(f"*/{CONFIG_FILE}") if _fits(path.parent.name, recipe)]
+    return max(found, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime, default=None)
+
+
+def _fits(name: str, recipe: str | None) -> bool:
+    base, _, number = name.rpartition("-")
+    return recipe is None or name == recipe or (base == recipe and number.isdecimal())

@@ -1,0 +1,130 @@
+"""Who starts the ranks: this program, on this machine; or torchrun, which has started this process as one of them.
+
+An error is shown once, with its rank, by whoever knows: the parent of the workers, or under torchrun the first rank
+that fails. What other ranks see of it, a peer that is gone, is not shown.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.workers import WorkerError, Workers, is_echo
+
+from .config import Config
+from .download import SOURCES, fetch
+from .place import Place, pick_backend, pick_device
+from .rank import Rank
+
+LIMIT_SECONDS = 600.0
+"""For a rank that does not answer; one that died is found at once."""
+_ECHO_SECONDS = 2.0
+"""What an echo waits, so that the rank which failed can tell first."""
+_FAILED = "thinwire/failed"
+
+
+def launch(config: Config) -> int:
+    """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
+    _fetch(config)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    told: list[int] = []
+    with Workers(config.workers, threads=max(1, cores // config.workers), limit=LIMIT_SECONDS) as workers:
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            if told:  # the second time: at once
+                raise KeyboardInterrupt
+            told.append(number)
+            workers.signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            workers.form(config.workers, Rank, config)
+            if told:
+                return 128 + told[0]
+            workers.ask("run", limit=None)
+        except WorkerError as error:
+            return _report(error)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 128 + told[0] if told else 0
+
+
+def join(config: Config, place: Place) -> int:
+    """One rank of many, all of which were started alike."""
+    if place.local_rank == 0:
+        _fetch(config)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    try:
+        device = pick_device(config.device, place.local_rank)
+        dist.init_process_group(pick_backend(device, place.local_world_size), timeout=timedelta(seconds=LIMIT_SECONDS))
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        hint = (
+            "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+        )
+        raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {hint}") from None
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        finished = Rank(place.rank, place.world_size, config, place).run()
+    except BaseException as error:
+        _tell(error, place, store)
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for ranks that are gone
+    dist.destroy_process_group()
+    return 0 if finished else 128 + signal.SIGTERM
+
+
+def _report(error: WorkerError) -> int:
+    """In one line if it is what the user gave, else with its traceback."""
+    if error.trace:
+        print(error.trace, file=sys.stderr)
+    reason = error.reason
+    for name in ("ValueError", "OSError"):
+        reason = reason.removeprefix(f"raised {name}: ")
+    expected = reason != error.reason
+    text = reason if expected else f"{error}"
+    print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr)
+    return 2 if expected else 1
+
+
+def _tell(error: BaseException, place: Place, store: Any) -> None:
+    """Unless another rank has told."""
+    if is_echo(error):
+        time.sleep(_ECHO_SECONDS)
+    try:
+        first = store.add(_FAILED, 1) == 1
+    except RuntimeError:  # the store went with the rank that held it
+        first = place.rank == 1
+    if not first:
+        return
+    if not is_echo(error) and not isinstance(error, ValueError | OSError):
+        traceback.print_exception(error)
+    text = " ".join(str(error).split()) if str(error) else repr(error)
+    print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr)
+
+
+def _fetch(config: Config) -> None:
+    """What is missing of the data, if it may be downloaded, with a bar on a terminal."""
+    if not config.download or config.data not in SOURCES:
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name)
+            bar.update(tasks[name], completed=done, total=total)
+
+        for name in fetch(config.data, config.data_dir, report=report):
+            print(f"fetched {config.data_dir / name}", file=sys.stderr)

@@ -1,0 +1,48 @@
+"""Small models: a GPT that reads bytes, a CNN and a ResNet for small images; each named by a spec, as compressors are.
+
+Weights depend on the seed alone, not on torch's global generator: ranks and threads that build the same model have the
+same bits, and nobody else's random numbers change.
+"""
+
+from dataclasses import fields
+
+from .cnn import CNNConfig, SimpleCNN
+from .gpt import GPT, VOCABULARY, GPTConfig
+from .resnet import ResNet18, ResNet18Config
+
+__all__ = [
+    "CONFIGS",
+    "GPT",
+    "VOCABULARY",
+    "CNNConfig",
+    "GPTConfig",
+    "ModelConfig",
+    "ResNet18",
+    "ResNet18Config",
+    "SimpleCNN",
+    "model_config",
+]
+
+ModelConfig = GPTConfig | CNNConfig | ResNet18Config
+CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTConfig, CNNConfig, ResNet18Config)}
+
+
+def model_config(spec: str) -> ModelConfig:
+    """name:key=value,...; what is not given has its default.
+
+    >>> model_config("gpt:layers=4,width=256")
+    GPTConfig(layers=4, width=256, heads=4, context=64, bias=0)
+    """
+    name, _, rest = spec.partition(":")
+    if name not in CONFIGS:
+        raise ValueError(f"model {name!r} in {spec!r} is unknown, expected one of {', '.join(CONFIGS)}")
+    known = [field.name for field in fields(CONFIGS[name])]
+    options = {}
+    for part in rest.split(",") if rest else []:
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in known or not value.isdecimal():
+            raise ValueError(
+                f"{part!r} in {spec!r}, expected key=value with a whole number and one of {', '.join(known)}"
+            )
+        options[key] = int(value)
+    return CONFIGS[name](**options)

@@ -1,0 +1,36 @@
+"""Which sample stands at which place of an endless stream: epoch after epoch, each in an order of its own.
+
+The order depends on (seed, epoch) alone. So the place in the stream is all that a run has to save to go on with the
+same samples, in the middle of an epoch and with any number of ranks.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .draws import numbers
+
+
+def order(seed: int, length: int, start: int, size: int) -> Tensor:
+    """The indices, from 0 to length - 1, of the `size` samples from place `start` on; int64.
+
+    >>> first, second = order(0, 5, start=0, size=10).split(5)
+    >>> sorted(first.tolist()), sorted(second.tolist()), first.equal(second)
+    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], False)
+    """
+    if start < 0 or size < 1:
+        raise ValueError(f"{size} samples from place {start}, expected 1 or more, from 0 on")
+    parts, end = [], start + size
+    while start < end:
+        epoch, at = divmod(start, length)
+        part = _permutation(seed, length, epoch)[at : at + end - start]
+        parts.append(part)
+        start += len(part)
+    return torch.cat(parts)  # a copy, so that nobody can change what is kept
+
+
+@lru_cache(maxsize=2)  # a batch may lie across a border, and ranks that are threads may stand on both its sides
+def _permutation(seed: int, length: int, epoch: int) -> Tensor:
+    own = int(numbers(seed, "order", torch.tensor([epoch]), 1))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(own))

@@ -1,0 +1,46 @@
+"""Where a rank is: its number, its machine's other ranks, its device."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among the ranks of this machine."""
+    local_world_size: int
+
+    @property
+    def on_one_machine(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @classmethod
+    def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """None if it was not torchrun, or something that sets the same variables, that started this process."""
+        if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+            return None
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+        return cls(rank, world_size, local_rank, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device for a rank of this machine; ValueError if there is none of the kind that was asked for."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(kind for kind, there in available.items() if there) if name == "auto" else name
+    if not available[kind]:
+        raise ValueError(f"--device {kind}, but torch finds no {kind.upper()} device here; use --device cpu, or auto")
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+
+
+def pick_backend(device: torch.device, local_world_size: int) -> str:
+    """NCCL wants a GPU for each rank; where several share one, payloads go through gloo."""
+    if device.type == "cuda" and local_world_size <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"

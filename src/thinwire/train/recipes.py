@@ -1,0 +1,42 @@
+"""Recipes: named functions that return a config. What they leave out is as in `Config`."""
+
+from collections.abc import Callable
+
+from .config import Config
+
+
+def digits_cnn() -> Config:
+    """Handwritten digits of 8 x 8 pixels, which come with scikit-learn: seconds on two cores."""
+    return Config()
+
+
+def text_gpt() -> Config:
+    """A GPT that reads the Python sources of this machine, byte by byte: minutes on two cores."""
+    return Config(
+        recipe="text-gpt", model="gpt:layers=4,width=128,heads=4,context=64", data="text", batch=8, steps=600,
+        eval_every=200, checkpoint_every=200,
+    )  # fmt: skip
+
+
+def mnist_cnn() -> Config:
+    """Handwritten digits of 28 x 28 pixels, from a local folder or fetched."""
+    return Config(
+        recipe="mnist-cnn", model="cnn:width=32,size=28", data="mnist", batch=64, steps=1000, eval_every=250,
+        checkpoint_every=250,
+    )  # fmt: skip
+
+
+def cifar10_resnet18() -> Config:
+    """Photographs of 32 x 32 pixels, from a local folder or fetched: wants an accelerator. 30 epochs of two."""
+    return Config(
+        recipe="cifar10-resnet18", model="resnet18:width=64", data="cifar10", batch=128, steps=5860, optimizer="sgd",
+        lr=0.1, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
+    )  # fmt: skip
+
+
+RECIPES: dict[str | None, Callable[[], Config]] = {
+    "digits-cnn": digits_cnn,
+    "text-gpt": text_gpt,
+    "mnist-cnn": mnist_cnn,
+    "cifar10-resnet18": cifar10_resnet18,
+}

@@ -1,0 +1,128 @@
+"""What rank 0 shows: a bar that lives on a terminal, plain lines elsewhere, and a table at the end."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+PHASES = ("compute", "compress", "wait", "decode")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a training ended."""
+
+    name: str
+    steps: int
+    loss: float
+    accuracy: float | None
+    bytes_sent: int
+    bytes_dense: int
+    interface_bytes: int | None
+    """Counted on the loopback interface, for each worker; None if there was no such count."""
+    seconds: float
+    split: dict[str, float]
+    """Seconds a step, by phase."""
+
+
+class View:
+    """Of one training; on other ranks than 0 nothing is shown."""
+
+    def __init__(self, steps: int, shown: bool) -> None:
+        self._steps, self._shown = steps, shown
+        console = Console(stderr=True)
+        columns = (
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        live = shown and console.is_terminal
+        self._bar = Bar(*columns, console=console, transient=True) if live else None
+        self._task = self._bar.add_task("", total=steps) if self._bar is not None else None
+        if self._bar is not None:
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=line["step"], description=_figures(line))
+        else:
+            self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        accuracy = "" if line["accuracy"] is None else f", accuracy {line['accuracy']:.2%}"
+        self.say(f"step {line['step']}/{self._steps}  validation loss {line['loss']:.4f}{accuracy}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def times_fewer(sent: float, dense: float) -> str:
+    """
+    >>> times_fewer(10, 375), times_fewer(0, 0)
+    ('38x fewer', '')
+    """
+    ratio = dense / sent if sent else 1.0
+    return "" if ratio < 1.05 else f"{ratio:.1f}x fewer" if ratio < 10 else f"{ratio:.0f}x fewer"
+
+
+def print_results(results: Sequence[Result], world_size: int) -> None:
+    """The table; on a terminal as wide as it needs, so that nothing is cut off."""
+    table = Table(
+        title=f"{results[0].steps:,} steps, {world_size} worker{'s' * (world_size > 1)}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column("")
+    for heading in (
+        "validation loss",
+        "accuracy",
+        "MB sent per worker",
+        "",
+        "MB on the interface",
+        "seconds",
+        "ms a step: compute + compress + wait + decode",
+    ):
+        table.add_column(heading, justify="right")
+    for result in results:
+        interface = "" if result.interface_bytes is None else f"{result.interface_bytes / 1e6:,.2f}"
+        milliseconds = [1000 * result.split[phase] for phase in PHASES]
+        table.add_row(
+            result.name,
+            f"{result.loss:.4f}",
+            "" if result.accuracy is None else f"{result.accuracy:.2%}",
+            f"{result.bytes_sent / 1e6:,.2f}",
+            times_fewer(result.bytes_sent, result.bytes_dense) or ("dense" if result.bytes_sent else ""),
+            interface,
+            f"{result.seconds:.1f}",
+            f"{sum(milliseconds):.1f}: {' + '.join(f'{part:.1f}' for part in milliseconds)}",
+        )
+    console = Console()
+    Console(width=max(console.width, 160)).print(table)
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
+    fewer = times_fewer(line["bytes_sent"], line["bytes_dense"])
+    return (
+        f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  {line['bytes_sent'] / 1e6:,.2f} MB sent"
+        f"{f' ({fewer})' if fewer else ''}  ms: {split}"
+    )

@@ -1,0 +1,411 @@
+"""The report's page in a browser: it asks for nothing, and shows the numbers of the runs by pointer, key and touch."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page, expect
+
+from thinwire import report
+
+STEPS = 40
+Open = Callable[..., Page]
+
+
+def loss(run: int, step: int) -> float | None:
+    return None if (run, step) == (0, 20) else (1 + run) * math.exp(-step / 15) + 0.1
+
+
+def write_run(folder: Path, run: int, *, steps: int = STEPS, ratio: float = 100, finished: bool = True) -> Path:
+    config = {"recipe": "digits-cnn", "compressor": f"topk:ratio=1/{ratio:g}", "steps": STEPS, "seed": run}
+    lines: list[dict[str, Any]] = [
+        {"kind": "conditions", "config": config, "world_size": 2, "parameters": 123456, "first_step": 0}
+    ]
+    for step in range(1, steps + 1):
+        dense = 400_000 * step
+        place = {"step": step, "seconds": 0.5 * step, "bytes_sent": round(dense / ratio), "bytes_dense": dense}
+        split = {"compute": 0.4, "compress": 0.02, "wait": 0.07, "decode": 0.01}
+        lines.append({"kind": "step", **place, "loss": loss(run, step), "split": split})
+        if step % 10 == 0:
+            lines.append({"kind": "evaluation", **place, "loss": 0.5 / (run + step), "accuracy": 0.5 + step / 100})
+    if finished:
+        lines.append({"kind": "end", "step": steps, "reason": "finished", "seconds": 0.5 * steps})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A run, its dense reference, and one that was killed."""
+    first = write_run(tmp_path / "compressed", 0)
+    write_run(first / "dense", 1, ratio=1)
+    other = write_run(tmp_path / "killed", 2, steps=30, ratio=50, finished=False)
+    report.write([first, other], tmp_path / "page.html")
+    return tmp_path / "page.html"
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a file; at the end of the test, nothing may have been asked for or complained of."""
+    contexts: list[BrowserContext] = []
+    requests: list[str] = []
+    complaints: list[str] = []
+
+    def alerted(dialog: Dialog) -> None:
+        complaints.append(dialog.message)
+        dialog.dismiss()
+
+    def open_(path: Path, **options: Any) -> Page:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(20_000)
+        context.set_offline(True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", alerted)
+        page.goto(path.as_uri())
+        return page
+
+    yield open_
+    pages = [page.url for context in contexts for page in context.pages]
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("data:")] == pages
+
+
+def chart(page: Page, title: str) -> Locator:
+    return page.locator("figure").filter(has=page.get_by_role("heading", name=title, exact=True))
+
+
+def place_of(page: Page, figure: Locator) -> tuple[float, float, float, float]:
+    """Where its chart is, after scrolling there; x, y, width and height."""
+    svg = figure.locator("svg[role=group]")
+    svg.scroll_into_view_if_needed()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    box = svg.bounding_box()
+    assert box
+    return box["x"], box["y"], box["width"], box["height"]
+
+
+def hover(page: Page, figure: Locator, share: float) -> Locator:
+    """Point at this share of the chart's width; returns the tooltip."""
+    x, y, width, height = place_of(page, figure)
+    page.mouse.move(x + share * width, y + height / 2)
+    tooltip = page.locator("#tooltip")
+    expect(tooltip).to_be_visible()
+    return tooltip
+
+
+def rows(tooltip: Locator) -> dict[str, list[str]]:
+    found = [row.locator("th, td").all_inner_texts() for row in tooltip.locator("tr:has(th[scope=row])").all()]
+    return {name: values for name, *values in found}
+
+
+def lines(figure: Locator, run: int) -> Locator:
+    return figure.locator(f".curve[data-run='{run}'] path.line")
+
+
+def shown(figures: float) -> str:
+    return f"{figures:.4g}" if figures >= 1 else f"{figures:.{3 - math.floor(math.log10(figures))}f}"
+
+
+def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    assert page.title() == "3 runs · thinwire report"
+    table = page.locator("table.runs")
+    assert table.locator("tbody .name").all_inner_texts() == ["compressed", "compressed dense", "killed"]
+    first, dense, killed = (row.inner_text() for row in table.locator("tbody tr").all())
+    for text in (
+        "0.01250",
+        "90.0 %",
+        "160 kB",
+        "100× fewer than dense",
+        "20.0 s",
+        "2.00 steps/s",
+        "123 k",
+        "finished, 40",
+    ):
+        assert text in first
+    assert "16.0 MB" in dense
+    assert "as much as dense" in dense
+    assert "not finished, 30 of 40 steps" in killed
+    assert page.locator("#command").inner_text().startswith("thinwire report ")
+    assert re.fullmatch(r"Made on \d{4}-\d\d-\d\d \d\d:\d\d UTC by thinwire .*\.", page.locator("#made").inner_text())
+
+
+def test_one_run_has_cards_and_its_own_title(tmp_path: Path, open_page: Open) -> None:
+    report.write([write_run(tmp_path / "alone", 1)], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    expect(page.get_by_role("heading", level=1)).to_have_text("alone")
+    labels = page.locator(".cards dt").all_inner_texts()
+    assert labels == ["Validation loss", "Accuracy", "Sent per rank", "Wall-clock", "Workers", "Parameters"]
+
+
+def test_every_chart_draws_every_run(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    for title, count in (("Loss", 2), ("Accuracy", 1), ("Bytes per step", 1)):
+        for run in range(3):
+            expect(lines(chart(page, title), run)).to_have_count(count)
+    for name in ("compressed", "compressed dense", "killed"):
+        expect(chart(page, name).locator("path.area")).to_have_count(4)
+
+
+def test_a_loss_that_was_not_finite_is_a_gap(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    assert (lines(chart(page, "Loss"), 0).first.get_attribute("d") or "").count("M") == 2
+    assert (lines(chart(page, "Loss"), 1).first.get_attribute("d") or "").count("M") == 1
+    tooltip = hover(page, chart(page, "Loss"), 0.51)
+    expect(tooltip).to_contain_text("step 20")
+    assert rows(tooltip)["compressed"][0] == "not finite"
+
+
+def test_pointing_reads_the_values_of_all_runs(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    tooltip = hover(page, chart(page, "Loss"), 0.4)
+    found = re.search(r"step (\d+)", tooltip.inner_text())
+    assert found
+    step = int(found[1])
+    assert 10 < step < 20
+    for run, name in enumerate(("compressed", "compressed dense", "killed")):
+        nearest = 10 if step <= 15 else 20
+        training, validation = rows(tooltip)[name]
+        assert training == shown(loss(run, step) or 0.0)
+        assert validation == shown(0.5 / (run + nearest))
+    page.mouse.move(2, 2)
+    expect(tooltip).to_be_hidden()
+
+
+def test_pointing_beyond_a_runs_end_leaves_it_out(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    assert set(rows(hover(page, chart(page, "Loss"), 0.9))) == {"compressed", "compressed dense"}
+
+
+def test_parts_of_a_step_are_read(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    assert rows(hover(page, chart(page, "compressed"), 0.5)) == {
+        "compute": ["400 ms", "80 %"],
+        "compress": ["20.0 ms", "4 %"],
+        "wait": ["70.0 ms", "14 %"],
+        "decode": ["10.0 ms", "2 %"],
+        "step": ["500 ms", ""],
+    }
+
+
+def test_other_axes(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    title = chart(page, "Loss").locator("text.title")
+    expect(title).to_have_text("steps")
+    page.get_by_text("Time", exact=True).click()
+    expect(title).to_have_text("s of wall-clock time")
+    tooltip = hover(page, chart(page, "Loss"), 0.5)
+    expect(tooltip.locator(".place")).to_have_text(re.compile(r"^[\d.]+ s$"))
+    seconds = float((tooltip.locator(".place").inner_text()).removesuffix(" s"))
+    assert rows(tooltip)["compressed dense"][0] == shown(loss(1, round(2 * seconds)) or 0.0)
+    page.get_by_text("Bytes sent", exact=True).click()
+    expect(title).to_have_text("bytes sent per rank, logarithmic")  # 160 kB beside 16 MB
+    page.get_by_role("button", name="compressed dense").click()
+    expect(title).to_have_text("kB sent per rank")
+
+
+def test_the_legend_switches_runs(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    button = page.get_by_role("button", name="compressed", exact=True)
+    expect(button).to_have_attribute("aria-pressed", "true")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "false")
+    for title in ("Loss", "Accuracy", "Bytes per step"):
+        expect(lines(chart(page, title), 0)).to_have_count(0)
+        expect(lines(chart(page, title), 1).first).to_be_attached()
+    expect(chart(page, "compressed")).to_be_hidden()
+    assert set(rows(hover(page, chart(page, "Loss"), 0.4))) == {"compressed dense", "killed"}
+    for name in ("compressed dense", "killed"):
+        page.get_by_role("button", name=name, exact=True).click()
+    expect(chart(page, "Loss").locator(".empty")).to_be_visible()
+    button.click()
+    expect(lines(chart(page, "Loss"), 0)).to_have_count(2)
+    expect(chart(page, "Loss").locator(".empty")).to_have_count(0)
+
+
+def test_keys_do_what_the_pointer_does(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    page.keyboard.press("Tab")
+    button = page.get_by_role("button", name="compressed", exact=True)
+    expect(button).to_be_focused()
+    page.keyboard.press("Space")
+    expect(button).to_have_attribute("aria-pressed", "false")
+    expect(lines(chart(page, "Loss"), 0)).to_have_count(0)
+    page.keyboard.press("Enter")
+    expect(lines(chart(page, "Loss"), 0)).to_have_count(2)
+    page.get_by_role("radio", name="Steps").focus()
+    page.keyboard.press("ArrowRight")
+    expect(chart(page, "Loss").locator("text.title")).to_contain_text("sent per rank")
+    page.keyboard.press("ArrowLeft")
+    expect(chart(page, "Loss").locator("text.title")).to_have_text("steps")
+    chart(page, "Loss").locator("svg[role=group]").focus()
+    tooltip = page.locator("#tooltip")
+    page.keyboard.press("ArrowRight")
+    expect(tooltip).to_contain_text("step 1")
+    assert rows(tooltip)["killed"][0] == shown(loss(2, 1) or 0.0)
+    page.keyboard.press("End")
+    expect(tooltip).to_contain_text("step 40")
+    page.keyboard.press("ArrowLeft")
+    expect(tooltip).to_contain_text("step 39")
+    page.keyboard.press("Escape")
+    expect(tooltip).to_be_hidden()
+
+
+def test_the_logarithmic_scale(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    before = lines(chart(page, "Loss"), 1).first.get_attribute("d")
+    button = chart(page, "Loss").get_by_role("button", name="Log")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    assert lines(chart(page, "Loss"), 1).first.get_attribute("d") != before
+    # Bytes of a compressed and a dense run start with it, else one of them would be the axis.
+    expect(chart(page, "Bytes per step").get_by_role("button", name="Log")).to_have_attribute("aria-pressed", "true")
+
+
+def test_smoothing_keeps_what_was_measured_in_sight(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    page.get_by_role("slider").focus()
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    expect(lines(chart(page, "Loss"), 1)).to_have_count(3)
+    tooltip = hover(page, chart(page, "Loss"), 0.4)
+    step = int(tooltip.locator(".place").inner_text().removeprefix("step "))
+    mean, measured, _ = rows(tooltip)["killed"]
+    assert measured == shown(loss(2, step) or 0.0)
+    # Three percent of 40 steps: one step on either side.
+    assert mean == shown(sum(loss(2, near) or 0.0 for near in (step - 1, step, step + 1)) / 3)
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1024])
+def test_narrow_screens_have_no_sideways_scroll(width: int, three: Path, open_page: Open) -> None:
+    page = open_page(three, viewport={"width": width, "height": 740})
+    page.locator("#config summary").click()
+    for axis in ("Steps", "Bytes sent", "Time"):
+        page.get_by_text(axis, exact=True).click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for figure in page.locator("figure").all():
+        box = figure.bounding_box()
+        assert box
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert no_overlap(figure)
+
+
+def no_overlap(figure: Locator) -> bool:
+    """No label of an axis touches the next one."""
+    boxes = [text.bounding_box() for text in figure.locator(".axes text:not(.title)").all()]
+    found = [(b["x"], b["x"] + b["width"], b["y"], b["y"] + b["height"]) for b in boxes if b]
+    return not any(
+        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] - 4 and b[2] < a[3] - 4
+        for n, a in enumerate(found)
+        for b in found[n + 1 :]
+    )
+
+
+def test_a_finger_reads_values_too(three: Path, open_page: Open) -> None:
+    page = open_page(three, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    x, y, _, _ = place_of(page, chart(page, "Loss"))
+    page.touchscreen.tap(x + 200, y + 200)
+    tooltip = page.locator("#tooltip")
+    expect(tooltip).to_be_visible()
+    inside = tooltip.bounding_box()
+    assert inside
+    assert inside["x"] >= 0
+    assert inside["x"] + inside["width"] <= 360
+    assert set(rows(tooltip)) == {"compressed", "compressed dense", "killed"}
+    page.evaluate("window.scrollBy(0, 200)")
+    expect(tooltip).to_be_hidden()
+
+
+def test_charts_follow_the_width(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    svg = chart(page, "Loss").locator("svg[role=group]")
+    wide = int(svg.get_attribute("width") or 0)
+    page.set_viewport_size({"width": 600, "height": 900})
+    expect(svg).not_to_have_attribute("width", str(wide))
+    assert 0 < int(svg.get_attribute("width") or 0) < 600
+
+
+def test_dark_mode(three: Path, open_page: Open) -> None:
+    def brightness(page: Page, selector: str, name: str) -> float:
+        colour = page.locator(selector).first.evaluate(f"element => getComputedStyle(element).{name}")
+        return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+    light, dark = open_page(three, color_scheme="light"), open_page(three, color_scheme="dark")
+    for selector in ("body", ".card"):
+        assert brightness(light, selector, "backgroundColor") > 230
+        assert brightness(dark, selector, "backgroundColor") < 50
+    assert brightness(light, "body", "color") < 60
+    assert brightness(dark, "body", "color") > 200
+
+
+def test_the_configuration_shows_what_differs(three: Path, open_page: Open) -> None:
+    page = open_page(three)
+    table = page.locator("#config table")
+    expect(table).to_be_hidden()
+    page.locator("#config summary").click()
+    expect(table).to_be_visible()
+    assert table.locator("tr.differs th").all_inner_texts() == ["compressor", "seed"]
+    assert table.locator("tr.differs").nth(1).locator("td").all_inner_texts() == ["0", "1", "2"]
+
+
+def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
+    inner = Path("script><script>alert(1)<") / "script>"
+    images = write_run(tmp_path / "<img src=x onerror=alert(1)>", 0)
+    first, second = write_run(tmp_path / "<" / inner, 1), write_run(tmp_path / "other" / inner, 2)
+    report.write([images, first, second], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    names = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>"]
+    assert page.locator("table.runs .name").all_inner_texts()[:2] == names
+    for name in names:
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_visible()
+        expect(chart(page, name)).to_be_visible()
+    expect(page.locator("img")).to_have_count(0)
+    hover(page, chart(page, "Loss"), 0.5)
+
+
+@pytest.mark.parametrize("lines", [1, 2, 3])
+def test_a_run_that_has_just_begun(lines: int, tmp_path: Path, open_page: Open) -> None:
+    run = write_run(tmp_path / "new", 1)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:lines]))
+    report.write([run], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
+    if lines == 1:
+        expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
+    else:
+        path = chart(page, "Loss").locator("path.line").first.get_attribute("d") or ""
+        assert path.startswith("M")
+        assert "NaN" not in path
+
+
+def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
+    report.write([write_run(tmp_path / "single", 1, ratio=math.inf)], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    for axis in ("Bytes sent", "Time", "Steps"):
+        page.get_by_text(axis, exact=True).click()
+        assert "NaN" not in page.content()
+        assert "Infinity" not in page.locator("#charts").inner_html()
+
+
+def test_a_long_run_opens_at_once(tmp_path: Path, open_page: Open) -> None:
+    runs = [write_run(tmp_path / f"long {n}", n, steps=20_000) for n in range(3)]
+    report.write(runs, tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    expect(lines(chart(page, "Loss"), 0)).to_have_count(3)  # the mean, the range, and the validation
+    took = page.evaluate("() => { const from = performance.now(); renderAll(); return performance.now() - from; }")
+    assert took < 2000
+    assert page.locator("figure .mark").count() < 5000
+    expect(chart(page, "Loss").locator(".unit")).to_contain_text("lowest and highest")

@@ -1,0 +1,299 @@
+"""Trainings for tests: the command as a user starts it, and its ranks in processes that are kept.
+
+    job = Job(tmp_path, "--out", "run", *SMALL)   # the installed command; job.until(...), job.end()
+    train(ranks, 2, config)                       # the same training by ranks of the pool: no time to load torch
+
+Both give the same weights, so that what a killed command goes on to is compared with a run of the pool.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ranks import Ranks
+from thinwire.train.config import Config
+from thinwire.train.rank import Rank
+
+COMMAND = str(Path(sys.executable).with_name("thinwire"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LIMIT = 120.0
+"""Seconds that any wait may take; on a machine with time for us they are a few."""
+
+SMALL = Config(
+    model="cnn:width=8,size=8", batch=8, steps=30, warmup_steps=5, log_every=1, eval_every=0, checkpoint_every=5,
+    log_to=("none",), device="cpu",
+)  # fmt: skip
+"""A training of a second. Its warm-up is over soon, so that most checkpoints have residuals."""
+PARAMETERS = 10_442
+
+
+def arguments(config: Config) -> list[str]:
+    """The command line for a config: what it has other than the defaults."""
+    made: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            words = [] if value is True else value if isinstance(value, tuple) else [value]
+            made += [f"--{field.name.replace('_', '-')}", *map(str, words)]
+    return made
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what pytest, or whoever started it, may have set for ranks."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS")
+    return {**{name: value for name, value in os.environ.items() if name not in hidden}, **more}
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Job:
+    """The command, or what starts it, in a process group of its own; output goes to files that can be read meanwhile.
+
+    program   in place of the installed command with `train`.
+    """
+
+    def __init__(self, cwd: Path, *given: str, program: tuple[str, ...] = (COMMAND, "train"), **more: str) -> None:
+        self._out, self._err = (cwd / f".{name}-{time.monotonic_ns()}" for name in ("out", "err"))
+        with open(self._out, "w") as out, open(self._err, "w") as err:
+            self.process = subprocess.Popen(
+                [*program, *given], cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def until(self, condition: Callable[[], object], limit: float = LIMIT) -> None:
+        """Wait for it; what the job wrote is in the error if it ended before, or took too long."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            ended = self.process.poll() is not None
+            assert not ended, f"ended with {self.process.returncode} before:\n{self._out.read_text()}\n{self.err}"
+            assert time.monotonic() < deadline, f"not within {limit} s:\n{self._out.read_text()}\n{self.err}"
+            time.sleep(0.002)
+
+    def end(self, limit: float = LIMIT) -> Done:
+        """Its exit code and output. No process of it may be left."""
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"did not end within {limit} s:\n{self._out.read_text()}\n{self.err}") from None
+        wait_until_gone(self.group)
+        return Done(code, self._out.read_text(), self.err)
+
+    def kill(self) -> None:
+        """All of it at once, as when a machine is switched off."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(LIMIT)
+        wait_until_gone(self.group)
+
+    def group(self) -> list[int]:
+        """The ids of its processes; Linux tells, elsewhere there is nothing to see."""
+        return [pid for pid, group, _ in _processes() if group == self.process.pid]
+
+    def workers(self) -> list[int]:
+        """Those that it started to train, in the order of their ranks."""
+        marks = ("spawn_main", "--multiprocessing-fork")
+        return sorted(pid for pid in self.group() if any(mark in _command_line(pid) for mark in marks))
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None or self.group():
+            self.kill()
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """(pid, process group, state) of all that are not zombies: those have ended, and wait for init to notice."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if state != "Z":
+                yield int(path.parent.name), int(group), state
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def wait_until_gone(left: Callable[[], list[int]], limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while pids := left():
+        assert time.monotonic() < deadline, f"left behind: {[(pid, _command_line(pid)) for pid in pids]}"
+        time.sleep(0.01)
+
+
+def run(cwd: Path, *given: str, program: tuple[str, ...] = (COMMAND, "train"), **more: str) -> Done:
+    """The command from its start to its end."""
+    with Job(cwd, *given, program=program, **more) as job:
+        return job.end()
+
+
+# What a run left.
+
+
+def lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Of metrics.jsonl: all, or those of a kind."""
+    read = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in read if kind in (None, line["kind"])]
+
+
+def logged_steps(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder, "step")]
+
+
+def has_logged(folder: Path, step: int) -> Callable[[], bool]:
+    """For `Job.until`: whether this step is done. The last line may be half written."""
+    path = folder / "metrics.jsonl"
+    return lambda: path.exists() and f'"step", "step": {step},' in path.read_text()
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def newest(folder: Path) -> Path:
+    return folder / "checkpoints" / f"step-{checkpoints(folder)[-1]:08}"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return loaded
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """Bit for bit."""
+    these, those = weights(folder), weights(other)
+    assert these.keys() == those.keys()
+    differ = {name: float((these[name] - those[name]).abs().max()) for name in these if not _same(these, those, name)}
+    assert not differ, f"{folder} and {other} differ by at most {differ}"
+
+
+def _same(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor], name: str) -> bool:
+    return these[name].dtype == those[name].dtype and torch.equal(these[name], those[name])
+
+
+def assert_one_line(done: Done, *parts: str) -> None:
+    """The error is one line with all these parts in it, at the end; before it there may be lines of progress."""
+    errors = [line for line in done.err.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, done.err
+    assert done.err.splitlines()[-1] == errors[0], done.err
+    assert "Traceback" not in done.err
+    for part in parts:
+        assert part in errors[0], (part, errors[0])
+
+
+# The same in ranks of the pool.
+
+
+class Ended(NamedTuple):
+    finished: bool | None
+    out: str
+    err: str
+    error: str | None
+    """What it raised, if that is something to tell the user in one line."""
+
+
+def train(ranks: Ranks, world_size: int, config: Config, cwd: Path, fault: str = "") -> Ended:
+    """A training by the pool; what rank 0 showed. Other ranks must have ended alike.
+
+    fault   code that breaks something, see `planted`.
+    """
+    ended = ranks.run(train_rank, world_size, config, str(cwd), fault, timeout=LIMIT)
+    for rank, one in enumerate(ended):
+        assert one.finished == ended[0].finished, ended
+        assert one.error == ended[0].error, ended
+        assert rank == 0 or (one.out, one.err) == ("", ""), one
+    return ended[0]
+
+
+def train_rank(rank: int, world_size: int, config: Config, cwd: str, fault: str) -> Ended:
+    torch.set_num_threads(max(1, cores() // world_size))  # as the command does: other numbers may give other bits
+    before, finished, error = os.getcwd(), None, None
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        os.chdir(cwd)
+        stack.callback(os.chdir, before)
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        if fault:
+            exec(fault, {"patch": lambda *change: _patch(stack, *change)})
+        try:
+            finished = Rank(rank, world_size, config).run()
+        except (ValueError, OSError) as raised:
+            error = str(raised)
+    return Ended(finished, out.getvalue(), err.getvalue(), error)
+
+
+def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until the stack ends: the process is kept for other tests."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+_PLANT = """
+import importlib.abc, importlib.util, sys
+
+class Then(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "thinwire.train.rank":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def load_and_break(module):
+            load(module)
+            exec(FAULT, {"patch": setattr})
+        spec.loader.exec_module = load_and_break
+        return spec
+
+sys.meta_path.insert(0, Then())
+"""
+
+
+def planted(folder: Path, fault: str) -> dict[str, str]:
+    """The environment in which this code is run in every process of a command that is about to train.
+
+    fault   calls patch(owner, name, value) for what it replaces.
+    """
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(f"FAULT = {fault!r}\n{_PLANT}")
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+
+
+def changed(config: Config, **more: Any) -> Config:
+    return dataclasses.replace(config, **more)
+
+
+def copy_run(source: Path, target: Path) -> Path:
+    """To go on with, or damage, without spoiling it for other tests."""
+    shutil.copytree(source, target)
+    return target
