@@ -42,7 +42,7 @@ ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/contract tests/fuzz tests/unit src $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest tests/distributed tests/gpu $(ALONE)
+	$(BIN)/python -m pytest tests/distributed tests/gpu tests/train tests/browser $(ALONE)
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

@@ -123,23 +123,19 @@ class Checkpoints:
                 yield int(path.name.removeprefix("step-"))
 
     def _verify(self, folder: Path) -> tuple[State | None, str | None]:
-        """The manifest, and what is wrong with a file that this rank needs."""
+        """The manifest, and what is wrong with it or with a file that this rank needs."""
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
                 return None, f"{folder / _MANIFEST} is of format {manifest['format']}, expected {_FORMAT}"
-            for name in [_SHARED, *self._own_names(manifest)]:
-                expected = manifest["files"].get(name)
-                if expected is None:
-                    return None, f"{folder} has no {name}"
-                with open(folder / name, "rb") as file:
-                    actual = {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
-                if actual != expected:
-                    what = f"{actual['bytes']:,} of {expected['bytes']:,} bytes"
-                    return None, f"{folder / name} has {what if actual['bytes'] != expected['bytes'] else 'other bits'}"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return None, f"{folder}: {error!r}"
-        return manifest, None
+            expected = {name: manifest["files"].get(name) for name in [_SHARED, *self._own_names(manifest)]}
+        except FileNotFoundError:
+            return None, f"{folder / _MANIFEST} is missing"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None, f"{folder / _MANIFEST} cannot be read as a manifest"
+        faults = (_fault(folder / name, entry) for name, entry in expected.items())
+        fault = next(filter(None, faults), None)
+        return (None, fault) if fault else (manifest, None)
 
     def _own_names(self, manifest: State) -> list[str]:
         place = self._place
@@ -198,6 +194,22 @@ def _write_file(path: Path, state: State) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": hashing.hash.hexdigest()}
+
+
+def _fault(path: Path, expected: dict[str, Any] | None) -> str | None:
+    """How a file differs from what was written, if it does."""
+    try:
+        with open(path, "rb") as file:
+            actual = {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    if expected is None:
+        return f"{path} is not in its manifest"
+    if actual["bytes"] != expected["bytes"]:
+        return f"{path} has {actual['bytes']:,} bytes of {expected['bytes']:,}"
+    return None if actual == expected else f"{path} has other bits than were written"
 
 
 def _read_file(path: Path) -> State:

@@ -49,6 +49,8 @@ def launch(config: Config) -> int:
                 return 128 + told[0]
             workers.ask("run", limit=None)
         except WorkerError as error:
+            if told and error.reason == "was killed by SIGTERM":  # it was told before it could listen
+                return 128 + told[0]
             return _report(error)
         finally:
             for number, handler in before.items():

@@ -37,6 +37,8 @@ class Counts:
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_dense: int = 0
+    skipped: int = 0
+    """Steps that a rank's NaN or Inf ended."""
     split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
@@ -90,7 +92,7 @@ class _Run:
         if loaded is not None:
             view.say(f"going on from step {loaded.step}")
         self.interface_bytes = loopback.sent_bytes()
-        self.last_sent = self.last_dense = 0
+        self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
         self.last_loss, self.not_finite = 0.0, 0
         self.saved = self.counts.step if loaded is not None else -1
@@ -153,7 +155,8 @@ class _Run:
         sent, dense = stats.bytes_sent + self.control.bytes_sent, stats.bytes_dense
         counts.bytes_sent += sent - self.last_sent
         counts.bytes_dense += dense - self.last_dense
-        self.last_sent, self.last_dense = sent, dense
+        counts.skipped += stats.skipped - self.last_skipped
+        self.last_sent, self.last_dense, self.last_skipped = sent, dense, stats.skipped
         blocked = {name: total - self.last_blocked.get(name, 0.0) for name, total in stats.blocked.items()}
         self.last_blocked = dict(stats.blocked)
         parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
@@ -182,7 +185,7 @@ class _Run:
             "lr": config.lr * schedule(counts.step - 1, config.steps),
             "samples_per_second": steps * config.batch * self.place.world_size / seconds,
             "split": {phase: split[phase] / steps for phase in PHASES},
-            "skipped": self.learner.sync.stats.skipped,
+            "skipped": counts.skipped,
         }
         if self.metrics is not None:
             self.metrics.write("step", line)

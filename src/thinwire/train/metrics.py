@@ -128,10 +128,10 @@ def _cut(path: Path, first_step: int) -> None:
     kept = []
     for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            line = json.loads(text)
+            line = json.loads(text) if text.endswith("\n") else None
         except ValueError:
-            continue
-        if line["kind"] != "end" and line.get("step", line.get("first_step", 0)) <= first_step:
+            line = None
+        if line is not None and line["kind"] != "end" and line.get("step", line.get("first_step", 0)) <= first_step:
             kept.append(text)
     replace_text(path, "".join(kept))
 

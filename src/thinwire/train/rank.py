@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -77,7 +78,10 @@ class Rank:
         return dataclasses.replace(self._config, out=folder)
 
     def _show(self, ended: list[Ended], folder: Path) -> None:
-        report.write([folder], folder / "report.html")
+        try:
+            report.write([folder], folder / "report.html")
+        except (ValueError, OSError) as error:  # the training is done, and what it made is there
+            print(f"the report could not be made: {error}", file=sys.stderr)
         if all(one.finished for one in ended):
             print_results([one.result for one in ended], self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
