@@ -75,3 +75,26 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
         script = tmp_path / "readme.py"
         script.write_text(block)
         assert "bytes instead of 4000000" in run_file(script)
+
+
+def test_commands_in_the_readme_run(tmp_path: Path) -> None:
+    """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n")[1].strip()
+    assert demo == f"$(BIN)/{commands[0]}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outputs = []
+    for command in commands:
+        done = subprocess.run(
+            command.split(), capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**os.environ, "PATH": path}
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        outputs.append(done.stdout)
+    rows = re.findall(r"^(\S+) +[\d.]+ +([\d.]+)% +([\d,.]+)", outputs[0], re.MULTILINE)
+    ours, dense = [(spec, float(accuracy), float(sent.replace(",", ""))) for spec, accuracy, sent in rows]
+    assert ours[0].startswith("topk")
+    assert ours[1] >= 97, outputs[0]
+    assert dense[0] == "none"
+    assert dense[2] > 30 * ours[2], outputs[0]
+    assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -49,15 +49,16 @@ class Checkpoints:
     def __init__(self, folder: Path, place: Place, control: Control, keep: int, say: Callable[[str], None]) -> None:
         self._folder, self._place, self._control = folder / "checkpoints", place, control
         self._keep, self._say = keep, say
-        self._leads = self._choose_leaders()
+        self.leads = self._choose_leaders()
+        """Whether this rank looks after the folder."""
 
     def save(self, step: int, shared: State, own: State) -> None:
         """OSError on all ranks if one of them could not write its part; what was there before still is."""
         final = self._folder / f"step-{step:08}"
         partial = self._folder / f".{final.name}.partial"
-        self._together(lambda: self._prepare(partial) if self._leads else None)
+        self._together(lambda: self._prepare(partial) if self.leads else None)
         written = self._together(lambda: self._write(partial, shared, own))
-        self._together(lambda: self._publish(partial, final, step, written) if self._leads else None)
+        self._together(lambda: self._publish(partial, final, step, written) if self.leads else None)
 
     def load(self) -> Loaded | None:
         """The newest that is good on all ranks, or None if there are none at all; says which ones are damaged."""
@@ -88,7 +89,7 @@ class Checkpoints:
         partial.mkdir()
 
     def _write(self, partial: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
-        files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self._leads else {})}
+        files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
         return {name: _write_file(partial / name, state) for name, state in files.items()}
 
     def _publish(self, partial: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
@@ -148,7 +149,7 @@ class Checkpoints:
 
     def _set_aside(self, used: int) -> None:
         """What is newer than the one that is used keeps its files under another name: its steps will come again."""
-        if self._leads:
+        if self.leads:
             for step in list(self._steps()):
                 if step > used:
                     damaged = self._folder / f"damaged-{step:08}"

@@ -10,6 +10,7 @@ from .metrics import chosen_sinks
 from .models import model_config
 from .place import pick_device
 
+LARGEST_SEED = 1 << 62
 LARGEST_WORLD = 64
 """Processes that one machine is asked for without torchrun."""
 
@@ -19,6 +20,8 @@ def check(config: Config) -> None:
         _at_least(config, name, least)
     for name in ("warmup_steps", "checkpoint_every", "eval_every", "seed"):
         _at_least(config, name, 0)
+    if config.seed > LARGEST_SEED:
+        raise ValueError(f"--seed {config.seed}, expected at most 2**62")
     if config.workers > LARGEST_WORLD:
         raise ValueError(f"--workers {config.workers}, expected at most {LARGEST_WORLD} on one machine")
     if not 0 < config.lr < math.inf:

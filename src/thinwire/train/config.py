@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from tyro.conf import arg
 
@@ -117,10 +117,23 @@ def load_config(folder: Path) -> Config:
         known = {field.name for field in dataclasses.fields(Config)}
         if set(given) != known:
             raise ValueError(f"it has {', '.join(sorted(set(given) ^ known))} too much or too little")
+        for name, value in given.items():
+            _check_type(name, value)
         paths = {name: Path(given[name]) for name in ("data_dir", "out") if given[name] is not None}
         return Config(**{**given, **paths, "log_to": tuple(given["log_to"])})
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the config of a run that this version can go on with: {error}") from None
+
+
+def _check_type(name: str, value: object) -> None:
+    """As JSON has it: a path is a text, a tuple a list."""
+    default = Config().record()[name]
+    kinds = {float: (int, float), tuple: (list,), type(None): (str, type(None))}.get(type(default), (type(default),))
+    if type(value) not in kinds:
+        raise ValueError(f"{name} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    choices = get_args(get_type_hints(Config)[name])
+    if all(isinstance(choice, str) for choice in choices) and choices and value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
 def newest_run(recipe: str | None) -> Path | None:

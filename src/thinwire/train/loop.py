@@ -81,8 +81,9 @@ class _Run:
         parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
         self.resumed = loaded is not None
         self.metrics: Metrics | None = None
-        if place.rank == 0:
+        if self.checkpoints.leads:
             write_config(folder, config)
+        if place.rank == 0:
             facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device)}
             self.metrics = Metrics(folder, config, self.counts.step, facts)
         view.say(

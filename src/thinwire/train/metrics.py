@@ -78,7 +78,7 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
+        self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():

@@ -25,9 +25,16 @@ class Place:
         """None if it was not torchrun, or something that sets the same variables, that started this process."""
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return None
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank = int(environment.get("LOCAL_RANK", "0"))
-        return cls(rank, world_size, local_rank, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+        found = {}
+        for name, default in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+            text = environment.get(name, default)
+            if not text.isdecimal():
+                raise ValueError(f"{name}={text} in the environment, expected a whole number, as torchrun sets it")
+            found[name] = int(text)
+        for name, size in {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}.items():
+            if found[name] >= found[size]:
+                raise ValueError(f"{name}={found[name]} with {size}={found[size]}, expected 0 to {found[size] - 1}")
+        return cls(*found.values())
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

@@ -22,6 +22,8 @@ from .models import model_config
 from .place import Place, pick_device
 from .view import print_results
 
+_MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
+
 
 class Rank:
     """In a process that has joined the default group. Asked by whoever started it."""
@@ -36,9 +38,10 @@ class Rank:
     def run(self) -> bool:
         """Whether training was finished; False if it was told to stop."""
         with _on_signals(self._stop), ExitStack() as stack:
+            control = Control()
+            self._compare(control)
             config = self._config
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
-            control = Control()
             config = self._with_folder(control, stack)
             assert config.out is not None
             ended = [self._train(config, config.out, control, data)]
@@ -62,6 +65,16 @@ class Rank:
             data,
             lambda: self._told,
         )
+
+    def _compare(self, control: Control) -> None:
+        """ValueError on all ranks if they were started with different options; where things lie may differ."""
+        record = {name: value for name, value in self._config.record().items() if name not in _MAY_DIFFER}
+        first = control.from_first(record)
+        for rank, other in enumerate(control.gather(record)):
+            for name, value in other.items():
+                if value != first[name]:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: start all alike")
 
     def _with_folder(self, control: Control, stack: ExitStack) -> Config:
         """Rank 0 chooses the folder, and holds it until the end; what is wrong with it is an error on all ranks."""
