@@ -85,9 +85,16 @@ class Workers:
 
     def form(self, size: int, actor: Actor, *args: object) -> None:
         """A new group of the first `size` processes, in place of the last one."""
-        self._size = size
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._question([(None, (self._store.port, self._limit, rank, size, actor, args)) for rank in range(size)])
+        self._make(size, actor, args, self._store.port)
+
+    def make(self, size: int, actor: Actor, *args: object) -> None:
+        """As `form`, without a group: actors that know better how to reach each other make it themselves."""
+        self._make(size, actor, args, None)
+
+    def _make(self, size: int, actor: Actor, args: tuple[object, ...], port: int | None) -> None:
+        self._size = size
+        self._question([(None, (port, self._limit, rank, size, actor, args)) for rank in range(size)])
 
     def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
         """What this method of the actor returns, by rank; within so many seconds, or whenever it comes."""
@@ -197,11 +204,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _join(port: int, seconds: float, rank: int, size: int, actor: Actor, args: tuple[object, ...]) -> object:
+def _join(port: int | None, seconds: float, rank: int, size: int, actor: Actor, args: tuple[object, ...]) -> object:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    limit = timedelta(seconds=seconds)
-    store = TCPStore(HOST, port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    if port is not None:
+        limit = timedelta(seconds=seconds)
+        store = TCPStore(HOST, port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     return actor(rank, size, *args)

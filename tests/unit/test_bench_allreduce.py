@@ -1,8 +1,6 @@
 """The all-reduce benchmark: real ranks, counted bytes, formulas worked out by hand; no assertion on seconds."""
 
 import itertools
-import multiprocessing
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire import cli, loopback, record, workers
+from thinwire import cli, loopback, record
 from thinwire.bench.allreduce import Options, traffic
 from thinwire.bench.allreduce.cases import Case
 from thinwire.bench.allreduce.settings import settings
@@ -23,7 +21,6 @@ from thinwire.bench.allreduce.timed import Ratio
 from thinwire.bench.allreduce.traffic import FRAMING_LIMIT, ByteRow
 from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
-from thinwire.workers import WorkerError, Workers
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--bytes-size", "200k", "--size", "200k", "--ranks", "2", "--repeats", "2"]
@@ -158,52 +155,6 @@ def test_help_does_not_load_torch() -> None:
 # Ranks --------------------------------------------------------------------------------------------------------------
 
 
-class Actor:
-    """Does what it is told to, on one rank."""
-
-    def __init__(self, rank: int, size: int, what: str = "") -> None:
-        self.rank, self.size = rank, size
-        self.act(what, 1)
-
-    def act(self, what: str, on: int) -> int:
-        if self.rank == on:
-            if what == "raise":
-                raise ValueError("no more tensors")
-            if what == "die":
-                os._exit(3)
-            if what == "sleep":
-                time.sleep(60)
-        return self.rank * self.size
-
-
-def test_ranks_answer_and_end() -> None:
-    with Workers(3) as group:
-        for size in (3, 2):
-            group.form(size, Actor)
-            assert group.ask("act", "", 0) == [rank * size for rank in range(size)]
-        assert len(multiprocessing.active_children()) == 3
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("raise", "rank 1 of 2 raised ValueError: no more tensors"),
-        ("die", "rank 1 of 2 died with exit code 3"),
-        ("sleep", "rank 1 of 2 did not answer within 2 s"),
-    ],
-)
-def test_a_failure_names_its_rank(what: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Workers(2) as group:
-        group.form(2, Actor)
-        if what == "sleep":
-            monkeypatch.setattr(workers, "LIMIT_SECONDS", 2.0)
-        with pytest.raises(WorkerError) as failure:
-            group.ask("act", what, 1)
-    assert str(failure.value) == message
-    assert not multiprocessing.active_children()
-
-
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(traffic, "Reducer", FailingReducer)
     assert cli.main(["bench", "allreduce", *SMALL, "--worlds", "2", "--parts", "bytes"]) == 1
@@ -212,9 +163,10 @@ def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     )
 
 
-class FailingReducer(Actor):
+class FailingReducer:
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, "raise")
+        if rank == 1:
+            raise ValueError("no more tensors")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

@@ -93,7 +93,8 @@ class Checkpoints:
         return {name: _write_file(partial / name, state) for name, state in files.items()}
 
     def _publish(self, partial: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
-        files = {name: entry for part in written for name, entry in part.items() if (partial / name).exists()}
+        everyones = {name: entry for part in written for name, entry in part.items() if (partial / name).exists()}
+        files = {**everyones, **written[self._place.rank]}  # another machine's model.pt is not this one's
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(partial / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(partial)

@@ -170,7 +170,9 @@ class _Run:
         self.last_loss = loss
         self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
         if self.not_finite == PATIENCE:
-            kept = f"the checkpoint of step {self.saved} is good" if self.saved >= 0 else "no checkpoint was written"
+            kept = (
+                f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
+            )
             raise ValueError(
                 f"the loss has not been finite for {PATIENCE} steps, up to step {self.counts.step}: try a lower --lr "
                 f"than {self.config.lr:g}; {kept}"

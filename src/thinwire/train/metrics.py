@@ -126,7 +126,7 @@ def _cut(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             line = json.loads(text) if text.endswith("\n") else None
         except ValueError:
