@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     module, _, function = COMMANDS[name].target.partition(":")
-    command = getattr(importlib.import_module(module), function)
     try:
+        command = getattr(importlib.import_module(module), function)
         options = _parse(name, get_type_hints(command)["options"], arguments)
         return int(command(options))
     except (ValueError, OSError) as error:

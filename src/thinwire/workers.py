@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -75,13 +75,14 @@ class Workers:
         self._processes = []
         self._size = 0
         self._store: Any = None
-        for _ in range(count):
-            line, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
-            process.start()
-            theirs.close()
-            self._lines.append(line)
-            self._processes.append(process)
+        with _without_interrupts():
+            for _ in range(count):
+                line, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+                process.start()
+                theirs.close()
+                self._lines.append(line)
+                self._processes.append(process)
 
     def form(self, size: int, actor: Actor, *args: object) -> None:
         """A new group of the first `size` processes, in place of the last one."""
@@ -151,6 +152,19 @@ class Workers:
             line.close()
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started here never see a Ctrl-C on the terminal: it is for the parent, who ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def is_echo(error: BaseException) -> bool:
     """Whether an error is what a rank sees of another's end; DDP passes it on as a RuntimeError with the same text."""
     marks = ("all_reduce_compressed #", "Connection closed by peer", "Connection reset by peer")
@@ -177,7 +191,7 @@ def _death(code: int | None) -> str:
 
 def _serve(line: Connection, threads: int) -> None:
     """The life of a process: a question, its answer, and again until it is ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     if sys.platform == "linux":

@@ -84,7 +84,7 @@ class Checkpoints:
 
     def _prepare(self, partial: Path) -> None:
         self._folder.mkdir(exist_ok=True)
-        for left_over in self._folder.glob(".*"):
+        for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
         partial.mkdir()
 

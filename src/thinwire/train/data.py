@@ -4,6 +4,7 @@ Samples come in one endless stream, which depends on the seed alone, and each ra
 run can be repeated and resumed, two recipes see the same data, and four ranks see what two with twice the batch would.
 """
 
+import importlib.util
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,11 +92,8 @@ class Digits:
 
     def __init__(self, noise: float = 0.0) -> None:
         self._noise = noise
-        from sklearn.datasets import load_digits  # slow to load
-
-        images, digits = load_digits(return_X_y=True)
-        inputs = torch.from_numpy(images).float().div(16).view(-1, *self.inputs)
-        targets = torch.from_numpy(digits).long()
+        table = _digits()
+        inputs, targets = table[:, :-1].float().div(16).view(-1, *self.inputs), table[:, -1].long()
         kept = torch.arange(len(targets)) % _TEST_SHARE == 0
         self._train, self._test = Batch(inputs[~kept], targets[~kept]), Batch(inputs[kept], targets[kept])
         self.length = len(self._train.targets)
@@ -115,6 +114,19 @@ class Digits:
             return images
         places = torch.arange(start, start + len(images))
         return images + self._noise * normal(seed, what, places, images[0].numel()).view(images.shape)
+
+
+def _digits() -> Tensor:
+    """Rows of 64 pixels from 0 to 16, and the digit. scikit-learn takes seconds to load: its file does without."""
+    found = importlib.util.find_spec("sklearn")
+    for folder in (found.submodule_search_locations if found is not None else None) or []:
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.exists():
+            return torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float64))
+    from sklearn.datasets import load_digits  # it keeps its files elsewhere now
+
+    images, digits = load_digits(return_X_y=True)
+    return torch.cat([torch.from_numpy(images), torch.from_numpy(digits).double().unsqueeze(1)], dim=1)
 
 
 @cache

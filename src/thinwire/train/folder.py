@@ -32,7 +32,12 @@ def choose_folder(config: Config) -> Path:
         raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
     if config.out.exists() and not config.out.is_dir():
         raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {config.out} cannot be made: {error.strerror}; give a folder you can write to"
+        ) from None
     return config.out
 
 

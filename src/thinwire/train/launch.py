@@ -9,9 +9,10 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -33,29 +34,42 @@ def launch(config: Config) -> int:
     """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
     _fetch(config)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told: list[int] = []
-    with Workers(config.workers, threads=max(1, cores // config.workers), limit=LIMIT_SECONDS) as workers:
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            if told:  # the second time: at once
-                raise KeyboardInterrupt
-            told.append(number)
-            workers.signal(signal.SIGTERM)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _Signals() as signals, Workers(config.workers, max(1, cores // config.workers), LIMIT_SECONDS) as workers:
         try:
             workers.form(config.workers, Rank, config)
-            if told:
-                return 128 + told[0]
-            workers.ask("run", limit=None)
+            signals.pass_on = lambda: workers.signal(signal.SIGTERM)
+            if signals.told is None:
+                workers.ask("run", limit=None)
         except WorkerError as error:
-            if told and error.reason == "was killed by SIGTERM":  # it was told before it could listen
-                return 128 + told[0]
-            return _report(error)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return 128 + told[0] if told else 0
+            if signals.told is None:
+                return _report(error)
+            if error.trace:  # not what the signal did to it
+                _report(error)
+    return 0 if signals.told is None else 128 + signals.told
+
+
+class _Signals:
+    """SIGINT and SIGTERM are kept, and passed on once there is somebody to take them; a second one interrupts."""
+
+    def __init__(self) -> None:
+        self.told: int | None = None
+        self.pass_on: Callable[[], None] = lambda: None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._take) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.told is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.told = self.told or number
+        self.pass_on()
 
 
 def join(config: Config, place: Place) -> int:

@@ -121,6 +121,8 @@ class Learner:
         if not self._is_ours:
             self._optimizer.load_state_dict(shared["optimizer"])
         (self._optimizer if self._is_ours else self.sync).load_state_dict([state["exchange"] for state in own])
+        for group in self._optimizer.param_groups:  # may be another than it was, as lr may
+            group["weight_decay"] = self._config.weight_decay
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[0]["buffers"][name])
         if same_world:

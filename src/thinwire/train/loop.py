@@ -169,13 +169,13 @@ class _Run:
     def _look_at(self, loss: float) -> None:
         self.last_loss = loss
         self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
-        if self.not_finite == PATIENCE:
+        if self.not_finite == PATIENCE or (self.not_finite and self.counts.step == self.config.steps):
             kept = (
                 f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
             )
             raise ValueError(
-                f"the loss has not been finite for {PATIENCE} steps, up to step {self.counts.step}: try a lower --lr "
-                f"than {self.config.lr:g}; {kept}"
+                f"the loss has not been finite for {self.not_finite} steps, up to step {self.counts.step}: try a lower "
+                f"--lr than {self.config.lr:g}; {kept}"
             )
 
     def _log(self, logged: "Logged") -> None:
@@ -273,7 +273,7 @@ def _due(step: int, every: int) -> bool:
 def _check_same_run(config: Config, saved: dict[str, Any]) -> None:
     """What a run cannot change on its way; the rest, such as the number of steps, it can."""
     here = config.record()
-    for name in ("model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
+    for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
         if here[name] != saved[name]:
             flag = name.replace("_", "-")
             raise ValueError(

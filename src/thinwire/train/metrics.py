@@ -7,8 +7,8 @@ Lines of metrics.jsonl, after the conditions they were measured under (again aft
     evaluation   loss and accuracy on validation data
     end          reason: finished or stopped
 
-Each has the step, seconds since the first one, and bytes_sent and bytes_dense: by rank 0 so far, and what a dense ring
-all-reduce would have sent.
+Each has the step and seconds since the first one, all but the end also bytes_sent and bytes_dense: by rank 0 so far,
+and what a dense ring all-reduce would have sent.
 """
 
 import importlib
@@ -95,10 +95,13 @@ class WandB:
         wandb: Any = importlib.import_module("wandb")
         name = folder.resolve().name
         mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
-        self._run: Any = wandb.init(
-            project="thinwire", name=name, id=_identity(folder), resume="allow", dir=str(folder), mode=mode,
-            config=config.record(),
-        )  # fmt: skip
+        try:
+            self._run: Any = wandb.init(
+                project="thinwire", name=name, id=_identity(folder), resume="allow", dir=str(folder), mode=mode,
+                config=config.record(),
+            )  # fmt: skip
+        except Exception as error:  # such as that nobody is logged in; wandb has many kinds
+            raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         self._run.log(dict(scalars), step=step)

@@ -76,47 +76,39 @@ class View:
 
 def times_fewer(sent: float, dense: float) -> str:
     """
-    >>> times_fewer(10, 375), times_fewer(0, 0)
-    ('38x fewer', '')
+    >>> times_fewer(10, 375), times_fewer(10, 15), times_fewer(10, 10), times_fewer(3, 2)
+    ('38x fewer', '1.5x fewer', '', '1.5x more')
     """
     ratio = dense / sent if sent else 1.0
-    return "" if ratio < 1.05 else f"{ratio:.1f}x fewer" if ratio < 10 else f"{ratio:.0f}x fewer"
+    if 0.95 < ratio < 1.05:
+        return ""
+    if ratio < 1:
+        return f"{1 / ratio:.1f}x more"
+    return f"{ratio:.1f}x fewer" if ratio < 10 else f"{ratio:.0f}x fewer"
 
 
 def print_results(results: Sequence[Result], world_size: int) -> None:
-    """The table; on a terminal as wide as it needs, so that nothing is cut off."""
-    table = Table(
-        title=f"{results[0].steps:,} steps, {world_size} worker{'s' * (world_size > 1)}",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column("")
-    for heading in (
-        "validation loss",
-        "accuracy",
-        "MB sent per worker",
-        "",
-        "MB on the interface",
-        "seconds",
-        "ms a step: compute + compress + wait + decode",
-    ):
-        table.add_column(heading, justify="right")
+    """A column for each training, so that it fits a narrow terminal."""
+    workers = f"{world_size} worker{'s' * (world_size > 1)}"
+    table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {workers}", box=None, padding=(0, 2, 0, 0))
     for result in results:
-        interface = "" if result.interface_bytes is None else f"{result.interface_bytes / 1e6:,.2f}"
-        milliseconds = [1000 * result.split[phase] for phase in PHASES]
-        table.add_row(
-            result.name,
-            f"{result.loss:.4f}",
-            "" if result.accuracy is None else f"{result.accuracy:.2%}",
-            f"{result.bytes_sent / 1e6:,.2f}",
-            times_fewer(result.bytes_sent, result.bytes_dense) or ("dense" if result.bytes_sent else ""),
-            interface,
-            f"{result.seconds:.1f}",
-            f"{sum(milliseconds):.1f}: {' + '.join(f'{part:.1f}' for part in milliseconds)}",
-        )
-    console = Console()
-    Console(width=max(console.width, 160)).print(table)
+        table.add_column(result.name, justify="right", no_wrap=True)
+    rows: dict[str, list[str]] = {
+        "validation loss": [f"{result.loss:.4f}" for result in results],
+        "accuracy": ["" if result.accuracy is None else f"{result.accuracy:.2%}" for result in results],
+        "MB sent per worker": [f"{result.bytes_sent / 1e6:,.2f}" for result in results],
+        "beside dense": [times_fewer(result.bytes_sent, result.bytes_dense) or "as many" for result in results],
+    }
+    if any(result.interface_bytes is not None for result in results):
+        counted = [result.interface_bytes for result in results]
+        rows["MB on the interface"] = ["" if count is None else f"{count / 1e6:,.2f}" for count in counted]
+    rows["seconds"] = [f"{result.seconds:.1f}" for result in results]
+    rows["ms a step"] = [f"{1000 * sum(result.split.values()):.1f}" for result in results]
+    for phase in PHASES:
+        rows[f"  {phase}"] = [f"{1000 * result.split[phase]:.1f}" for result in results]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    Console().print(table)
 
 
 def _figures(line: Mapping[str, Any]) -> str:
