@@ -47,7 +47,7 @@ class Run:
     resumes: int = 0
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    status: Literal["finished", "stopped", "unfinished"] = "unfinished"
+    status: Literal["finished", "stopped", "failed", "unfinished"] = "unfinished"
     """Unfinished: it still goes, or was killed."""
     step: int = 0
     """How far it came."""
@@ -111,7 +111,8 @@ def _add(run: Run, line: Line) -> None:
     elif kind == "evaluation":
         run.evaluations.append(Evaluation(*place, _number(line, "loss"), _number(line, "accuracy")))
     else:
-        run.status = "finished" if line.get("reason") == "finished" else "stopped"
+        reason = line.get("reason")
+        run.status = reason if reason in ("finished", "failed") else "stopped"
     run.step = max(run.step, step)
     run.seconds = place[1] if place[1] is not None else run.seconds
 

@@ -34,7 +34,7 @@ function fewer(ratio) {
 function statusOf({ status, summary }) {
   const total = summary.steps && summary.steps !== summary.step ? ` of ${formatCount(summary.steps)}` : "";
   const reached = `${formatCount(summary.step)}${total} steps`;
-  const word = { finished: "finished", stopped: "stopped", unfinished: "not finished" }[status];
+  const word = { finished: "finished", stopped: "stopped", failed: "failed", unfinished: "not finished" }[status];
   const resumed = summary.resumes ? `, resumed ${summary.resumes === 1 ? "once" : `${summary.resumes} times`}` : "";
   return element("span", { class: `status ${status}` }, `${word}, ${reached}${resumed}`);
 }

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ def train(
         run = _Run(config, folder, place, control, device, data, view)
         try:
             return run.train(told_to_stop)
+        except BaseException:
+            with suppress(OSError):  # which may be what went wrong
+                run.end("failed")
+            raise
         finally:
             run.close()
     finally:
@@ -131,10 +136,12 @@ class _Run:
         self._save()
         if not stops:
             self._write_weights()
-        reason = "stopped" if stops else "finished"
-        if self.metrics is not None:
-            self.metrics.write("end", {"step": counts.step, "reason": reason, "seconds": self._seconds()})
+        self.end("stopped" if stops else "finished")
         return Ended(self._result(), not stops)
+
+    def end(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.write("end", {"step": self.counts.step, "reason": reason, "seconds": self._seconds()})
 
     def close(self) -> None:
         if self.metrics is not None:

@@ -5,7 +5,7 @@ Lines of metrics.jsonl, after the conditions they were measured under (again aft
     step         loss (mean over ranks, and over the steps since the last line), lr, samples_per_second, split (seconds
                  a step of compute, compress, wait and decode, which add up), skipped (steps that NaN or Inf ended)
     evaluation   loss and accuracy on validation data
-    end          reason: finished or stopped
+    end          reason: finished, stopped by a signal, or failed
 
 Each has the step and seconds since the first one, all but the end also bytes_sent and bytes_dense: by rank 0 so far,
 and what a dense ring all-reduce would have sent.

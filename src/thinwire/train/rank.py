@@ -1,6 +1,7 @@
 """One rank of `thinwire train`: from its place in the world to the last line that it prints."""
 
 import dataclasses
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -99,11 +100,10 @@ class Rank:
             print_results([one.result for one in ended], self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:
-            print(
-                f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: "
-                f"thinwire train --out {folder} --resume auto",
-                flush=True,
-            )
+            command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
+            if Place.of_torchrun() is not None:
+                command = f"torchrun ... -m {command}"
+            print(f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: {command}", flush=True)
 
     def _stop(self) -> None:
         self._told = True

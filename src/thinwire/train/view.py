@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 PHASES = ("compute", "compress", "wait", "decode")
 
@@ -36,33 +38,28 @@ class View:
     def __init__(self, steps: int, shown: bool) -> None:
         self._steps, self._shown = steps, shown
         console = Console(stderr=True)
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        live = shown and console.is_terminal
-        self._bar = Bar(*columns, console=console, transient=True) if live else None
-        self._task = self._bar.add_task("", total=steps) if self._bar is not None else None
-        if self._bar is not None:
-            self._bar.start()
+        self._live: Live | None = None
+        if shown and console.is_terminal:
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+            self._task = self._bar.add_task("", total=steps)
+            self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4)
+            self._live.start()
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=line["step"], description=_figures(line))
+        if self._live is not None:  # below the bar, in as many lines as the terminal needs
+            self._live.update(Group(self._bar, Text(_figures(line))))
         else:
             self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
 
     def advance(self, step: int) -> None:
-        if self._bar is not None and self._task is not None:
+        if self._live is not None:
             self._bar.update(self._task, completed=step)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
@@ -70,8 +67,8 @@ class View:
         self.say(f"step {line['step']}/{self._steps}  validation loss {line['loss']:.4f}{accuracy}")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
 def times_fewer(sent: float, dense: float) -> str:
