@@ -26,8 +26,8 @@ class SyncStats:
     """Of encode, exchange, decode and update, summed over operations, which overlap with each other and with the
     backward pass."""
     blocked: dict[str, float] = field(default_factory=dict)
-    """What of that came after the last gradient, so that the step waited for it: encode, decode and, for what was
-    neither, exchange. They add up."""
+    """What of that came after the last gradient, so that the step waited for it: encode, decode, update and, for what
+    was none of these, exchange. They add up."""
     algorithms: dict[str, int] = field(default_factory=dict)
     """Operations by algorithm."""
 
@@ -52,9 +52,9 @@ class SyncStats:
         self._block(handles, started)
 
     def _block(self, handles: Sequence[Handle], since: float) -> None:
-        """Encoding and decoding are done by one operation at a time, so their times can be added."""
+        """All but exchanging is done by one operation at a time, so their times can be added."""
         whole = max((handle.ended or since for handle in handles), default=since) - since
-        worked = dict.fromkeys(("encode", "decode"), 0.0)
+        worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
         for handle in handles:
             for phase, start, stop in handle.report.spans:
                 if phase in worked:

@@ -194,6 +194,10 @@ def test_unpacked_files_are_enough(tmp_path: Path) -> None:
         assert get(tmp_path, one.url, file=file) == []
         (tmp_path / "inside/2").unlink()
         assert get(tmp_path, one.url, file=file) == [NAME]
+        (tmp_path / NAME).unlink()
+        for name in ("1", "2"):  # directly in the folder, where they are read too
+            (tmp_path / name).write_bytes(b"")
+        assert get(tmp_path, one.url, file=file) == []
 
 
 # What goes wrong on the way ------------------------------------------------------------------------------------------
@@ -355,7 +359,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match=f"^{folder} cannot be written: .*; make room there, or give another folder$"):
+        with pytest.raises(OSError, match=f"^{folder} cannot be written: .*; check the path, or give another folder$"):
             get(folder, "http://127.0.0.1:1/")
 
 

@@ -17,7 +17,7 @@ from .handle import Handle, Promise
 from .hierarchical import hierarchical
 from .job import Job
 from .sharded import sharded
-from .stage import Outcome, Stage
+from .stage import COMPUTE, Outcome, Stage
 from .step import Received, Step
 from .values import values
 
@@ -56,7 +56,7 @@ def submit(job: Job, part: Part | None = None) -> Handle:
             with torch.no_grad(), torch.cuda.stream(stream):
                 assert part is not None
                 if finite:
-                    with job.report.clock("update"):
+                    with COMPUTE, job.report.clock("update"):
                         part.commit()
                 _take(outcome, job.tensor, finite)
                 job.report.finite = finite
@@ -71,7 +71,7 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     _run(job)
                     promise.keep([job.result])
                 else:
-                    with job.report.clock("update"):
+                    with COMPUTE, job.report.clock("update"):
                         part.before()
                     outcome = _exchange(job)
                     part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))

@@ -15,7 +15,7 @@ from ..kernels.layout import Layout
 from .handle import Report
 from .operation import Operation
 
-_COMPUTE = threading.Lock()
+COMPUTE = threading.Lock()
 """Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave sooner."""
 
 
@@ -85,7 +85,7 @@ class Stage:
 
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:
-        with _COMPUTE, self.report.clock(phase):
+        with COMPUTE, self.report.clock(phase):
             yield
 
     def buffer(self, *shape: int) -> Tensor:

@@ -13,10 +13,8 @@ from .config import Config
 
 def run(options: Config) -> int:
     """Train; 0 if it was finished, 128 and the signal's number if it was told to stop."""
-    from .checks import check  # these load torch, for which help and wrong options should not wait
-    from .launch import join, launch
+    from .launch import join, launch  # which loads torch, for which help and wrong options should not wait
     from .place import Place
 
-    check(options)
     place = Place.of_torchrun()
     return launch(options) if place is None else join(options, place)

@@ -90,7 +90,7 @@ class Checkpoints:
 
     def _write(self, partial: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
         files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
-        return {name: _write_file(partial / name, state) for name, state in files.items()}
+        return {name: write_file(partial / name, state) for name, state in files.items()}
 
     def _publish(self, partial: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: entry for part in written for name, entry in part.items() if (partial / name).exists()}
@@ -98,9 +98,11 @@ class Checkpoints:
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(partial / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(partial)
-        if final.exists():  # of an earlier run to the same step, as when one more evaluation was asked for
-            shutil.rmtree(final)
+        replaced = self._folder / f".{final.name}.replaced.partial"
+        if final.exists():
+            os.rename(final, replaced)
         os.rename(partial, final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._folder / f"step-{old:08}")
@@ -186,7 +188,8 @@ class _Hashing:
         self._file.flush()
 
 
-def _write_file(path: Path, state: State) -> dict[str, Any]:
+def write_file(path: Path, state: State) -> dict[str, Any]:
+    """Its size and digest, once it is on the disk; OSError if it cannot be."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         try:

@@ -29,7 +29,7 @@ class Config:
     recipe: RecipeName = "digits-cnn"
     """A model, its data, and settings that suit them; each option below overrides it."""
     model: Annotated[str, arg(metavar="SPEC")] = "cnn:width=64,size=8"
-    """cnn:width=32,size=28,channels=1, resnet18:width=64, or gpt:layers=4,width=128,heads=4,context=128."""
+    """A kind and its options, such as "cnn:width=32,size=28", "resnet18:width=64" or "gpt:layers=4,width=128"."""
     data: Literal["digits", "text", "mnist", "cifar10"] = "digits"
     """Digits of scikit-learn and text of this machine's Python sources need no network."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
@@ -37,7 +37,7 @@ class Config:
     download: bool = False
     """Fetch files that are missing there."""
     steps: int = 300
-    """Of training, in all."""
+    """How long to train, in all."""
     batch: int = 32
     """Samples for each worker and step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -71,7 +71,7 @@ class Config:
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
-    """Steps between looks at the validation data; the end is always one."""
+    """Steps between looks at the validation data; the end is always one, and with 0 the only one."""
     log_to: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("auto",)
     """Besides metrics.jsonl: auto (tensorboard, if it is installed), none, tensorboard, wandb, wandb-offline."""
     compare_dense: bool = False

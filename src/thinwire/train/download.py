@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
+from errno import EDQUOT, EFBIG, ENOSPC
 from hashlib import sha256
 from http.client import HTTPException
 from pathlib import Path
@@ -111,7 +112,8 @@ def _have(folder: Path, file: File, tell: Callable[[str], None]) -> bool:
     path = folder / file.name
     with _clear_errors(path, "read"):
         if not path.exists():
-            return bool(file.unpacked) and all((folder / name).is_file() for name in file.unpacked)
+            places = [[folder / name for name in file.unpacked], [folder / Path(name).name for name in file.unpacked]]
+            return any(paths and all(path.is_file() for path in paths) for paths in places)
         if path.stat().st_size != file.nbytes:
             tell(f"{path}: {path.stat().st_size:,} bytes, expected {file.nbytes:,}; it will be replaced")
             return False
@@ -233,8 +235,8 @@ def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        advice = "make room there, or give another folder" if done == "written" else "remove it, or give another folder"
-        raise OSError(f"{path} cannot be {done}: {reason}; {advice}") from error
+        advice = "remove it" if done == "read" else "make room there" if error.errno in (ENOSPC, EDQUOT, EFBIG) else "check the path"
+        raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
 
 
 def _digest(content: IO[bytes]) -> str:

@@ -28,7 +28,7 @@ def choose_folder(config: Config) -> Path:
     """Where the run goes; made if it is new. ValueError if there is a run that was not to be resumed."""
     if config.out is None:
         return _numbered(config.recipe)
-    if config.resume == "no" and (config.out / METRICS_FILE).exists():
+    if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
         raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
     if config.out.exists() and not config.out.is_dir():
         raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from thinwire.workers import WorkerError, Workers, is_echo
 
+from .checks import check
 from .config import Config
 from .download import SOURCES, fetch
 from .place import Place, pick_backend, pick_device
@@ -27,33 +28,39 @@ LIMIT_SECONDS = 600.0
 """For a rank that does not answer; one that died is found at once."""
 _ECHO_SECONDS = 2.0
 """What an echo waits, so that the rank which failed can tell first."""
-_FAILED = "thinwire/failed"
+_FAILED, _READY = "thinwire/failed", "thinwire/ready"
+_READY_SECONDS = 0.05
 
 
 def launch(config: Config) -> int:
     """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
+    check(config)
     _fetch(config)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with _Signals() as signals, Workers(config.workers, max(1, cores // config.workers), LIMIT_SECONDS) as workers:
-        try:
+    signals = _Signals()
+    try:
+        with signals, Workers(config.workers, max(1, cores // config.workers), LIMIT_SECONDS) as workers:
             workers.form(config.workers, Rank, config)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
-            if signals.told is None:
-                workers.ask("run", limit=None)
-        except WorkerError as error:
-            if signals.told is None:
-                return _report(error)
-            if error.trace:  # not what the signal did to it
-                _report(error)
+            workers.ask("run", limit=None)
+    except _Stop:
+        pass
+    except WorkerError as error:
+        if signals.told is None or error.reason != "was killed by SIGTERM":  # before it could listen
+            return _report(error)
     return 0 if signals.told is None else 128 + signals.told
 
 
+class _Stop(BaseException):
+    """A signal came before there was anything to save."""
+
+
 class _Signals:
-    """SIGINT and SIGTERM are kept, and passed on once there is somebody to take them; a second one interrupts."""
+    """SIGINT and SIGTERM are passed on once there is somebody to take them; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.told: int | None = None
-        self.pass_on: Callable[[], None] = lambda: None
+        self.pass_on: Callable[[], None] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -66,28 +73,26 @@ class _Signals:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.told is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.told = self.told or number
+        again, self.told = self.told is not None, self.told or number
+        if self.pass_on is None or (again and number == signal.SIGINT):
+            raise _Stop
         self.pass_on()
 
 
 def join(config: Config, place: Place) -> int:
     """One rank of many, all of which were started alike."""
-    if place.local_rank == 0:
-        _fetch(config)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
         device = pick_device(config.device, place.local_rank)
         dist.init_process_group(pick_backend(device, place.local_world_size), timeout=timedelta(seconds=LIMIT_SECONDS))
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        hint = (
-            "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        )
-        raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {hint}") from None
+        why = "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).split("\n")[0]
+        raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
     store: Any = dist.distributed_c10d._get_default_store()
     try:
+        check(config)
+        _prepare(config, place, store)
         finished = Rank(place.rank, place.world_size, config, place).run()
     except BaseException as error:
         _tell(error, place, store)
@@ -95,6 +100,18 @@ def join(config: Config, place: Place) -> int:
         os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for ranks that are gone
     dist.destroy_process_group()
     return 0 if finished else 128 + signal.SIGTERM
+
+
+def _prepare(config: Config, place: Place, store: Any) -> None:
+    """One rank of each machine fetches the data, which may take long; the others wait, unless one has failed."""
+    if place.local_rank == 0:
+        _fetch(config)
+    if store.add(_READY, 1) == place.world_size:
+        store.set(f"{_READY}/all", "")
+    while not store.check([f"{_READY}/all"]):
+        if store.add(_FAILED, 0):
+            raise OSError("another rank could not prepare the data")
+        time.sleep(_READY_SECONDS)
 
 
 def _report(error: WorkerError) -> int:

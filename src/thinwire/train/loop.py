@@ -12,7 +12,7 @@ import torch
 
 from thinwire import loopback
 
-from .checkpoints import Checkpoints, Loaded
+from .checkpoints import Checkpoints, Loaded, write_file
 from .config import Config
 from .control import Control
 from .data import Data
@@ -233,7 +233,7 @@ class _Run:
         with self.learner.judging(self.control.total):
             if self.place.rank == 0:
                 path = self.folder / "weights.pt"
-                torch.save(self.learner.model.state_dict(), path.with_suffix(".new"))
+                write_file(path.with_suffix(".new"), self.learner.model.state_dict())
                 path.with_suffix(".new").replace(path)
 
     def _so_far(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +65,9 @@ def chosen_sinks(names: Sequence[str]) -> list[str]:
         raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
     if "none" in names and len(names) > 1:
         raise ValueError(f"--log-to {' '.join(names)}: none stands alone")
-    chosen = [name for name in names if name not in ("auto", "none")]
+    chosen = list(dict.fromkeys(name for name in names if name not in ("auto", "none")))
+    if {"wandb", "wandb-offline"} <= set(chosen):
+        raise ValueError(f"--log-to {' '.join(names)}: wandb or wandb-offline, not both")
     for name in chosen:
         package = name.partition("-")[0]
         if importlib.util.find_spec(package) is None:
@@ -114,7 +117,8 @@ def _identity(folder: Path) -> str:
     """Drawn once for a run, and kept in its folder."""
     path = folder / "wandb-id"
     if not path.exists():
-        path.write_text(f"{folder.resolve().name}-{os.urandom(4).hex()}", encoding="utf-8")
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # which wandb allows
+        path.write_text(f"{name}-{os.urandom(4).hex()}", encoding="utf-8")
     return path.read_text(encoding="utf-8")
 
 
@@ -134,8 +138,10 @@ def _cut(path: Path, first_step: int) -> None:
             line = json.loads(text) if text.endswith("\n") else None
         except ValueError:
             line = None
-        if line is not None and line["kind"] != "end" and line.get("step", line.get("first_step", 0)) <= first_step:
-            kept.append(text)
+        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation"):
+            step = line.get("step", line.get("first_step"))
+            if isinstance(step, int) and step <= first_step:
+                kept.append(text)
     replace_text(path, "".join(kept))
 
 
