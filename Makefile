@@ -32,17 +32,18 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A browser for the tests of pages; where it cannot be installed they are skipped, but not in CI.
+# A browser for the tests of pages, and tools for links; where they cannot be installed those tests are skipped, but not in CI.
 packages:
-	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	@{ command -v chromium && command -v tc; } >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
 # Those that form groups of processes, or count bytes on the loopback interface, want the machine for themselves.
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/contract tests/fuzz tests/unit src $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest tests/distributed tests/gpu tests/train tests/browser $(ALONE)
+	$(BIN)/python -m pytest tests/distributed tests/gpu tests/train tests/link tests/browser $(ALONE)
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

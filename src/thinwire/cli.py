@@ -33,6 +33,7 @@ COMMANDS = {
     "bench allreduce": Command(
         "thinwire.bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
     ),
+    "bench link": Command("thinwire.bench.link:run", "a training step over slow links, beside every peer"),
     "bench step": Command("thinwire.bench.step:run", "time and memory of a training step, beside torch's own"),
     "bench recipe": Command(
         "thinwire.bench.recipe:run", "loss and bytes of training by different recipes, beside dense and torch's hooks"

@@ -235,7 +235,8 @@ def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        advice = "remove it" if done == "read" else "make room there" if error.errno in (ENOSPC, EDQUOT, EFBIG) else "check the path"
+        full = error.errno in (ENOSPC, EDQUOT, EFBIG)
+        advice = "remove it" if done == "read" else "make room there" if full else "check the path"
         raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
 
 

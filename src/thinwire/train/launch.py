@@ -116,15 +116,12 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
 
 def _report(error: WorkerError) -> int:
     """In one line if it is what the user gave, else with its traceback."""
+    given = error.reason.startswith("raised ") and not error.trace
+    text = error.reason.partition(": ")[2] if given else str(error)
     if error.trace:
         print(error.trace, file=sys.stderr)
-    reason = error.reason
-    for name in ("ValueError", "OSError"):
-        reason = reason.removeprefix(f"raised {name}: ")
-    expected = reason != error.reason
-    text = reason if expected else f"{error}"
     print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr)
-    return 2 if expected else 1
+    return 2 if given else 1
 
 
 def _tell(error: BaseException, place: Place, store: Any) -> None:

@@ -1,0 +1,167 @@
+"""Slow links on one machine: a network namespace for each rank, joined by a switch, each link shaped to a rate.
+
+    with Lab(ranks=2, rate=100e6) as lab:
+        lab.links.enter(0)                   # in the process of rank 0, before it opens a socket
+        lab.links.address(0)                 # where the others reach it
+
+Everything is inside namespaces that are made here: the switch has one of its own, so no interface, address or route of
+the machine is touched, and removing the namespaces removes all of it. Names carry the number of the process that made
+them. They are removed when the block ends, however it ends: a second process, which ^C does not reach, waits for the
+end of this one and then cleans up, so that even SIGKILL leaves nothing behind.
+
+Both ends of a link are shaped by a token bucket (`tc ... tbf`), so a rank sends and receives at the rate at most.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_FOLDER = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+_LIMIT_SECONDS = 30.0
+_NETWORK = "10.83.0"
+"""Of addresses that only exist inside the namespaces."""
+LARGEST = 64
+_BURST_SECONDS, _SMALLEST_BURST = 0.002, 16_000
+"""What may pass at once: two milliseconds of the rate, and no less than a few packets."""
+_QUEUE_SECONDS = 0.05
+
+
+def why_not() -> str | None:
+    """Why no lab can be built here; None if it can."""
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's, this is {sys.platform}"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    if os.geteuid():
+        return "network namespaces need root, and this is not root"
+    return None
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a rank needs to know of a lab; goes to its process."""
+
+    prefix: str
+    ranks: int
+
+    @property
+    def namespaces(self) -> list[str]:
+        """That of the switch, then those of the ranks."""
+        return [f"{self.prefix}switch", *(f"{self.prefix}{rank}" for rank in range(self.ranks))]
+
+    def address(self, rank: int) -> str:
+        return f"{_NETWORK}.{rank + 1}"
+
+    def enter(self, rank: int) -> None:
+        """Move the calling thread, and those that it starts from now on, into the namespace of a rank."""
+        with open(_FOLDER / self.namespaces[rank + 1], encoding="utf-8") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
+
+
+class Lab:
+    """See the module. `rate` is in bits a second, None for links as fast as memory."""
+
+    def __init__(self, ranks: int, rate: float | None) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise ValueError(reason)
+        if not 1 <= ranks <= LARGEST:
+            raise ValueError(f"{ranks} ranks, expected 1 to {LARGEST}")
+        if rate is not None and not rate >= 1e5:
+            raise ValueError(f"a rate of {rate:g} bit/s, expected 100 kbit/s or more")
+        self._rate = rate
+        self.links = Links(f"thinwire-{os.getpid()}-", ranks)
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def cut(self, rank: int) -> None:
+        """Pull the plug of a rank."""
+        _run("ip", "-n", self.links.namespaces[0], "link", "set", f"port{rank}", "down")
+
+    def shape(self, rate: float | None) -> None:
+        """Another rate for all links."""
+        switch, *others = self.links.namespaces
+        for rank, namespace in enumerate(others):
+            for where, device in ((namespace, "eth0"), (switch, f"port{rank}")):
+                if self._rate is not None:
+                    _run("tc", "-n", where, "qdisc", "del", "dev", device, "root")
+                if rate is not None:
+                    burst = max(_SMALLEST_BURST, int(rate / 8 * _BURST_SECONDS))
+                    _run(
+                        "tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf",
+                        "rate", f"{int(rate)}bit", "burst", str(burst), "latency", f"{int(1000 * _QUEUE_SECONDS)}ms",
+                    )  # fmt: skip
+        self._rate = rate
+
+    def __enter__(self) -> Self:
+        sweep()
+        self._guard = _guard(self.links.namespaces)
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _build(self) -> None:
+        switch, *others = self.links.namespaces
+        for namespace in self.links.namespaces:
+            _run("ip", "netns", "add", namespace)
+        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "switch", "up")
+        for rank, namespace in enumerate(others):
+            port = f"port{rank}"
+            _run("ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+            _run("ip", "-n", namespace, "addr", "add", f"{self.links.address(rank)}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _run("ip", "-n", namespace, "link", "set", device, "up")
+        rate, self._rate = self._rate, None
+        self.shape(rate)
+
+    def _remove(self) -> None:
+        """The guard does it: it is told by the end of its input."""
+        assert self._guard is not None
+        self._guard.communicate(timeout=_LIMIT_SECONDS)
+
+
+def sent_bytes() -> int:
+    """By the interface of the namespace that the calling thread is in."""
+    return int(Path("/proc/thread-self/net/dev").read_text().partition("eth0:")[2].split()[8])
+
+
+def sweep() -> None:
+    """Remove what is left of labs whose process is gone."""
+    for path in _FOLDER.glob("thinwire-*"):
+        process = path.name.split("-")[1]
+        if process.isdecimal() and not Path(f"/proc/{process}").exists():
+            subprocess.run(["ip", "netns", "del", path.name], capture_output=True, timeout=_LIMIT_SECONDS, check=False)
+
+
+def _guard(namespaces: list[str]) -> "subprocess.Popen[bytes]":
+    """Reads until its input ends, which the end of this process makes it do, then removes the namespaces."""
+    script = 'read -r _; for name in "$@"; do ip netns del "$name" 2>/dev/null; done; exit 0'
+    return subprocess.Popen(
+        ["sh", "-c", script, "thinwire-guard", *namespaces],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a ^C on the terminal is not for it
+    )
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
