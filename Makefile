@@ -38,12 +38,12 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Those that form groups of processes, or count bytes on the loopback interface, want the machine for themselves.
+# Those that count bytes on the loopback interface want the machine for themselves.
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/contract tests/fuzz tests/unit src $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest tests/distributed tests/gpu tests/train tests/link tests/browser $(ALONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests src $(ALONE:%=--ignore %)
+	$(BIN)/python -m pytest $(ALONE)
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

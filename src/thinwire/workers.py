@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -35,6 +36,7 @@ LIMIT_SECONDS = 300.0
 GRACE_SECONDS = 3.0
 """For the answers of the others once one rank has failed: one of them may know better what happened."""
 HOST = "127.0.0.1"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Actor = Callable[..., object]
 
@@ -70,12 +72,12 @@ class Workers:
 
     def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._lines: list[Connection] = []
         self._processes = []
         self._size = 0
         self._store: Any = None
-        with _without_interrupts():
+        with _signals_wait():
             for _ in range(count):
                 line, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
@@ -152,17 +154,29 @@ class Workers:
             line.close()
 
 
+def _context() -> Any:
+    """On Linux, processes are copies of one that has loaded torch, so that many start as soon as one; else each loads
+    it. Nothing is copied from this process, which may have threads, or have used a GPU."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["thinwire.workers", "thinwire.optim"])
+    return context
+
+
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that are started here never see a Ctrl-C on the terminal: it is for the parent, who ends them."""
-    if threading.current_thread() is not threading.main_thread():
+def _signals_wait() -> Iterator[None]:
+    """Until all processes are started. They begin with these signals blocked, and listen when they can: a Ctrl-C on the
+    terminal is for the parent alone, who ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # multiprocessing would start it with the first process, and unblock them then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -192,13 +206,18 @@ def _death(code: int | None) -> str:
 def _serve(line: Connection, threads: int) -> None:
     """The life of a process: a question, its answer, and again until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     actor: object = None
     while True:
-        method, args = line.recv()
+        try:
+            method, args = line.recv()
+        except (EOFError, OSError):  # the parent is gone, or was stopped before it began
+            return
         try:
             if method is None:
                 actor = None  # its tensors, before the next one makes its own
