@@ -113,7 +113,8 @@ def test_bytes_are_counted(ran: Ran, folder: Path) -> None:
     each = [after - before for before, after in zip([0, *sent], sent, strict=False)]
     pulse = ring(16, 2)
     if folder != ran.folder:
-        assert each[1:] == [dense + pulse] * 29  # in the first step ranks make sure that they agree
+        assert sorted(each)[15] == dense + pulse
+        assert all(0 <= part - dense - pulse < 0.02 * dense for part in each), "and a little to agree, and to evaluate"
     else:
         assert all(pulse < part < dense for part in each)
         assert max(each[12:]) < min(each[:5]) < dense / 2, "few bytes after the warm-up of 5 steps, a quarter before"
@@ -140,14 +141,15 @@ def test_the_dense_reference_began_with_the_same_weights_and_data(ran: Ran) -> N
     assert first == pytest.approx(other)
 
 
-def test_the_table_has_a_row_for_each(ran: Ran) -> None:
-    out = ran.done.out
-    assert "30 steps, 2 workers" in out
-    loss = lines(ran.folder, "evaluation")[-1]["loss"]
-    sent = lines(ran.folder, "step")[-1]["bytes_sent"] / 1e6
-    assert re.search(rf"topk:ratio=1/64,bits=2 +{loss:.4f} .* {sent:.2f} .*x fewer", out), out
-    loss = lines(ran.folder / "dense", "evaluation")[-1]["loss"]
-    assert re.search(rf"none +{loss:.4f} .* dense ", out), out
+def test_the_table_shows_both(ran: Ran) -> None:
+    out, folders = ran.done.out, (ran.folder, ran.folder / "dense")
+    losses = [f"{lines(folder, 'evaluation')[-1]['loss']:.4f}" for folder in folders]
+    accuracies = [f"{lines(folder, 'evaluation')[-1]['accuracy']:.2%}" for folder in folders]
+    sent = [f"{lines(folder, 'step')[-1]['bytes_sent'] / 1e6:.2f}" for folder in folders]
+    assert re.search(r"^30 steps, 2 workers +topk:ratio=1/64,bits=2 +none *$", out, re.MULTILINE), out
+    for name, values in {"validation loss": losses, "accuracy": accuracies, "MB sent per worker": sent}.items():
+        assert re.search(rf"^{name} +{' +'.join(values)} *$", out, re.MULTILINE), (name, values, out)
+    assert re.search(r"x fewer +as many", out), out
     assert out.splitlines()[-1] == "run runs/digits-cnn, report runs/digits-cnn/report.html"
 
 

@@ -73,7 +73,10 @@ class Job:
     """
 
     def __init__(self, cwd: Path, *given: str, program: tuple[str, ...] = (COMMAND, "train"), **more: str) -> None:
-        self._out, self._err = (cwd / f".{name}-{time.monotonic_ns()}" for name in ("out", "err"))
+        mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._out, self._err = cwd / f".out-{mark}", cwd / f".err-{mark}"
+        self._mark = f"THINWIRE_TEST_JOB={mark}".encode()
+        more["THINWIRE_TEST_JOB"] = mark
         with open(self._out, "w") as out, open(self._err, "w") as err:
             self.process = subprocess.Popen(
                 [*program, *given], cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
@@ -107,17 +110,15 @@ class Job:
         """All of it at once, as when a machine is switched off."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.group():  # torchrun starts its ranks in groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(LIMIT)
         wait_until_gone(self.group)
 
     def group(self) -> list[int]:
-        """The ids of its processes; Linux tells, elsewhere there is nothing to see."""
-        return [pid for pid, group, _ in _processes() if group == self.process.pid]
-
-    def workers(self) -> list[int]:
-        """Those that it started to train, in the order of their ranks."""
-        marks = ("spawn_main", "--multiprocessing-fork")
-        return sorted(pid for pid in self.group() if any(mark in _command_line(pid) for mark in marks))
+        """The ids of its processes, by a mark in their environment. Linux tells; elsewhere there is nothing to see."""
+        return [pid for pid, variables in _environments() if self._mark in variables]
 
     def __enter__(self) -> "Job":
         return self
@@ -127,13 +128,11 @@ class Job:
             self.kill()
 
 
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """(pid, process group, state) of all that are not zombies: those have ended, and wait for init to notice."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def _environments() -> Iterator[tuple[int, set[bytes]]]:
+    """What was set for each process when it started; those that have ended have none."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if state != "Z":
-                yield int(path.parent.name), int(group), state
+            yield int(path.parent.name), set(path.read_bytes().split(b"\0"))
 
 
 def _command_line(pid: int) -> str:

@@ -20,7 +20,7 @@ def layout(spec: str = "topk:ratio=1/64,bits=2", numel: int = 8192) -> Layout:
 
 
 def test_order_of_preference() -> None:
-    assert kernels.backends() == ("cpu", "reference")
+    assert kernels.backends() == ("cpu", "cuda", "reference")
     assert kernels.select(layout(), CPU)[0] == "cpu"
     assert kernels.select(layout(), META)[0] == "reference", "the only one for any device"
 
@@ -55,7 +55,7 @@ def test_force_now() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "", "Reference", "numba"])
 def test_unknown_name(name: str) -> None:
-    expected = f"kernels '{name}' do not exist; choose one of cpu, reference .*THINWIRE_KERNELS"
+    expected = f"kernels '{name}' do not exist; choose one of cpu, cuda, reference .*THINWIRE_KERNELS"
     with pytest.raises(ValueError, match=expected), kernels.force(name):
         pass
     with pytest.raises(ValueError, match=expected):

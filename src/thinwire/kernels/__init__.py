@@ -9,10 +9,12 @@ Each backend has one kernel module per layout, with the same three functions:
 `encode` only reads, so that a caller who learns of a NaN anywhere, on this rank or another, has lost nothing. An input
 with a NaN or Inf, or a sum that overflows, makes the *mark*: a payload in which every stored float is NaN.
 
-`reference` is plain torch on any device, and the specification the others are tested against; `cpu` is Numba.
-The default is the first backend below that has the layout for the tensor's device. `force("reference")` or the
-environment variable THINWIRE_KERNELS overrides it, and a forced backend that cannot run raises. What ran is recorded in
+`reference` is plain torch on any device, and the specification the others are tested against; `cpu` is Numba, `cuda`
+Triton. The default is `cpu` for tensors of the processor, else `reference`. `force("cuda")` or the environment variable
+THINWIRE_KERNELS overrides it, and a forced backend that cannot run raises. What ran is recorded in
 `CompressedTensor.kernels` and in the compressor's statistics.
+
+`cuda` is no default yet: it agrees with the reference in Triton's interpreter, but has not been run on a GPU.
 """
 
 import importlib
@@ -71,13 +73,19 @@ class CheckedKernel(Kernel, Protocol):
     def check(self, payload: Tensor, layout: Layout) -> None: ...
 
 
-# Module names, imported on first use: `import thinwire` must not load Numba.
+# Module names, imported on first use: `import thinwire` must not load Numba or Triton.
 _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     "cpu": {
         DenseLayout: "thinwire.kernels.reference.dense",  # torch's own copy already runs at the speed of the memory
         TopKLayout: "thinwire.kernels.cpu.topk",
         QuantizeLayout: "thinwire.kernels.cpu.quantize",
         RandomKLayout: "thinwire.kernels.cpu.randomk",
+    },
+    "cuda": {
+        DenseLayout: "thinwire.kernels.reference.dense",
+        TopKLayout: "thinwire.kernels.cuda.topk",
+        QuantizeLayout: "thinwire.kernels.cuda.quantize",
+        RandomKLayout: "thinwire.kernels.cuda.randomk",
     },
     "reference": {
         DenseLayout: "thinwire.kernels.reference.dense",
@@ -86,7 +94,8 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
         RandomKLayout: "thinwire.kernels.reference.randomk",
     },
 }
-_DEVICES: dict[str, str | None] = {"cpu": "cpu", "reference": None}  # None: any device
+_DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
+_DEFAULTS = ("cpu", "reference")
 
 _chosen: str | None = None  # by force_now
 _forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are open, in any thread; the last one counts
@@ -134,7 +143,7 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     if forced is not None:
         return forced, _load(forced, type(layout), device)
     for backend, modules in _MODULES.items():
-        if type(layout) in modules and _DEVICES[backend] in (None, device.type):
+        if type(layout) in modules and _DEVICES[backend] in (None, device.type) and backend in _DEFAULTS:
             return backend, _load(backend, type(layout), device)
     raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
 

@@ -1,0 +1,25 @@
+"""How kernels are started: on the device of their tensors, without fused multiply-adds."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REFERENCE_DTYPES = (torch.float64,)
+"""Tensors of these go to the reference: the device has few units for them, and nobody sends gradients in float64."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Start a Triton kernel on the current stream of the first tensor's device.
+
+    A product and a sum are rounded one after the other, as torch does, or backends would differ in the last bit.
+    """
+    tensor = next(arg for arg in args if isinstance(arg, Tensor))
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+        kernel[grid](*args, enable_fp_fusion=False, num_stages=1, **settings)
+
+
+def new_flag(tensor: Tensor) -> Tensor:
+    """A number on the device that kernels raise to 1 if they meet NaN or Inf."""
+    return torch.zeros(1, dtype=torch.int32, device=tensor.device)

@@ -1,0 +1,48 @@
+"""The mark: what a payload becomes if its input was not finite, decided on the device.
+
+`compress` cannot know on the host. Its kernels raise a flag; this one, launched behind them, does nothing but read it,
+unless it is raised: then every record is overwritten with the bytes that the reference marks a payload with.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import Layout
+from .launch import launch
+
+_BLOCK = 4096
+_PROGRAMS = 256
+
+
+def mark_if(flag: Tensor, payload: Tensor, marked: Tensor, record_nbytes: int, rows: int) -> None:
+    """`marked` holds a marked record, and behind it the marked tail, if any."""
+    programs = min(_PROGRAMS, triton.cdiv(payload.numel(), _BLOCK))
+    launch(
+        mark_records, (programs,), payload, marked, flag, payload.numel(), rows * record_nbytes, max(record_nbytes, 1),
+        record_nbytes if rows else 0, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def marked_by(reference: Any, layout: Layout, device: torch.device) -> Tensor:
+    """The payload that the reference kernel makes of an input of this layout that is not finite."""
+    payload = torch.empty(layout.nbytes, dtype=torch.uint8)
+    reference.mark(layout, payload)
+    return payload.to(device)
+
+
+@triton.jit(do_not_specialize=["nbytes", "full", "record", "tail_at"])
+def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_at, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """payload <- marked: byte i of the first `full` is byte i % record of it, the others follow from tail_at on."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    stop = tl.where(tl.load(flag_ptr) != 0, nbytes, 0).to(tl.int64)
+    while first < stop:
+        at = first + tl.arange(0, BLOCK)
+        source = tl.where(at < full, at % record, at - full + tail_at)
+        tl.store(payload_ptr + at, tl.load(marked_ptr + source, mask=at < nbytes, other=0), mask=at < nbytes)
+        first += tl.num_programs(0) * BLOCK

@@ -1,0 +1,134 @@
+"""Quantize on the GPU. Float64, and blocks above 8,192 entries, go to the reference."""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..layout import BLOCKS_PER_RECORD, QuantizeLayout
+from ..reference import quantize as reference
+from .launch import REFERENCE_DTYPES, launch, new_flag
+from .marks import mark_if, marked_by
+from .quantize_kernels import decode_blocks, encode_blocks
+from .topk_decode import ADD, KEEP, SUBTRACT, ZERO
+
+LARGEST_BLOCK = 8192
+_TILE = 4096
+"""Entries of a program, if a record has as many."""
+
+
+def _by_reference(layout: QuantizeLayout, dtype: torch.dtype) -> bool:
+    return dtype in REFERENCE_DTYPES or layout.block > LARGEST_BLOCK
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+    if _by_reference(layout, tensor.dtype):
+        return reference.encode(tensor, residual, layout, key, payload)
+    flag = new_flag(tensor)
+    encode_flagged(tensor, residual, layout, key, payload, flag)
+    return not flag.item()
+
+
+def encode_flagged(
+    tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    _encode(tensor, residual, layout, key, payload, flag, update=False)
+    _mark(layout, payload, flag)
+
+
+def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor) -> None:
+    """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
+
+    If anything is not finite the residual is taken back, as for TopK: it is what it was to the rounding of an addition.
+    """
+    if _by_reference(layout, tensor.dtype):
+        finite = reference.encode(tensor, residual, layout, key, payload)
+        flag.fill_(int(not finite))
+        if finite:
+            reference.commit(tensor, residual, layout, key, payload)
+        return
+    flag.zero_()
+    _encode(tensor, residual, layout, key, payload, flag, update=True)
+    _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, flag)
+    _mark(layout, payload, flag)
+
+
+def undo(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    """Take `compress` back: residual <- residual + decode(payload) - tensor, which is what it was but for rounding.
+
+    A payload that is marked has been taken back by `compress` itself, so nothing happens.
+    """
+    if _by_reference(layout, tensor.dtype):
+        sent = torch.empty_like(residual)
+        reference.decode(payload.unsqueeze(0), layout, key, sent, 1.0, False)
+        residual.copy_(torch.where(sent.isnan(), residual, residual + sent - tensor))
+    else:
+        _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, None)
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    if _by_reference(layout, tensor.dtype):
+        reference.commit(tensor, residual, layout, key, payload)
+    else:
+        _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual, None)
+
+
+def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    if _by_reference(layout, out.dtype):
+        reference.decode(payloads, layout, key, out, weight, add)
+    else:
+        _decode(payloads, layout, None, KEEP if add else ZERO, weight, out, None)
+
+
+def _encode(
+    tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor, *,
+    update: bool,
+) -> None:  # fmt: skip
+    flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
+    signed = key - (1 << 64) if key >> 63 else key
+    for entries, part in layout.parts(layout.numel):
+        g = flat[part.entries]
+        r = g if kept is None else kept[part.entries]
+        rows = _rows(layout)
+        launch(
+            encode_blocks, (triton.cdiv(g.numel(), rows * layout.block),), g, r, payload[part.nbytes], flag,
+            triton.cdiv(entries, layout.block), g.numel(), signed, part.entries.start, layout.limit,
+            BITS=layout.bits, BLOCK=layout.block, ROWS=rows, STOCHASTIC=layout.stochastic, HAS_R=kept is not None,
+            UPDATE=update, MASKED=entries < layout.record_entries, num_warps=_warps(rows * layout.block),
+        )  # fmt: skip
+
+
+def _decode(
+    payloads: Tensor, layout: QuantizeLayout, g: Tensor | None, start: int, weight: float, out: Tensor,
+    flag: Tensor | None,
+) -> None:  # fmt: skip
+    flat, given = out.view(-1), out.view(-1) if g is None else g.view(-1)
+    for entries, part in layout.parts(layout.numel):
+        target = flat[part.entries]
+        rows = _rows(layout)
+        launch(
+            decode_blocks, (triton.cdiv(target.numel(), rows * layout.block),), payloads[:, part.nbytes.start :],
+            given[part.entries], target, target if flag is None else flag, payloads.stride(0), payloads.shape[0],
+            triton.cdiv(entries, layout.block), target.numel(), weight,
+            BITS=layout.bits, BLOCK=layout.block, ROWS=rows, START=start, GUARDED=flag is not None,
+            MASKED=entries < layout.record_entries, num_warps=_warps(rows * layout.block),
+        )  # fmt: skip
+
+
+def _rows(layout: QuantizeLayout) -> int:
+    """Blocks of a program."""
+    return min(BLOCKS_PER_RECORD, max(1, _TILE // layout.block))
+
+
+def _warps(entries: int) -> int:
+    return max(1, min(8, entries // 1024))
+
+
+def _mark(layout: QuantizeLayout, payload: Tensor, flag: Tensor) -> None:
+    rows, rest = divmod(layout.numel, layout.record_entries)
+    pattern = QuantizeLayout(
+        min(rows, 1) * layout.record_entries + rest, layout.dtype, layout.bits, layout.block, layout.stochastic
+    )
+    mark_if(
+        flag, payload, marked_by(reference, pattern, payload.device), layout.record_nbytes(layout.record_entries), rows
+    )

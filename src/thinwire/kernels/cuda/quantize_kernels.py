@@ -1,0 +1,208 @@
+"""Quantize, one pass each way. A program takes a few blocks of one record, and all of it stays in its registers.
+
+Memory. To compress, each entry of gradient and residual is read once, its code of `bits` bits and the new residual are
+written once: 13 bytes an entry for 8 bits and float32. To decode, the codes of all payloads are read and `out` is
+written once. Scales stand in front of the codes of their record, two bytes for each block.
+
+The one thing a block has to find out together is its scale, a maximum (or a mean, for 1 and 2 bits): a single
+reduction, so these kernels wait for the memory and for nothing else. `reference.quantize` defines the numbers.
+
+Blocks that are not finite leave their residual as it is, raise the flag and get scales of NaN, and with them the others
+of their program.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import (
+    INFINITY_BITS,
+    MARK,
+    cut_bfloat16,
+    draw,
+    from_bfloat16,
+    inverse,
+    magnitude_bits,
+    nearest_integer,
+    read_bfloat16,
+    signed_level,
+)
+
+_PER_RECORD = tl.constexpr(16)
+_SMALLEST_SCALE = tl.constexpr(0x0080)
+
+
+@triton.jit
+def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One bfloat16 scale, as bits, for each row."""
+    magnitudes = tl.where(present, tl.abs(values), 0.0)
+    if STOCHASTIC or BITS > 2:
+        top: tl.constexpr = 1.0 * max(1, (1 << (BITS - 1)) - 1)
+        largest = tl.max(magnitudes, axis=1)
+        scale = cut_bfloat16(tl.div_rn(largest, 0.0 * largest + top))
+        if STOCHASTIC:
+            above = tl.maximum(scale + 1, _SMALLEST_SCALE)
+            fits = (from_bfloat16(scale) * top < largest) & (from_bfloat16(above) * top <= limit)
+            scale = tl.where(fits, above, scale)
+    else:
+        number = tl.maximum(tl.sum(present.to(tl.int32), axis=1), 1).to(tl.float64)
+        mean = tl.sum(magnitudes.to(tl.float64), axis=1) / number
+        if BITS == 1:
+            scale = cut_bfloat16(mean)
+        else:
+            large = present & (magnitudes > (0.75 * mean).to(tl.float32)[:, None])
+            number = tl.maximum(tl.sum(large.to(tl.int32), axis=1), 1).to(tl.float64)
+            scale = cut_bfloat16(tl.sum(tl.where(large, magnitudes, 0.0).to(tl.float64), axis=1) / number)
+    return scale
+
+
+@triton.jit
+def codes_of(  # type: ignore[no-untyped-def]
+    values, step, key, position, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Codes for rows of values; `position` is that of the first in the tensor, a multiple of 4."""
+    top: tl.constexpr = (1 << (BITS - 1)) - 1
+    sign = values.to(tl.int32, bitcast=True) >> 31 & 1
+    if STOCHASTIC:
+        # One draw serves four entries, 15 bits each.
+        quarter = tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+        drawn = draw(key, (position >> 2) + quarter)[:, :, None] >> (15 * tl.arange(0, 4)[None, None, :]).to(tl.int64)
+        uniform = (tl.reshape(drawn & 0x7FFF, (ROWS, BLOCK)).to(tl.float32) + 0.5) * (1 / 32768)
+        ratio = values * inverse(step)[:, None]
+        if BITS == 1:
+            codes = (uniform >= (tl.minimum(tl.maximum(ratio, -1.0), 1.0) + 1.0) * 0.5).to(tl.int32)
+        else:
+            magnitude = tl.minimum(tl.abs(ratio), top * 1.0)
+            index = magnitude.to(tl.int32)
+            codes = (index + (uniform < magnitude - index.to(tl.float32)).to(tl.int32)) | (sign << (BITS - 1))
+    elif BITS == 1:
+        codes = sign
+    else:
+        share = tl.minimum(tl.abs(values) * inverse(step)[:, None], top * 1.0)
+        codes = nearest_integer(share) | (sign << (BITS - 1))
+    return codes
+
+
+@triton.jit
+def level_of(codes, step, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return signed_level(codes, step if BITS == 1 else 0.0 * step, 0.0 * step if BITS == 1 else step, BITS)
+
+
+@triton.jit(do_not_specialize=["blocks", "numel", "key", "limit"])
+def encode_blocks(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, key, position, limit,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """ROWS blocks of a record of `blocks` blocks. MASKED: the last record, of `numel` entries; else all have 16 blocks.
+
+    position is where the first entry of g stands in the tensor: draws depend on it.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = entries < numel
+    if MASKED:
+        total = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+        if HAS_R:
+            total += tl.load(r_ptr + entries, mask=inside, other=0.0)
+    else:
+        total = tl.load(g_ptr + entries).to(tl.float32)
+        if HAS_R:
+            total += tl.load(r_ptr + entries)
+    finite = tl.max(tl.max(magnitude_bits(total), axis=1), axis=0) < INFINITY_BITS
+    if not finite:
+        tl.store(flag_ptr, 1)
+    values = tl.minimum(tl.maximum(total, -limit), limit)
+    present = inside if MASKED else entries >= 0
+    scale = tl.where(finite, scales_of(values, present, limit, BITS, STOCHASTIC), MARK)
+    step = from_bfloat16(scale)
+    codes = codes_of(values, step, key, position + first * BLOCK, BITS, STOCHASTIC, ROWS, BLOCK)
+    if MASKED:
+        codes = tl.where(inside, codes, 0)
+    if UPDATE:
+        kept = total - level_of(codes, step[:, None], BITS)
+        if MASKED:
+            tl.store(r_ptr + entries, kept, mask=inside & finite)
+        else:
+            tl.store(r_ptr + entries, kept, mask=row[:, None] < tl.where(finite, ROWS, 0))
+    if MASKED:
+        record, codes_at, block = out_ptr, 2 * blocks, first
+    else:
+        nbytes: tl.constexpr = 2 * _PER_RECORD + _PER_RECORD * BLOCK * BITS // 8
+        record, codes_at, block = out_ptr + first // _PER_RECORD * nbytes, 2 * _PER_RECORD, first % _PER_RECORD
+    there = block + row < blocks
+    tl.store(record + 2 * (block + row), (scale & 0xFF).to(tl.uint8), mask=there)
+    tl.store(record + 2 * (block + row) + 1, (scale >> 8).to(tl.uint8), mask=there)
+    each: tl.constexpr = 8 // BITS
+    if BITS < 8:
+        shifts = BITS * tl.arange(0, each)[None, None, :]
+        codes = tl.sum(tl.reshape(codes, (ROWS, BLOCK // each, each)) << shifts, axis=2)
+    place = row[:, None] * (BLOCK // each) + tl.arange(0, BLOCK // each)[None, :]
+    target = record + codes_at + block * (BLOCK // each) + place
+    if MASKED:
+        tl.store(target, codes.to(tl.uint8), mask=(first * BLOCK + place * each) < numel)
+    else:
+        tl.store(target, codes.to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
+def decode_blocks(  # type: ignore[no-untyped-def]
+    payload_ptr, g_ptr, out_ptr, flag_ptr, stride, payloads, blocks, numel, weight,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
+
+    GUARDED: only if the flag is raised.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    plain: tl.constexpr = not (MASKED or GUARDED or START == 3)  # a mask keeps loads and stores from being wide
+    inside = entries < numel
+    if GUARDED:
+        inside = inside & (tl.load(flag_ptr) != 0)
+    each: tl.constexpr = 8 // BITS
+    if MASKED:
+        record, codes_at, block = payload_ptr, 2 * blocks, first
+    else:
+        nbytes: tl.constexpr = 2 * _PER_RECORD + _PER_RECORD * BLOCK * BITS // 8
+        record, codes_at, block = payload_ptr + first // _PER_RECORD * nbytes, 2 * _PER_RECORD, first % _PER_RECORD
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    if START >= 1:
+        if plain:
+            total = tl.load(out_ptr + entries).to(tl.float32)
+        else:
+            total = tl.load(out_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+    if START >= 2:
+        if plain:
+            given = tl.load(g_ptr + entries).to(tl.float32)
+        else:
+            given = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+        if START == 2:
+            total += given
+    place = row[:, None] * (BLOCK // each) + tl.arange(0, BLOCK // each)[None, :]
+    p = 0 * payloads
+    while p < payloads:
+        mine = record + p.to(tl.int64) * stride
+        step = read_bfloat16(mine + 2 * (block + row), block + row < blocks)[:, None]
+        source = mine + codes_at + block * (BLOCK // each) + place
+        if plain:
+            code = tl.load(source).to(tl.int32)
+        else:
+            code = tl.load(source, mask=first * BLOCK + place * each < numel, other=0).to(tl.int32)
+        if BITS < 8:
+            code = (code[:, :, None] >> (BITS * tl.arange(0, each)[None, None, :])) & ((1 << BITS) - 1)
+            code = tl.reshape(code, (ROWS, BLOCK))
+        level = level_of(code, step, BITS)
+        if START == 3:
+            inside = inside & (step == step)
+            level = tl.where(step == step, level, 0.0)
+        total += level * weight
+        p += 1
+    if START == 3:
+        total -= given
+    if plain:
+        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
+    else:
+        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,122 @@
+"""RandomK on the GPU: one entry out of each stratum (`reference.randomk` defines the draw).
+
+`encode` reads all of gradient and residual once, 8 bytes an entry, only to know whether they are finite; drawing the k
+entries costs next to nothing beside it. `commit` is `residual.add_(tensor)`, and k entries corrected. Float64 goes to
+the reference.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import RandomKLayout
+from ..reference import randomk as reference
+from .launch import REFERENCE_DTYPES, launch, new_flag
+from .marks import mark_if
+from .numbers import INFINITY_BITS, draw, magnitude_bits
+
+_TILE = 4096
+_STRATA = 256
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
+    if tensor.dtype in REFERENCE_DTYPES:
+        return reference.encode(tensor, residual, layout, key, payload)
+    flag = new_flag(tensor)
+    encode_flagged(tensor, residual, layout, key, payload, flag)
+    return not flag.item()
+
+
+def encode_flagged(
+    tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    has_r = residual is not None
+    g, r = tensor.view(-1), (tensor if residual is None else residual).view(-1)
+    tiles = triton.cdiv(layout.numel, _TILE)
+    launch(find_not_finite, (tiles,), g, r, flag, layout.numel, HAS_R=has_r, TILE=_TILE, num_warps=4)
+    values = torch.empty(layout.k, dtype=torch.float32, device=tensor.device)
+    launch(
+        gather_strata, (triton.cdiv(layout.k, _STRATA),), g, r, values, *_strata(layout, key),
+        HAS_R=has_r, STRATA=_STRATA, num_warps=4,
+    )  # fmt: skip
+    reference.write(values.masked_fill(flag != 0, 0), layout, payload)
+    mark_if(flag, payload, _nan(layout.dtype, payload.device), layout.dtype.itemsize, layout.k)
+
+
+@lru_cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bytes of one value of a marked payload."""
+    return torch.full((1,), torch.nan, dtype=dtype).view(torch.uint8).to(device)
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    residual.add_(tensor)
+    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+
+
+def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    if out.dtype in REFERENCE_DTYPES or layout.dtype in REFERENCE_DTYPES:
+        return reference.decode(payloads, layout, key, out, weight, add)
+    if not add:
+        out.zero_()
+    width = layout.dtype.itemsize
+    aligned = payloads.storage_offset() % width == 0 and payloads.data_ptr() % width == 0
+    values = (payloads if aligned else payloads.clone()).view(layout.dtype)
+    launch(
+        add_strata, (triton.cdiv(layout.k, _STRATA),), values, out.view(-1), payloads.shape[0], values.stride(0),
+        weight, *_strata(layout, key), STRATA=_STRATA, num_warps=4,
+    )  # fmt: skip
+
+
+def _strata(layout: RandomKLayout, key: int) -> tuple[int, int, int, int]:
+    """(k, width, how many are one wider, the key as a signed number)."""
+    return layout.k, *divmod(layout.numel, layout.k), key - (1 << 64) if key >> 63 else key
+
+
+@triton.jit
+def place_in(stratum, width, wider, key):  # type: ignore[no-untyped-def]
+    """(the position drawn in each stratum, its width)."""
+    start = stratum * width + tl.minimum(stratum, wider)
+    mine = width + (stratum < wider).to(tl.int64)
+    return start + ((draw(key, stratum) >> 32) * mine >> 31), mine
+
+
+@triton.jit
+def find_not_finite(g_ptr, r_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    if HAS_R:
+        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
+    if tl.max(magnitude_bits(total), axis=0) >= INFINITY_BITS:
+        tl.store(flag_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["k", "width", "wider", "key"])
+def gather_strata(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, values_ptr, k, width, wider, key, HAS_R: tl.constexpr, STRATA: tl.constexpr
+):
+    """With a residual as they are; without, times the width of the stratum, so that the expectation is right."""
+    stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
+    at, mine = place_in(stratum, width, wider, key)
+    value = tl.load(g_ptr + at, mask=stratum < k, other=0.0).to(tl.float32)
+    value = value + tl.load(r_ptr + at, mask=stratum < k, other=0.0) if HAS_R else value * mine.to(tl.float32)
+    tl.store(values_ptr + stratum, value, mask=stratum < k)
+
+
+@triton.jit(do_not_specialize=["payloads", "stride", "weight", "k", "width", "wider", "key"])
+def add_strata(  # type: ignore[no-untyped-def]
+    values_ptr, out_ptr, payloads, stride, weight, k, width, wider, key, STRATA: tl.constexpr
+):
+    stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
+    at, _ = place_in(stratum, width, wider, key)
+    total = tl.load(out_ptr + at, mask=stratum < k, other=0.0).to(tl.float32)
+    p = 0 * payloads
+    while p < payloads:
+        value = tl.load(values_ptr + p.to(tl.int64) * stride + stratum, mask=stratum < k, other=0.0)
+        total += value.to(tl.float32) * weight
+        p += 1
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=stratum < k)

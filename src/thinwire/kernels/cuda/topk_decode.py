@@ -1,0 +1,207 @@
+"""TopK, the way back: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
+
+Memory. A program takes one chunk. It writes the chunk's 16 KiB (4,096 float32) once, as zeros, and then adds the few
+entries of each payload to it: those stay in the cache until all are done, so the memory sees one write and the
+payloads, little more than 4 bytes an entry. With `add` only the entries that are sent are read and written.
+
+The positions are in a bitmap and in low bits (Elias-Fano). A lane takes one bit of the bitmap; a scan over the bits of
+all payloads at once gives each one its rank j, and with it everything: the upper part of the position is the bit's
+place less j, the rest and the code are the j-th fields. Payloads are added one after the other, with a barrier in
+between, so that every rank gets the same bits.
+
+What a damaged payload says about entries that do not exist is passed over.
+"""
+
+import triton
+import triton.language as tl
+
+from .numbers import from_bfloat16, read_bfloat16, signed_level
+
+SIZES = [
+    "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
+    "weight", "base",
+]  # fmt: skip
+ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
+"""What the payloads are added to: nothing, out, or out + g. SUBTRACT: to out, and then g is subtracted."""
+
+
+@triton.jit
+def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`bits` bits from this bit on, which SPAN bytes hold. Of those none is read that lies behind the record."""
+    byte = at + (bit >> 3)
+    word = tl.load(record + byte, mask=mask, other=0).to(tl.int64 if SPAN > 3 else tl.int32)
+    for i in tl.static_range(1, SPAN):
+        more = tl.load(record + byte + i, mask=mask & (byte + i < limit), other=0)
+        word |= more.to(word.dtype) << (8 * i)
+    return (word >> (bit & 7).to(word.dtype)) & ((tl.full((), 1, word.dtype) << bits) - 1)
+
+
+@triton.jit
+def read_entries(  # type: ignore[no-untyped-def]
+    record, live, first, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
+    BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
+):  # fmt: skip
+    """(positions, value bits, ranks behind) of the ones in TILE bits of the bitmaps of some records, from `first` on.
+
+    record, live, rank   [1, payloads]: where each begins, whether there is one, and the ones before `first`.
+    Position -1 stands for no entry.
+    """
+    place = first + tl.arange(0, TILE)[:, None].to(POSITION)
+    byte = high_at + (place >> 3)
+    bit = (tl.load(record + byte, mask=live & (byte < nbytes), other=0).to(tl.int32) >> (place & 7).to(tl.int32)) & 1
+    j = rank + tl.cumsum(bit, axis=0).to(POSITION) - bit
+    there = (bit == 1) & (j < k)
+    low = read_field(record, low_at, j * low_bits, low_bits, nbytes, there, LOW_SPAN).to(POSITION)
+    position = ((place - j) << low_bits) | low
+    position = tl.where(there & (position < n), position, -1)
+    if BITS == 32:
+        value = tl.load(record + 4 * j, mask=there, other=0).to(tl.int32)
+        for i in tl.static_range(1, 4):
+            value |= tl.load(record + 4 * j + i, mask=there, other=0).to(tl.int32) << (8 * i)
+    else:
+        code = read_field(record, codes_at, j * BITS, BITS, nbytes, there, (BITS + 7) // 8).to(tl.int32)
+        if ALIGNED and BITS > 1:
+            both = tl.load(record.to(tl.pointer_type(tl.int32)), mask=live, other=0)
+            scale, step = from_bfloat16(both & 0xFFFF), from_bfloat16((both >> 16) & 0xFFFF)
+        else:
+            scale = read_bfloat16(record, live)
+            step = read_bfloat16(record + 2, live) if BITS > 1 else 0.0 * scale
+        value = signed_level(code, scale, step, BITS).to(tl.int32, bitcast=True)
+    return position, value, rank + tl.sum(bit, axis=0)[None, :]
+
+
+@triton.jit
+def column_of(values, column, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One column of an integer tensor. A lane has all columns of its row, so that the compiler makes this a choice."""
+    return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, values, 0), axis=1)
+
+
+@triton.jit
+def add_entries(out, positions, value_bits, weight, read):  # type: ignore[no-untyped-def]
+    """out += weight * values. Where it is known to be zero it need not be read."""
+    there = positions >= 0
+    values = tl.load(out + positions, mask=there & read, other=0.0).to(tl.float32)
+    values += value_bits.to(tl.float32, bitcast=True) * weight
+    tl.store(out + positions, values.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def fill(  # type: ignore[no-untyped-def]
+    out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """out <- 0, out + g or out - g, one chunk."""
+    entries = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if START == 0:
+        total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
+    else:
+        if MASKED:
+            total = tl.load(out + entries, mask=entries < n, other=0.0)
+            given = tl.load(g + entries, mask=entries < n, other=0.0).to(tl.float32)
+        else:
+            total = tl.load(out + entries)
+            given = tl.load(g + entries).to(tl.float32)
+        total = total + given if START == 2 else total - given
+    if MASKED:
+        tl.store(out + entries, total.to(out.dtype.element_ty), mask=entries < n)
+    else:
+        tl.store(out + entries, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def decode_chunk(  # type: ignore[no-untyped-def]
+    payload_ptr, g_ptr, out_ptr, row,
+    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+    BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The records of one row, of all payloads."""
+    out = out_ptr + row * CHUNK
+    first = payload_ptr + row * nbytes
+    skip = row < 0
+    if START == 3:  # a marked record has been taken back already, by the kernel that marked it
+        if BITS == 32:
+            high_half = tl.load(first + 2).to(tl.int32) | (tl.load(first + 3).to(tl.int32) << 8)
+        else:
+            high_half = tl.load(first).to(tl.int32) | (tl.load(first + 1).to(tl.int32) << 8)
+        skip = (high_half & 0x7FFF) > 0x7F80
+    if not skip:
+        if (START == 0) or (START == 2):
+            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+            tl.debug_barrier()
+        p = 0 * payloads
+        while p < payloads:
+            which = p + tl.arange(0, AT_ONCE)[None, :]
+            live = which < payloads
+            record = first + which.to(tl.int64) * stride
+            rank = tl.zeros((1, AT_ONCE), tl.int32)
+            place = 0 * p
+            while place < 8 * (nbytes - high_at):
+                positions, values, rank = read_entries(
+                    record, live, place, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
+                    BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
+                )  # fmt: skip
+                for i in tl.static_range(AT_ONCE):
+                    read = (START > 0) | (p + i > 0)
+                    add_entries(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
+                    tl.debug_barrier()
+                place += TILE
+            p += AT_ONCE
+        if START == 3:
+            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def decode_chunks(  # type: ignore[no-untyped-def]
+    payload_ptr, g_ptr, out_ptr, flag_ptr, rows, per_program,
+    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+    BITS: tl.constexpr, GUARDED: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """AT_ONCE payloads are read together, if one tile holds their bitmaps; else tile after tile, one payload at a time.
+
+    MASKED: n is below CHUNK, and there is one record. The chunk is filled in rows of WIDTH entries.
+    GUARDED: only if the flag is raised.
+    """
+    index = tl.program_id(0) * per_program
+    last = tl.minimum(index + per_program, rows)
+    if GUARDED:
+        last = tl.where(tl.load(flag_ptr) != 0, last, index)
+    while index < last:
+        decode_chunk(
+            payload_ptr, g_ptr, out_ptr, index.to(tl.int64),
+            stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+            BITS, START, MASKED, CHUNK, WIDTH, LOW_SPAN, TILE, ALIGNED, AT_ONCE,
+        )  # fmt: skip
+        index += 1
+
+
+@triton.jit(do_not_specialize=SIZES)
+def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many ones each TILE bits of one record's bitmap have: the first step of reading a record that is too long."""
+    tile = tl.program_id(0)
+    byte = high_at.to(tl.int64) + tile.to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
+    bits = tl.load(payload_ptr + base + byte, mask=byte < nbytes, other=0).to(tl.int32)
+    bits = bits - ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    tl.store(ranks_ptr + tile + 1, tl.sum((bits + (bits >> 4)) & 0x0F, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def decode_tiles(  # type: ignore[no-untyped-def]
+    payload_ptr, ranks_ptr, flag_ptr, out_ptr, base, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+    BITS: tl.constexpr, GUARDED: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """out += weight * one long record, each program TILE bits of its bitmap; `ranks` are the ones before each tile.
+
+    GUARDED: nothing happens if the flag is raised.
+    """
+    if GUARDED:
+        n = tl.where(tl.load(flag_ptr) == 0, n, 0)
+    tile = tl.program_id(0).to(tl.int64)
+    record = payload_ptr + base + tl.zeros((1, 1), tl.int64)
+    rank = tl.load(ranks_ptr + tile) + tl.zeros((1, 1), tl.int64)
+    positions, values, rank = read_entries(
+        record, rank >= 0, tile * TILE, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
+        BITS, LOW_SPAN, TILE, False, tl.int64,
+    )  # fmt: skip
+    add_entries(out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True)

@@ -1,0 +1,202 @@
+"""The exact top-k of a whole tensor, or of any record too long for the registers of a block.
+
+Radix selection, 8 bits of the magnitude at a time: four passes read gradient and residual (8 bytes an entry each) and
+count how often each value of the next 8 bits occurs among the magnitudes that share the bits found so far; after each
+a single block picks the value of the k-th largest. A fifth pass counts, tile by tile, what lies above the threshold and
+on it; the sums of that tell a sixth where each tile writes its entries. Nothing of it waits for the host.
+
+The k entries then are a small tensor. It is quantised and packed by the reference's own functions, in torch. Those copy
+a few constants from the host, so this way, unlike that of chunks, cannot be captured into a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import TopKRecord
+from ..reference import numbers
+from ..reference import topk as reference
+from . import topk_decode
+from .launch import launch
+from .numbers import magnitude_bits
+
+_TILE = 4096
+_HISTOGRAM_TILE = 1024
+_PROGRAMS = 1056
+"""Blocks that count digits: eight for each multiprocessor of an H200."""
+_SHIFTS = (23, 15, 7, 0)
+_DIGITS = (8, 8, 8, 7)
+_BITMAP_TILE = 2048
+
+
+def encode(g: Tensor, r: Tensor | None, record: TopKRecord, limit: float, out: Tensor, flag: Tensor) -> None:
+    """One record; the flag is raised if an entry is not finite, and then the record means nothing."""
+    state = _state(g, record.k)
+    kept, has_r = g if r is None else r, r is not None
+    for shift, digits in zip(_SHIFTS, _DIGITS, strict=True):
+        counts = torch.zeros(512, dtype=torch.int64, device=g.device)
+        programs = min(_PROGRAMS, triton.cdiv(g.numel(), _HISTOGRAM_TILE))
+        launch(count_digits, (programs,), g, kept, state, counts, g.numel(), SHIFT=shift, DIGITS=digits, HAS_R=has_r,
+               TILE=_HISTOGRAM_TILE, num_warps=4)  # fmt: skip
+        launch(pick_digit, (1,), counts, state, flag, SHIFT=shift, DIGITS=digits, num_warps=4)
+    tiles = triton.cdiv(g.numel(), _TILE)
+    above, ties = (torch.zeros(tiles + 1, dtype=torch.int64, device=g.device) for _ in range(2))
+    launch(count_chosen, (tiles,), g, kept, state, above, ties, g.numel(), HAS_R=has_r, TILE=_TILE, num_warps=4)
+    positions = torch.zeros(record.k, dtype=torch.int64, device=g.device)
+    values = torch.zeros(record.k, dtype=torch.float32, device=g.device)
+    launch(
+        gather_chosen, (tiles,), g, kept, state, above.cumsum(0), ties.cumsum(0), positions, values, g.numel(),
+        record.k, HAS_R=has_r, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    values = values.masked_fill(flag != 0, 0).clamp(-limit, limit)
+    out.copy_(_pack(positions.unsqueeze(0), values.unsqueeze(0), record).view(-1))
+
+
+def _state(g: Tensor, k: int) -> Tensor:
+    """(the bits of the threshold found so far, how many of those that share them are wanted)."""
+    state = torch.zeros(2, dtype=torch.int64, device=g.device)
+    state[1:].fill_(k)
+    return state
+
+
+def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
+    """`reference.topk.pack_record` of finite values: that function asks the device whether they are."""
+    if record.bits == 32:
+        parts = [values.contiguous().view(torch.uint8)]
+    else:
+        scales, codes = reference.quantize(values, record.bits)
+        parts = [numbers.pack(scales, 16), numbers.pack(codes, record.bits)]
+    high = (positions >> record.low_bits) + torch.arange(record.k, device=positions.device)
+    bitmap = torch.zeros(1, record.k + ((record.n - 1) >> record.low_bits), dtype=torch.int64, device=positions.device)
+    low = positions & ((1 << record.low_bits) - 1)
+    parts += [numbers.pack(low, record.low_bits), numbers.pack(bitmap.scatter_(1, high, 1), 1)]
+    return torch.cat(parts, 1)
+
+
+def commit(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor, flag: Tensor) -> None:
+    """r <- r + g - decode, unless the flag is raised."""
+    launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, flag, g.numel(), 1.0, TILE=_TILE, num_warps=4)
+    _add(out, 0, record, -1.0, r, flag)
+
+
+def undo(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor) -> None:
+    """r <- r + decode - g, unless the record is marked."""
+    leading = out[2:4] if record.bits == 32 else out[:2]
+    marked = ((leading[0] == numbers.MARK & 0xFF) & (leading[1] == numbers.MARK >> 8)).to(torch.int32)
+    _add(out, 0, record, 1.0, r, marked)
+    launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, marked, g.numel(), -1.0, TILE=_TILE, num_warps=4)
+
+
+def decode(
+    payloads: Tensor, offset: int, record: TopKRecord, g: Tensor | None, start: int, weight: float, out: Tensor
+) -> None:
+    """out <- (0, or out, or out + g) + weight * the records that lie from `offset` on in each payload."""
+    if start == topk_decode.ZERO:
+        out.zero_()
+    elif start == topk_decode.ADD and g is not None:
+        out.add_(g)
+    rows = out.numel() // record.n
+    for row in range(rows):
+        for payload in payloads:
+            _add(
+                payload, offset + row * record.nbytes, record, weight, out[row * record.n : (row + 1) * record.n], None
+            )
+
+
+def _add(payload: Tensor, offset: int, record: TopKRecord, weight: float, out: Tensor, flag: Tensor | None) -> None:
+    """out += weight * one record."""
+    tiles = triton.cdiv(8 * (record.nbytes - record.high_at), _BITMAP_TILE)
+    ranks = torch.zeros(tiles + 1, dtype=torch.int64, device=out.device)
+    launch(topk_decode.count_tiles, (tiles,), payload, ranks, offset, record.high_at, record.nbytes,
+           TILE=_BITMAP_TILE, num_warps=4)  # fmt: skip
+    launch(
+        topk_decode.decode_tiles, (tiles,), payload, ranks.cumsum(0), out if flag is None else flag, out, offset,
+        record.n, record.k, record.low_bits, record.codes_at, record.low_at, record.high_at, record.nbytes, weight,
+        BITS=record.bits, GUARDED=flag is not None, LOW_SPAN=(record.low_bits + 14) // 8, TILE=_BITMAP_TILE,
+        num_warps=4,
+    )  # fmt: skip
+
+
+# Kernels ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def total_at(g_ptr, r_ptr, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    if HAS_R:
+        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
+    return total
+
+
+@triton.jit
+def count_digits(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, state_ptr, counts_ptr, n,
+    SHIFT: tl.constexpr, DIGITS: tl.constexpr, HAS_R: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bins 0 to 255: how many magnitudes with the bits found so far have this digit. Bin 256: all others."""
+    prefix = tl.load(state_ptr).to(tl.int32)
+    counts = tl.zeros((512,), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * TILE
+    while first < n:
+        at = first + tl.arange(0, TILE)
+        bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
+        mine = (at < n) & ((bits >> SHIFT >> DIGITS) == (prefix >> SHIFT >> DIGITS))
+        counts += tl.histogram(tl.where(mine, (bits >> SHIFT) & ((1 << DIGITS) - 1), 256), 512)
+        first += tl.num_programs(0).to(tl.int64) * TILE
+    bins = tl.arange(0, 512)
+    tl.atomic_add(counts_ptr + bins, counts.to(tl.int64), mask=bins < 256)
+
+
+@triton.jit
+def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The digit of the k-th largest: the highest with which enough are reached."""
+    digit = 255 - tl.arange(0, 256)
+    counts = tl.load(counts_ptr + digit)
+    prefix, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
+    reached = tl.cumsum(counts, axis=0)
+    found = tl.max(tl.where(reached >= wanted, digit, 0), axis=0)
+    before = tl.sum(tl.where(digit > found, counts, 0), axis=0)
+    tl.store(state_ptr, prefix | (found.to(tl.int64) << SHIFT))
+    tl.store(state_ptr + 1, wanted - before)
+    if SHIFT + DIGITS == 31:  # the exponent of NaN and Inf is 255
+        tl.store(flag_ptr, 1, mask=tl.load(counts_ptr + 255) > 0)
+
+
+@triton.jit
+def count_chosen(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, state_ptr, above_ptr, ties_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr
+):
+    tile = tl.program_id(0)
+    threshold = tl.load(state_ptr).to(tl.int32)
+    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
+    tl.store(above_ptr + tile + 1, tl.sum(((bits > threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
+    tl.store(ties_ptr + tile + 1, tl.sum(((bits == threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["k"])
+def gather_chosen(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, state_ptr, above_ptr, ties_ptr, positions_ptr, values_ptr, n, k,
+    HAS_R: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Positions and values of all above the threshold, and of the first that equal it, in the order of positions."""
+    tile = tl.program_id(0)
+    threshold, wanted = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1)
+    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    total = total_at(g_ptr, r_ptr, at, n, HAS_R)
+    bits = magnitude_bits(total)
+    above, tie = ((bits > threshold) & (at < n)).to(tl.int32), ((bits == threshold) & (at < n)).to(tl.int32)
+    ties_before = tl.load(ties_ptr + tile) + tl.cumsum(tie, axis=0) - tie
+    slot = tl.load(above_ptr + tile) + tl.cumsum(above, axis=0) - above + tl.minimum(ties_before, wanted)
+    chosen = ((above == 1) | ((tie == 1) & (ties_before < wanted))) & (slot < k)
+    tl.store(positions_ptr + slot, at, mask=chosen)
+    tl.store(values_ptr + slot, total, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["weight"])
+def add_unless(out_ptr, g_ptr, flag_ptr, n, weight, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (at < n) & (tl.load(flag_ptr) == 0)
+    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
+    tl.store(out_ptr + at, tl.load(out_ptr + at, mask=inside, other=0.0) + given, mask=inside)

@@ -1,0 +1,115 @@
+"""The Triton kernels on a machine without a GPU: in Triton's interpreter, bit for bit the reference; and they compile.
+
+The interpreter must be chosen before Triton is loaded, so each test is a process of its own.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from processes import run_python
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+TESTS = Path(__file__).parent.parent
+IN_TESTS = {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+
+SPECS = {
+    "topk": ["topk:ratio=1/64,bits=2"],
+    "topk-bits": [f"topk:ratio=1/16,bits={bits},chunk=256" for bits in (1, 4, 8, 16, 32)],
+    "topk-small": ["topk:ratio=1/4,bits=2,chunk=16", "topk:ratio=1/3,bits=1,chunk=64"],
+    "topk-global": ["topk:ratio=1/64,bits=2,chunk=none"],
+    "quantize": ["quantize:bits=8", *(f"quantize:bits={bits},block=32" for bits in (1, 2, 4))],
+    "stochastic": [f"quantize:bits={bits},block=32,rounding=stochastic,seed=5" for bits in (1, 2, 4, 8)],
+    "randomk": ["randomk:ratio=1%"],
+}
+"""Of each kind of kernel the smallest: the interpreter is slow. tests/gpu has the whole table."""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_interpreted_kernels_are_the_reference(name: str) -> None:
+    code = f"import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
+    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        ("topk:ratio=1/64,bits=2", "bfloat16"),
+        ("topk:ratio=1/64,bits=2,chunk=none", "float32"),
+        ("quantize:bits=8", "float32"),
+    ],
+)
+def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
+    """Without a GPU: what the interpreter allows, the compiler may not. No product is fused into a sum."""
+    code = f"""
+        import torch, triton, thinwire
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from thinwire import kernels
+        from thinwire.kernels.cuda import launch, marks, quantize, topk, topk_global
+
+        NAMES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
+                 torch.int64: "*i64"}}
+        done = []
+
+        def compile_only(kernel, grid, *args, num_warps, maxnreg=80, **constants):
+            signature = dict.fromkeys(kernel.arg_names, "constexpr")
+            for name, arg in zip(kernel.arg_names, args, strict=False):
+                tensor = isinstance(arg, torch.Tensor)
+                signature[name] = NAMES[arg.dtype] if tensor else "fp32" if isinstance(arg, float) else "i32"
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            options = {{"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": maxnreg}}
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert "fma.rn.f32" not in made.asm["ptx"] and ".ftz" not in made.asm["ptx"], kernel
+            done.append(kernel)
+
+        for module in (marks, quantize, topk, topk_global):
+            module.launch = compile_only
+        layout = thinwire.compressor("{spec}").layout(40_000, torch.{dtype})
+        kernel = quantize if "quantize" in "{spec}" else topk
+        tensor, residual = torch.zeros(40_000, dtype=torch.{dtype}), torch.zeros(40_000)
+        payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        kernel.compress(tensor, residual, layout, 0, payload, flag)
+        kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
+        assert len(done) > 3
+        """
+    run_python(code)
+
+
+def test_interpreted_adam() -> None:
+    run_python("import triton_adam; triton_adam.check('cpu')", TRITON_INTERPRET="1", **IN_TESTS)
+
+
+def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() -> None:
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+        import torch
+        from thinwire import compressor, kernels
+        layout = compressor("quantize").layout(8192, torch.float32)
+        assert kernels.select(layout, torch.device("cuda"))[0] == "reference"
+        assert kernels.adam(torch.device("cuda")).__name__ == "thinwire.kernels.reference.adam"
+        try:
+            with kernels.force("cuda"):
+                kernels.select(layout, torch.device("cuda"))
+        except RuntimeError as error:
+            assert "pip install triton" in str(error), error
+        else:
+            raise AssertionError("fell back")
+        """
+    run_python(code)
+
+
+def test_cuda_tensors_use_triton() -> None:
+    code = """
+        import torch
+        from thinwire import compressor, kernels
+        for spec in ("topk:ratio=1/64", "quantize", "randomk:ratio=1/64", "none"):
+            assert kernels.select(compressor(spec).layout(8192, torch.float32), torch.device("cuda"))[0] == "cuda", spec
+        assert kernels.adam(torch.device("cuda")).__name__ == "thinwire.kernels.cuda.adam"
+        """
+    run_python(code)

@@ -1,0 +1,184 @@
+"""The Triton kernels on a GPU: the whole contract table, bit for bit the reference, and what only a device can show.
+
+Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_kernels_cuda.py
+"""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script
+
+import thinwire
+from cases import ALL_SPECS
+from thinwire import kernels
+from triton_rows import check
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+    @pytest.fixture(autouse=True)
+    def _asked_for() -> Iterator[None]:
+        with kernels.force("cuda"):
+            yield
+except ImportError:
+    pass
+
+SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8"]
+
+
+def test_every_row_of_the_table() -> None:
+    faults = [fault for spec in ALL_SPECS if spec != "none" for fault in check(spec, "cuda")]
+    assert not faults, "\n".join(faults)
+
+
+def test_which_kernels_ran() -> None:
+    for spec in ALL_SPECS:
+        compressor = thinwire.compressor(spec)
+        ct = compressor.compress(torch.randn(9001, device="cuda"), key=1)
+        assert ct.kernels == "cuda", spec
+        assert compressor.stats.kernels == {"cuda": 1}
+        with kernels.force("reference"):
+            other = compressor.compress(torch.randn(9001, device="cuda"), key=1)
+        assert other.kernels == "reference"
+    assert "cuda" in kernels.adam(torch.device("cuda")).__name__
+
+
+def test_sizes_around_a_chunk_and_empty() -> None:
+    for spec in SPECS:
+        compressor = thinwire.compressor(spec)
+        for numel in (0, 1, 3, 15, 4095, 4097, 3 * 4096, 65_537):
+            tensor = torch.randn(numel, device="cuda")
+            one, other = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
+            ct = compressor.compress(tensor, one)
+            with kernels.force("reference"):
+                expected = compressor.compress(tensor, other)
+            assert torch.equal(ct.payload, expected.payload), (spec, numel)
+            assert torch.equal(one, other), (spec, numel)
+
+
+def test_fused_steps_for_a_while() -> None:
+    """Chunks of very different scales, ties, zeros, and a residual that grows: compress is encode and commit."""
+    for spec in (*SPECS, "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=32,chunk=1024"):
+        layout = thinwire.compressor(spec).layout(200_000, torch.float32)
+        _, kernel = kernels.select(layout, torch.device("cuda"))
+        generator = torch.Generator("cuda").manual_seed(1)
+        scale = torch.logspace(-20, 20, 200_000, device="cuda")
+        fused, apart = (torch.zeros(200_000, device="cuda") for _ in range(2))
+        first, second = (torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        for step in range(10):
+            tensor = torch.randn(200_000, generator=generator, device="cuda")
+            if step % 3 == 1:
+                tensor = tensor * scale
+            if step % 3 == 2:
+                tensor = tensor.round() * (torch.rand_like(tensor) < 0.05)
+            kernel.compress(tensor, fused, layout, 0, first, flag)
+            assert kernel.encode(tensor, apart, layout, 0, second)
+            kernel.commit(tensor, apart, layout, 0, second)
+            assert torch.equal(first, second), (spec, step)
+            assert torch.equal(fused, apart), (spec, step)
+            assert not flag.item()
+
+
+def test_on_another_stream_and_at_any_address() -> None:
+    for spec in SPECS:
+        compressor = thinwire.compressor(spec)
+        tensor = torch.randn(100_003, device="cuda")
+        with kernels.force("reference"):
+            expected = compressor.compress(tensor).payload
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            late = torch.zeros_like(tensor)
+            torch.cuda._sleep(5_000_000)
+            late.copy_(tensor)
+            moved = torch.empty(100_007, device="cuda")[3:-1]
+            moved.copy_(late)
+            payloads = [compressor.compress(each).payload for each in (late, moved)]
+        stream.synchronize()
+        assert all(torch.equal(payload, expected) for payload in payloads), spec
+
+
+def test_graph_capture() -> None:
+    """compress and decode never wait for the device, so a CUDA graph can hold them."""
+    for spec in SPECS:
+        layout = thinwire.compressor(spec).layout(100_003, torch.float32)
+        _, kernel = kernels.select(layout, torch.device("cuda"))
+        tensor, residual, out = (torch.zeros(100_003, device="cuda") for _ in range(3))
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+        def step() -> None:
+            kernel.compress(tensor, residual, layout, 0, payload, flag)  # noqa: B023
+            kernel.decode(payload.unsqueeze(0), layout, 0, out, 0.5, False)  # noqa: B023
+
+        tensor.normal_()
+        for _ in range(3):  # compiles, and fills the caches
+            step()
+        residual.zero_()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        expected = torch.zeros_like(residual)
+        for seed in range(3):
+            tensor.copy_(torch.randn(100_003, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            compressor = thinwire.compressor(spec)
+            ct = compressor.compress(tensor, expected)
+            assert torch.equal(ct.payload, payload), spec
+            assert torch.equal(expected, residual), spec
+            assert torch.equal(out, compressor.decompress(ct, weight=0.5)), spec
+
+
+def test_more_than_two_to_the_31_entries() -> None:
+    """Positions beyond 32 bits. The last chunk is compared with the same entries by themselves."""
+    numel = (1 << 31) + 4096
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        return
+    tensor = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
+    for spec in SPECS:
+        compressor = thinwire.compressor(spec)
+        residual = torch.zeros(numel, device="cuda")
+        layout, small = compressor.layout(numel, tensor.dtype), compressor.layout(8192, tensor.dtype)
+        _, kernel = kernels.select(layout, tensor.device)
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        kernel.compress(tensor, residual, layout, 0, payload, flag)
+        kept, mine = torch.zeros(8192, device="cuda"), torch.empty(small.nbytes, dtype=torch.uint8, device="cuda")
+        kernel.compress(tensor[-8192:], kept, small, 0, mine, flag)
+        assert torch.equal(payload[-small.nbytes :], mine), spec
+        assert torch.equal(residual[-8192:], kept), spec
+        kernel.decode(payload.unsqueeze(0), layout, 0, residual, 1.0, False)
+        out = torch.empty(8192, device="cuda")
+        kernel.decode(mine.unsqueeze(0), small, 0, out, 1.0, False)
+        assert torch.equal(residual[-8192:], out), spec
+        del residual, payload
+
+
+def test_adam() -> None:
+    """As the reference on the same device; the fused pass is the same as the two it is made of."""
+    import triton_adam
+
+    triton_adam.check("cuda")
+
+
+if __name__ == "__main__":
+    failed = 0
+    kernels.force_now("cuda")
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                function()
+                print(name, "ok", flush=True)
+            except Exception:  # the others are worth knowing too
+                traceback.print_exc()
+                print(name, "FAILED", flush=True)
+                failed += 1
+    sys.exit(failed)
