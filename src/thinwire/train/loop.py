@@ -107,7 +107,7 @@ class _Run:
     def train(self, told_to_stop: Callable[[], bool]) -> Ended:
         config, counts = self.config, self.counts
         logged = Logged(counts)
-        stops = False
+        stops, first = False, True
         while counts.step < config.steps and not stops:
             started = time.perf_counter()
             start = counts.samples + self.place.rank * config.batch
@@ -118,7 +118,11 @@ class _Run:
             pulse = self.control.read_pulse()
             counts.step += 1
             counts.samples += config.batch * self.place.world_size
-            self._count(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            if first:
+                self.view.first(counts.step, pulse.loss, seconds)
+                first = False
+            self._count(seconds)
             self._look_at(pulse.loss)
             stops = pulse.stops
             logged.add(pulse.loss)

@@ -52,6 +52,11 @@ class View:
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
+    def first(self, step: int, loss: float, seconds: float) -> None:
+        """The first step of a process, which may have compiled kernels: a sign of life before the first figures."""
+        if self._live is None:
+            self.say(f"step {step}/{self._steps}  loss {loss:.4f}  after {seconds:.1f} s, kernels compiled or loaded")
+
     def step(self, line: Mapping[str, Any]) -> None:
         if self._live is not None:  # below the bar, in as many lines as the terminal needs
             self._live.update(Group(self._bar, Text(_figures(line))))
