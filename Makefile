@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types packages unit bench clean
+.PHONY: help demo test test-all lint types packages unit groups single bench clean
 
 help:
 	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
 	@echo "make test   lint, types and tests"
+	@echo "make test-all  the same with slow variants"
 	@echo "make bench  the codec benchmark (minutes)"
 	@echo "make clean  remove .venv and caches"
 
@@ -38,12 +39,25 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Those that count bytes on the loopback interface want the machine for themselves.
+# Tests that form groups of processes, and those that do not, run side by side; those that count bytes on the loopback
+# interface want the machine for themselves.
+GROUPS := tests/distributed tests/train tests/link
+SINGLE := tests/contract tests/fuzz tests/unit tests/browser tests/gpu src
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
+MARKS := -m "not slow"
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests src $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest $(ALONE)
+	$(MAKE) --jobs 2 --output-sync=target groups single
+	$(BIN)/python -m pytest $(MARKS) $(ALONE)
+
+groups: $(READY)
+	$(BIN)/python -m pytest $(MARKS) $(GROUPS)
+
+single: $(READY)
+	$(BIN)/python -m pytest $(MARKS) $(SINGLE) $(ALONE:%=--ignore %)
+
+test-all:
+	$(MAKE) test MARKS=
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

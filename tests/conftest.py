@@ -11,6 +11,44 @@ import pytest
 from cases import BACKENDS
 from thinwire import kernels
 
+SLOW = (
+    "test_agreement.py::test_different_calls_are_an_error_that_names_the_rank[3-0-known]",
+    "test_budget.py::test_segments_change_no_bit[8]",
+    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[SGD ddp sharded]",
+    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach ddp sharded]",
+    "test_checkpoints.py::test_in_new_processes",
+    "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[4-60]",
+    "test_ddp.py::test_compressed_replicas_stay_identical[randomk-2-300]",
+    "test_failures.py::test_the_others_learn_which_rank_is_late[3-0-True-sharded]",
+    "test_failures.py::test_the_others_learn_which_rank_is_late[3-2-False-sharded]",
+    "test_failures.py::test_the_others_learn_which_rank_was_killed[8-5-inside-gather-parent]",
+    "test_groups.py::test_nodes[shape1]",
+    "test_handles.py::test_many_at_once_give_what_one_by_one_gives[8]",
+    "test_kernels.py::test_cpu_kernels_are_compiled_once_and_release_the_gil",
+    "test_not_finite_ranks.py::test_a_poisoned_step_changes_nothing[8]",
+    "test_optimizers.py::test_replicas_stay_identical[SGD-False-sharded-4-100]",
+    "test_pending.py::test_a_process_can_end_while_a_handle_is_under_way[True]",
+    "test_plain_loop.py::test_compressed_replicas_stay_identical[topk-3-100]",
+    "test_results.py::test_ones_are_counted[8]",
+    "test_results.py::test_plain_sums_are_added_in_the_order_of_ranks[8]",
+    "test_results.py::test_sixteen_bits_are_the_same_everywhere_and_near_the_sum[8]",
+    *(
+        f"test_triton.py::test_interpreted_kernels_are_the_reference[{name}]"
+        for name in ("topk-bits", "topk-small", "topk-global", "stochastic")
+    ),
+    *(
+        f"test_memory.py::test_a_thousand_calls_do_not_grow[reference-5000-{name}]"
+        for name in ("topk", "quantize", "randomk", "none")
+    ),
+)
+"""Larger or other variants of what smaller tests show too: `make test` leaves them out, `make test-all` does not."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.endswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _default_kernels() -> None:

@@ -104,10 +104,13 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
     run_python(code)
 
 
-def test_cuda_tensors_use_triton() -> None:
+def test_cuda_tensors_use_triton_if_it_is_asked_for() -> None:
     code = """
         import torch
         from thinwire import compressor, kernels
+        some = compressor("quantize").layout(8192, torch.float32)
+        assert kernels.select(some, torch.device("cuda"))[0] == "reference"
+        kernels.force_now("cuda")
         for spec in ("topk:ratio=1/64", "quantize", "randomk:ratio=1/64", "none"):
             assert kernels.select(compressor(spec).layout(8192, torch.float32), torch.device("cuda"))[0] == "cuda", spec
         assert kernels.adam(torch.device("cuda")).__name__ == "thinwire.kernels.cuda.adam"
