@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 
 from cases import BACKENDS
+from ranks import Ranks
 from thinwire import kernels
 
 SLOW = (
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _default_kernels() -> None:
     """A variable in the developer's shell must not change which kernels the tests think they test."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The pool of processes that all tests with ranks share."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(params=BACKENDS)
