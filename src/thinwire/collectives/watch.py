@@ -49,10 +49,14 @@ class Watch:
             self._work.clear()
             while self._since:
                 time.sleep(PATIENCE_SECONDS / 2)
-                now = time.monotonic()
-                for operation, since in list(self._since.items()):
-                    if now - since >= PATIENCE_SECONDS:
-                        operation.look_around()
+                self._look()
+
+    def _look(self) -> None:
+        """By itself, so that between two looks no variable of the thread keeps an operation, and all it belongs to."""
+        now = time.monotonic()
+        for operation, since in list(self._since.items()):
+            if now - since >= PATIENCE_SECONDS:
+                operation.look_around()
 
 
 watch = Watch()
