@@ -7,22 +7,26 @@ export PYTHONPATH=src:tests:${PYTHONPATH:-} PYTORCH_NO_CUDA_MEMORY_CACHING=1
 program='
 import torch, thinwire
 from thinwire import kernels
+from thinwire.kernels.updates import AdamUpdate, MomentumUpdate
 for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,bits=32,chunk=16", "quantize:bits=8",
-             "quantize:bits=2", "randomk:ratio=1/64", "topk:ratio=1/64,bits=2,chunk=none"):
+             "quantize:bits=2", "randomk:ratio=1/64", "none", "topk:ratio=1/64,bits=2,chunk=none"):
     for numel in (20, 3 * 4096 + 5, 20_000):
         c = thinwire.compressor(spec)
         tensor, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
         ct = c.compress(tensor, residual, key=1)
-        if ct.layout.nbytes == 4 * numel:
+        if ct.layout.nbytes == 4 * numel and spec != "none":
             continue
         c.decompress(ct, payloads=ct.payload.repeat(8, 1))
         _, kernel = kernels.select(ct.layout, tensor.device)
-        if hasattr(kernel, "compress"):
-            flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-            kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
-            kernel.undo(tensor, residual, ct.layout, ct.key, ct.payload)
-            tensor[7] = torch.nan
-            kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        kernel.undo(tensor, residual, ct.layout, ct.key, ct.payload)
+        if kernels.fused(kernel, ct.layout):
+            m, v = torch.randn_like(tensor), torch.rand_like(tensor)
+            for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
+                kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)
+        tensor[7] = torch.nan
+        kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
 torch.cuda.synchronize()
 print("done")
 '

@@ -1,10 +1,13 @@
 """Adam's Triton kernels against the reference, on a GPU or in Triton's interpreter."""
 
 import torch
+from torch import Tensor
 
 import thinwire
+from thinwire import kernels
 from thinwire.kernels.cuda import adam, topk
 from thinwire.kernels.reference import adam as reference
+from thinwire.kernels.updates import AdamUpdate, MomentumUpdate, Update
 
 NUMEL = 4500
 NUMBERS = {"beta1": 0.5, "factor": 0.7, "scale": 1.3, "floor": 1e-8, "limit": 5.0, "rate": 0.25}
@@ -29,13 +32,23 @@ def check(device: str) -> None:
     assert wrong[2] == -torch.inf
     assert wrong[3].isnan()
     assert wrong[4:].tolist() == [10.0, -10.0]
+    check_fused(AdamUpdate(m, v, **NUMBERS), g, r)
+    check_fused(MomentumUpdate(m, gain=0.7, share=0.25, rate=0.5), g, r)
+
+
+def check_fused(recipe: Update, g: Tensor, r: Tensor) -> None:
+    """One pass that makes the update and compresses it, against two."""
     layout = thinwire.compressor("topk:ratio=1/64,bits=2").layout(NUMEL, torch.float32)
-    fused, kept, apart = g.clone(), r.clone(), r.clone()
-    first, second = (torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
-    adam.compress(fused, m, v, kept, layout, first, flag, **NUMBERS)
-    topk.compress(update, apart, layout, 0, second, flag)
-    assert torch.equal(fused, update)
+    assert topk.fuses(layout)
+    update, fused, kept, apart = g.clone(), g.clone(), r.clone(), r.clone()
+    first, second = (torch.empty(layout.nbytes, dtype=torch.uint8, device=g.device) for _ in range(2))
+    flag = torch.zeros(1, dtype=torch.int32, device=g.device)
+    topk.compress(fused, kept, layout, 0, first, flag, recipe)
+    with kernels.force("cuda"):
+        recipe.apply(update)
+    torch.testing.assert_close(fused, update, rtol=1e-6, atol=1e-7)  # torch may fuse a product into a sum
+    topk.compress(fused, apart, layout, 0, second, flag)
+    assert not flag.item()
     assert torch.equal(first, second)
     assert torch.equal(kept, apart)
 

@@ -28,6 +28,7 @@ from .compressors import Compressor, NoCompression
 from .compressors.spec import mix_key
 from .futures import future_on, pass_result, when_all
 from .kernels.layout import RandomKLayout
+from .kernels.updates import Update
 from .policy import DENSE
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _NO_LIMIT = 1 << 62
 
 
 def _nothing() -> None:
-    pass
+    return None
 
 
 class Transform(Protocol):
@@ -59,11 +60,11 @@ class Transform(Protocol):
     def gradient(self, tensor: Tensor) -> None:
         """Prepare what is sent as a gradient, in place."""
 
-    def before(self, run: Run, tensor: Tensor) -> None:
-        """Turn gradients into what is to be sent, in place, without any other effect."""
+    def before(self, run: Run, tensor: Tensor) -> Update | None:
+        """Turn gradients into what is to be sent, in place, or say how; without any other effect."""
 
     def commit(self, run: Run, tensor: Tensor) -> None:
-        """The step counts; `tensor` is as `before` left it."""
+        """The step counts; `tensor` is as `before`, or what it said, left it."""
 
 
 @dataclass
@@ -167,13 +168,15 @@ class Exchange:
         transform, gaps = self.sync.transform, run.gaps()
         residual, state = (None, None) if self.as_gradients else self.sync.keep(run, tensor)
 
-        def before() -> None:
+        def before() -> Update | None:
             for begin, end in gaps:
                 tensor[begin:end] = 0
-            if transform is not None and self.as_gradients:
-                transform.gradient(tensor)
-            elif transform is not None:
-                transform.before(run, tensor)
+            if transform is None:
+                return None
+            if not self.as_gradients:
+                return transform.before(run, tensor)
+            transform.gradient(tensor)
+            return None
 
         def commit() -> None:
             if transform is not None and not self.as_gradients:
@@ -189,7 +192,7 @@ class Exchange:
         salt: int,
         residual: Tensor | None = None,
         state: ShardState | None = None,
-        before: Callable[[], None] = _nothing,
+        before: Callable[[], Update | None] = _nothing,
         commit: Callable[[], None] = _nothing,
     ) -> "Future[list[Tensor]]":
         sync, dense = self.sync, isinstance(compressor, NoCompression)

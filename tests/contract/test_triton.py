@@ -21,7 +21,7 @@ SPECS = {
     "topk-global": ["topk:ratio=1/64,bits=2,chunk=none"],
     "quantize": ["quantize:bits=8", *(f"quantize:bits={bits},block=32" for bits in (1, 2, 4))],
     "stochastic": [f"quantize:bits={bits},block=32,rounding=stochastic,seed=5" for bits in (1, 2, 4, 8)],
-    "randomk": ["randomk:ratio=1%"],
+    "randomk": ["randomk:ratio=1%", "none"],
 }
 """Of each kind of kernel the smallest: the interpreter is slow. tests/gpu has the whole table."""
 
@@ -29,6 +29,17 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_interpreted_kernels_are_the_reference(name: str) -> None:
     code = f"import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
+    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+
+
+def test_candidates_by_a_sample() -> None:
+    """The exact top-k of a large tensor, here with a sample so small that this one is large."""
+    code = f"""
+        import triton_rows
+        from thinwire.kernels.cuda import topk_global
+        topk_global._SAMPLE = 1024
+        assert triton_rows.main("cpu", {SPECS["topk-global"]}) == 0
+        """
     run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 
@@ -89,6 +100,7 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
         find = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
         import torch
+        torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda device: (9, 0)
         from thinwire import compressor, kernels
         layout = compressor("quantize").layout(8192, torch.float32)
         assert kernels.select(layout, torch.device("cuda"))[0] == "reference"
@@ -104,15 +116,32 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
     run_python(code)
 
 
-def test_cuda_tensors_use_triton_if_it_is_asked_for() -> None:
-    code = """
+@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "cuda"), ((7, 5), "reference")])
+def test_cuda_tensors_use_triton_where_it_knows_the_gpu(capability: tuple[int, int], backend: str) -> None:
+    """And float64, which nobody sends gradients in, goes to the reference."""
+    code = f"""
         import torch
+        torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda device: {capability}
         from thinwire import compressor, kernels
-        some = compressor("quantize").layout(8192, torch.float32)
-        assert kernels.select(some, torch.device("cuda"))[0] == "reference"
-        kernels.force_now("cuda")
+        device = torch.device("cuda")
         for spec in ("topk:ratio=1/64", "quantize", "randomk:ratio=1/64", "none"):
-            assert kernels.select(compressor(spec).layout(8192, torch.float32), torch.device("cuda"))[0] == "cuda", spec
-        assert kernels.adam(torch.device("cuda")).__name__ == "thinwire.kernels.cuda.adam"
+            some = compressor(spec).layout(8192, torch.float32)
+            assert kernels.select(some, device)[0] == "{backend}", spec
+            assert kernels.select(compressor(spec).layout(8192, torch.float64), device)[0] == "reference", spec
+            with kernels.force("cuda"):
+                assert kernels.select(some, device)[0] == "cuda", spec
+        large = compressor("quantize:block=16384").layout(99_999, torch.float32)
+        assert kernels.select(large, device)[0] == "reference"
+        assert kernels.adam(device).__name__ == "thinwire.kernels.{backend}.adam"
         """
     run_python(code)
+
+
+def test_interpreted_steps() -> None:
+    """Collectives and optimizers with kernels that change residuals at once, and take it back if it does not count."""
+    run_python((TESTS / "triton_steps.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+
+
+def test_sums_in_shared_memory() -> None:
+    """The kernel that is written in part as PTX, with NumPy in the place of that."""
+    run_python((TESTS / "triton_shared.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire import cli, kernels
-from thinwire.bench.codec import Options, baselines
+from thinwire.bench.codec import baselines
 from thinwire.bench.codec.cases import DEFAULT_SPECS, default_specs, parse_size, plan
 from thinwire.bench.codec.check import Mismatch, check
 from thinwire.bench.codec.figures import figures
@@ -56,7 +56,7 @@ BASELINE_KEYS = {
 )
 def test_the_installed_command_reports_every_compressor(backend: str, dtypes: list[str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    options = ["--sizes", "10000", "--repeats", "2", "--threads", "1", "--json", str(path)]
+    options = ["--sizes", "10000", "--repeats", "2", "--threads", "1", "--out", str(path)]
     environment = {key: value for key, value in os.environ.items() if key != kernels.ENVIRONMENT_VARIABLE}
     if backend == "reference":
         environment[kernels.ENVIRONMENT_VARIABLE] = backend
@@ -200,7 +200,7 @@ def test_a_broken_kernel_is_named_and_not_reported(
     kernels.register("cpu", layout, broken(base))
 
     path = tmp_path / "rows.jsonl"
-    assert run_here("--specs", "none", label, "--json", str(path)) == 1
+    assert run_here("--specs", "none", label, "--out", str(path)) == 1
     output = capsys.readouterr()
     failed = [line for line in output.err.splitlines() if "FAILED" in line]
     assert len(failed) == 1
@@ -265,7 +265,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 def test_plan_puts_other_dtypes_on_the_smallest_size_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.ENVIRONMENT_VARIABLE, "reference")
-    cases = plan(Options(specs=("none",), sizes=("2000", "1000")))
+    cases = plan(["none"], ["2000", "1000"])
     assert [(case.numel, case.dtype) for case in cases] == [
         (1000, torch.float32),
         (2000, torch.float32),
@@ -273,7 +273,7 @@ def test_plan_puts_other_dtypes_on_the_smallest_size_unless_told(monkeypatch: py
         (1000, torch.float16),
         (1000, torch.float64),
     ]
-    cases = plan(Options(specs=("none",), sizes=("1000", "2000"), dtypes=("float16",)))
+    cases = plan(["none"], ["1000", "2000"], ["float16"])
     assert [(case.numel, case.dtype) for case in cases] == [(1000, torch.float16), (2000, torch.float16)]
 
 

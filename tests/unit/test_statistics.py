@@ -66,7 +66,8 @@ def test_threads_lose_no_count() -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert stats == Statistics(16_000, 128_000, 32_000, 8000.0, 16_000, {"cpu": 16_000})
+    assert stats == Statistics(16_000, 128_000, 32_000, 8000.0, {"cpu": 16_000}, 16_000)
+    assert stats.nonfinite == 16_000
 
 
 def test_debug_log(backend: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ Exact in the sense that the sum is that of the decoded payloads and nothing else
 wins in small ones: (P - 1) payloads sent by each of P ranks.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from .stage import Outcome, Stage, no_mark
@@ -12,14 +14,11 @@ from .stage import Outcome, Stage, no_mark
 def gather(stage: Stage) -> Outcome:
     layout = stage.layout
     payloads = stage.buffer(stage.size, layout.nbytes)
-    own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key)
-    stage.all_gather(list(payloads))
-
-    def commit() -> None:
-        stage.commit(own, stage.tensor, stage.residual)
+    own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key, stage.update)
+    seen = stage.all_gather(list(payloads))
 
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
-            stage.first.decompress(own, out, stage.weight, payloads=payloads)
+            stage.first.decompress(own.ct, out, stage.weight, payloads=payloads)
 
-    return Outcome(no_mark(list(payloads), [layout] * stage.size), commit, write)
+    return Outcome(no_mark(seen, [layout] * stage.size), partial(stage.settle, own), write)

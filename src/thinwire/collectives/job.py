@@ -1,12 +1,13 @@
 """From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, format_spec
 from ..compressors import compressor as parsed
+from ..compressors.pending import Pending
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
 from .cost import Span, owned, shares
@@ -56,6 +57,8 @@ class Job:
     passes_on: bool
     """Nothing to compress and nothing kept: torch's own all-reduce does it."""
     report: Report
+    begun: list[Pending] = field(default_factory=list)
+    """What has been compressed and is not settled yet."""
 
 
 def prepare(call: Call, operations: list[Operation]) -> Job:

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ from torch import Tensor
 
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by its rank in the group. Empty ones are not sent."""
+
+
+class Seen(NamedTuple):
+    """What was sent and received, where it can be read soonest: in host memory, if it passed there."""
+
+    sent: Buffers
+    received: Buffers
 
 
 class LinkBroken(Exception):
@@ -43,7 +50,7 @@ class Link(ABC):
     @abstractmethod
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> None:
+    ) -> Seen:
         """Send and receive everything; `waits_for` is told which peer is waited for. `LinkBroken` if one fails."""
 
     @abstractmethod
@@ -62,8 +69,9 @@ class GlooLink(Link):
 
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> None:
-        outgoing = {peer: _to_host(buffer) for peer, buffer in sends.items() if buffer.numel()}
+    ) -> Seen:
+        staged = {id(buffer): _to_host(buffer) for buffer in sends.values() if buffer.numel()}  # once, for all peers
+        outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
         incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
         _synchronize(outgoing, sends)
         works = []
@@ -86,6 +94,7 @@ class GlooLink(Link):
         for peer, buffer in incoming.items():
             if buffer is not receives[peer]:
                 receives[peer].copy_(buffer, non_blocking=True)
+        return Seen(outgoing, incoming)
 
     def close(self) -> None:
         # A wait that runs out of time makes gloo close every connection of its group.
@@ -108,7 +117,7 @@ class NcclLink(Link):
 
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> None:
+    ) -> Seen:
         todo = [
             dist.P2POp(function, buffer, self._ranks[peer], self._group)
             for function, buffers in ((dist.irecv, receives), (dist.isend, sends))
@@ -116,7 +125,7 @@ class NcclLink(Link):
             if buffer.numel()
         ]
         if not todo:
-            return
+            return Seen(sends, receives)
         peer = next(iter(receives), self.rank)
         waits_for(peer)
         try:
@@ -132,6 +141,7 @@ class NcclLink(Link):
                 raise LinkBroken(peer, True, "NCCL has not finished")
             time.sleep(pause)
             pause = min(1e-3, 1.5 * pause)
+        return Seen(sends, receives)
 
     def close(self) -> None:
         self._group.abort()

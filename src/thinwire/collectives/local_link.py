@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .link import Buffers, Link, LinkBroken
+from .link import Buffers, Link, LinkBroken, Seen
 
 
 @dataclass
@@ -66,7 +66,7 @@ class LocalLink(Link):
 
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> None:
+    ) -> Seen:
         posted = self._post(sends, tag)
         # Each rank begins with its right neighbour, so that not all of them copy from the same rank at once.
         peers = sorted({*posted, *receives}, key=lambda peer: (peer - self.rank) % self.size)
@@ -78,6 +78,7 @@ class LocalLink(Link):
             if peer in posted:
                 waits_for(peer)
                 self._until_taken(peer, posted[peer], deadline)
+        return Seen(sends, receives)
 
     def close(self) -> None:
         self._board.close(self.rank)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import Buffers, LinkBroken, essence
+from .link import Buffers, LinkBroken, Seen, essence
 from .records import Record, difference, rank_list, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
@@ -81,14 +81,14 @@ class Operation:
         if self._first_use:
             self._agree()
 
-    def exchange(self, sends: Buffers, receives: Buffers) -> None:
+    def exchange(self, sends: Buffers, receives: Buffers) -> Seen:
         """Send and receive everything, or raise a `CollectiveError` on every rank."""
         tag = tag_of(self._record, next(self._exchanges))
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
-            return
+            return Seen(sends, receives)
         try:
             link = self._connection.link(self._deadline)
-            link.exchange(sends, receives, tag, self._deadline, self._note_peer)
+            seen = link.exchange(sends, receives, tag, self._deadline, self._note_peer)
         except LinkBroken as broken:
             cause = self._connection.cause or self._connection.told() or self._blame(broken)
             raise self._error(self._connection.fail(cause)) from broken
@@ -99,11 +99,16 @@ class Operation:
         self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
         self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
+        return seen
 
-    def all_gather(self, parts: list[Tensor]) -> None:
-        """Fill everybody's part; this rank's is there."""
-        others = self.channel.others
-        self.exchange(dict.fromkeys(others, parts[self.channel.rank]), {rank: parts[rank] for rank in others})
+    def all_gather(self, parts: list[Tensor]) -> list[Tensor]:
+        """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
+        others, own = self.channel.others, parts[self.channel.rank]
+        sent, received = self.exchange(dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
+        return [
+            next(iter(sent.values()), own) if part is own else received.get(rank, part)
+            for rank, part in enumerate(parts)
+        ]
 
     def finish(self) -> None:
         watch.end(self)

@@ -1,6 +1,7 @@
 """Runs a job: in a thread of its group, on a stream of its own, segment after segment."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch.futures import Future
 
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
+from ..kernels.updates import Update
 from .cost import ring
 from .gather import gather
 from .handle import Handle, Promise
@@ -34,8 +36,9 @@ class Part:
     """What makes an operation a part of a step."""
 
     step: Step
-    before: Callable[[], None] = lambda: None
-    """Called in the operation's thread, before the tensor is read: it may write what is to be sent into it."""
+    before: Callable[[], Update | None] = lambda: None
+    """Called in the operation's thread, before the tensor is read: it writes what is to be sent into it, or says how.
+    """
     commit: Callable[[], None] = lambda: None
     """Called if the step counts, while the tensor still holds what `before` left there."""
 
@@ -64,6 +67,12 @@ def submit(job: Job, part: Part | None = None) -> Handle:
         except BaseException as error:
             promise.fail(error)
 
+    def fail(error: BaseException) -> None:
+        with suppress(RuntimeError), torch.cuda.stream(stream):  # of a device that has failed itself
+            for pending in job.begun:
+                pending.settle(False)
+        promise.fail(error)
+
     def work() -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
@@ -72,15 +81,15 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     promise.keep([job.result])
                 else:
                     with COMPUTE, job.report.clock("update"):
-                        part.before()
-                    outcome = _exchange(job)
-                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
+                        update = part.before()
+                    outcome = _exchange(job, update)
+                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), fail))
         except BaseException as error:
             if part is not None:
                 part.step.fail(error)  # before anyone can know of it and issue the next one
             for operation in job.operations:
                 operation.give_up(error)
-            promise.fail(error)
+            fail(error)
 
     job.operations[-1].channel.pool.submit(work)
     return Handle(promise, job.report)
@@ -125,7 +134,7 @@ def _run(job: Job) -> None:
     finite = len(job.plan.segments) == 1 or _all_finite(job)
     for index, (start, stop) in enumerate(job.plan.segments):
         if finite:
-            outcome = _run_segment(job, index)
+            outcome = _run_segment(job, index, None)
             finite = outcome.finite
             _take(outcome, job.tensor[start:stop], finite)
             del outcome  # its buffers go before those of the next are made
@@ -135,18 +144,18 @@ def _run(job: Job) -> None:
     _finish(job)
 
 
-def _exchange(job: Job) -> Outcome:
-    """All in one segment, without effect so far."""
+def _exchange(job: Job, update: Update | None) -> Outcome:
+    """All in one segment, which counts or not when it is settled."""
     _start(job)
     assert len(job.plan.segments) == 1
-    outcome = _run_segment(job, 0)
+    outcome = _run_segment(job, 0, update)
     _finish(job)
     return outcome
 
 
 def _take(outcome: Outcome, tensor: Tensor, finite: bool) -> None:
+    outcome.settle(finite)
     if finite:
-        outcome.commit()
         outcome.write(tensor)
     else:
         tensor.fill_(torch.nan)
@@ -166,14 +175,18 @@ def _finish(job: Job) -> None:
         operation.finish()
 
 
-def _run_segment(job: Job, index: int) -> Outcome:
+def _run_segment(job: Job, index: int, update: Update | None) -> Outcome:
     *inside, operation = job.operations
     start, stop = job.plan.segments[index]
+    if update is not None and (inside or job.plan.algorithm == "values"):  # which do not begin with `first`
+        with COMPUTE, job.report.clock("update"):
+            update.apply(job.tensor)
+        update = None
     key = mix_key(job.key, index) if job.key is not None and len(job.plan.segments) > 1 else job.key
     residual = None if job.residual is None else job.residual[start:stop]
     stage = Stage(
         operation, job.tensor[start:stop], residual, job.plan.first, job.plan.second, job.owner_residuals[index], key,
-        job.weight, job.report,
+        job.weight, job.report, job.begun, update,
     )  # fmt: skip
     algorithm = _ALGORITHMS[job.plan.algorithm]
     return hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)

@@ -9,12 +9,15 @@ With no compression in both stages this is the plain all-reduce, `dense`: sums a
 ranks.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..compressors import CompressedTensor, NoCompression
+from ..compressors.pending import Pending
 from ..compressors.spec import mix_key
-from ..kernels.layout import residual_dtype
+from ..kernels.layout import DenseLayout, Layout, residual_dtype
 from .cost import Span, dtype_of_sum, owned
 from .stage import Outcome, Stage, no_mark
 
@@ -25,20 +28,20 @@ _SECOND = 2
 def sharded(stage: Stage) -> Outcome:
     cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
     total, sent = reduce_scatter(stage, cut)
-    finite, commit_second, write = all_gather(stage, cut, total)
+    finite, settle_second, write = all_gather(stage, cut, total)
 
-    def commit() -> None:
-        stage.commit(sent, stage.tensor, stage.residual)
-        commit_second()
+    def settle(counts: bool) -> None:
+        stage.settle(sent, counts)
+        settle_second(counts)
 
-    return Outcome(finite, commit, write)
+    return Outcome(finite, settle, write)
 
 
-def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTensor]:
+def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, Pending]:
     """The sum of this rank's share, in float32 or float64, and what this rank sent."""
     first, dtype = stage.first, stage.tensor.dtype
     payload = stage.buffer(stage.layout.nbytes)
-    sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key)
+    sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key, stage.update)
     pieces = payload.split([first.nbytes(stop - start, dtype) for start, stop in cut])
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
     received[stage.rank] = pieces[stage.rank]
@@ -48,7 +51,7 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTen
     start, stop = cut[stage.rank]
     total = torch.empty(stop - start, dtype=residual_dtype(dtype), device=stage.tensor.device)
     with stage.compute("decode"):
-        piece = CompressedTensor(first, stop - start, dtype, sent.key, received[stage.rank], sent.kernels)
+        piece = CompressedTensor(first, stop - start, dtype, sent.ct.key, received[stage.rank], sent.ct.kernels)
         first.decompress(piece, total, payloads=received)
     return total, sent
 
@@ -63,18 +66,15 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     sums = list(stage.buffer(sum(layout.nbytes for layout in layouts)).split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
     own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
-    stage.all_gather(sums)
-
-    def commit() -> None:
-        stage.commit(own, total, stage.owner_residual)
+    seen = stage.all_gather(sums)
 
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
             for (start, stop), payload in zip(cut, sums, strict=True):
-                part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
+                part = CompressedTensor(second, stop - start, total.dtype, own.ct.key, payload, own.ct.kernels)
                 second.decompress(part, out[start:stop], stage.weight)
 
-    return Outcome(no_mark(sums, layouts), commit, write)
+    return Outcome(no_mark(seen, layouts), partial(stage.settle, own), write)
 
 
 def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
@@ -85,12 +85,12 @@ def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     value = total.mul_(stage.weight).to(stage.tensor.dtype)
     sums = [torch.empty(stop - start, dtype=value.dtype, device=value.device) for start, stop in cut]
     sums[stage.rank] = value
-    stage.all_gather([part.view(torch.uint8) for part in sums])
+    seen = stage.all_gather([part.view(torch.uint8) for part in sums])
+    layouts: list[Layout] = [DenseLayout(part.numel(), part.dtype) for part in sums]
 
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
             for (start, stop), part in zip(cut, sums, strict=True):
                 out[start:stop].copy_(part)
 
-    finite = not any(bool(part[:1].isnan().any()) for part in sums)
-    return Outcome(finite, lambda: None, write)
+    return Outcome(no_mark(seen, layouts), lambda counts: None, write)

@@ -1,7 +1,6 @@
 """What the algorithms have in common: a part of a tensor to reduce over one group, and what came of it."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compressors import CompressedTensor, Compressor
+from ..compressors import Compressor
+from ..compressors.pending import Pending
 from ..kernels.layout import Layout
+from ..kernels.updates import Update
 from .handle import Report
 from .operation import Operation
 
@@ -24,8 +25,8 @@ class Outcome(NamedTuple):
 
     finite: bool
     """Whether every rank's input, and every sum that an owner sent on, is finite; the same on all ranks."""
-    commit: Callable[[], None]
-    """Update the residuals. Before `write`, since it needs the tensor as it was."""
+    settle: Callable[[bool], None]
+    """Update the residuals if it counts, else leave them as they were. Before `write`: it needs the tensor."""
     write: Callable[[Tensor], None]
     """Write the result, weighted, into a flat tensor."""
 
@@ -44,6 +45,10 @@ class Stage:
     key: int | None
     weight: float
     report: Report
+    begun: list[Pending]
+    """What has been compressed and not settled: if the operation fails, it did not count."""
+    update: Update | None = None
+    """What an optimizer makes of the tensor before it is compressed."""
 
     @property
     def rank(self) -> int:
@@ -58,30 +63,36 @@ class Stage:
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
     def encode(
-        self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor, key: int | None
-    ) -> CompressedTensor:
-        """The payload, counted in the compressor's statistics; the residual is only read."""
+        self,
+        compressor: Compressor,
+        tensor: Tensor,
+        residual: Tensor | None,
+        out: Tensor,
+        key: int | None,
+        update: Update | None = None,
+    ) -> Pending:
+        """The payload, counted in the compressor's statistics."""
         with self.compute("encode"):
-            started = time.perf_counter()
-            ct = compressor.encode(tensor, residual, key=key, out=out)
-            seconds = time.perf_counter() - started
-        compressor.stats.add(tensor.nbytes, ct.nbytes, seconds, ct.finite, ct.kernels)
-        return ct
-
-    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor | None) -> None:
-        """The second half of `encode`, if there is a residual."""
+            pending = compressor.begin(tensor, residual, key=key, out=out, update=update)
         if residual is not None:
-            with self.compute("encode"):
-                ct.compressor.commit(ct, tensor, residual)
+            self.begun.append(pending)
+        return pending
+
+    def settle(self, pending: Pending, counts: bool) -> None:
+        """The second half of `encode`."""
+        with self.compute("encode"):
+            pending.settle(counts)
+        if pending in self.begun:
+            self.begun.remove(pending)
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         with self.report.clock("exchange"):
             self.operation.exchange(sends, receives)
 
-    def all_gather(self, parts: list[Tensor]) -> None:
-        """Fill everybody's part; this rank's is there."""
+    def all_gather(self, parts: list[Tensor]) -> list[Tensor]:
+        """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
         with self.report.clock("exchange"):
-            self.operation.all_gather(parts)
+            return self.operation.all_gather(parts)
 
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from .. import kernels
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
 from ..statistics import Statistics
 from .compressed import CompressedTensor
+from .pending import Pending
 from .spec import format_spec
+
+if TYPE_CHECKING:
+    from ..kernels.updates import Update
 
 _log = logging.getLogger("thinwire")
 
@@ -89,23 +93,33 @@ class Compressor(ABC):
         out       uint8 buffer of `nbytes` for the payload, else a new one.
 
         If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
-        `.finite` of the result is False.
+        `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
+        residual is taken back, to the rounding of an addition.
         """
         started = time.perf_counter()
-        ct, finite, kernel = self._encode(tensor, residual, key, out)
-        if finite and residual is not None and ct.numel:
-            with torch.no_grad():
-                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
-        seconds = time.perf_counter() - started
-        before = tensor.numel() * tensor.element_size()
-        self.stats.add(before, ct.nbytes, seconds, finite, ct.kernels)
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug(
-                "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
-                format_spec(self), ct.numel, ct.dtype, before, ct.nbytes, 1e3 * seconds, ct.kernels,
-                "" if finite else ", NOT FINITE: residual left as it was",
-            )  # fmt: skip
-        return ct
+        pending, finite = self._encode(tensor, residual, key, out, updates=residual is not None)
+        if isinstance(finite, bool):  # else the device knows, and has done what there is to do
+            pending.settle(finite)
+        self._count(pending.ct, tensor, time.perf_counter() - started, finite)
+        return pending.ct
+
+    def begin(
+        self,
+        tensor: Tensor,
+        residual: Tensor | None = None,
+        *,
+        key: int | None = None,
+        out: Tensor | None = None,
+        update: "Update | None" = None,
+    ) -> Pending:
+        """`compress`, for a caller who learns later whether it counts, and settles it then.
+
+        update    what an optimizer writes over the tensor before it is compressed; in the same pass where a kernel can.
+        """
+        started = time.perf_counter()
+        pending, finite = self._encode(tensor, residual, key, out, updates=residual is not None, update=update)
+        self._count(pending.ct, tensor, time.perf_counter() - started, finite)
+        return pending
 
     def decompress(
         self,
@@ -140,7 +154,7 @@ class Compressor(ABC):
 
         For a caller who must know more before anything may change, such as whether every rank's gradient is finite.
         """
-        return self._encode(tensor, residual, key, out)[0]
+        return self._encode(tensor, residual, key, out)[0].ct
 
     def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor) -> None:
         """The second half: residual <- tensor + residual - decompress(ct); nothing if `ct` is not finite.
@@ -157,8 +171,19 @@ class Compressor(ABC):
                 kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
 
     def _encode(
-        self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
-    ) -> tuple[CompressedTensor, bool, kernels.Kernel]:
+        self,
+        tensor: Tensor,
+        residual: Tensor | None,
+        key: int | None,
+        out: Tensor | None,
+        *,
+        updates: bool = False,
+        update: "Update | None" = None,
+    ) -> tuple[Pending, bool | Tensor]:
+        """With whether it is finite: where only the device knows, an int32 there that is 1 if not.
+
+        updates: on an accelerator, change the residual in the same pass.
+        """
         self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
@@ -168,11 +193,35 @@ class Compressor(ABC):
             _check_apart("out", payload, "residual", residual)
         draw = self.draw_key(key)
         name, kernel = kernels.select(layout, tensor.device)
-        finite = True
+        device_kernel = kernels.on_device(kernel)
+        updated = updates and device_kernel is not None
+        ct = CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name)
+        finite: bool | Tensor = True
         if layout.numel:
             with torch.no_grad():
-                finite = kernel.encode(tensor, residual, layout, draw, payload)
-        return CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name), finite, kernel
+                fused = kernels.fused(kernel, layout) if updated and update is not None else None
+                if update is not None and fused is None:
+                    update.apply(tensor)
+                if device_kernel is None:
+                    finite = kernel.encode(tensor, residual, layout, draw, payload)
+                else:
+                    finite = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+                    if fused is not None and residual is not None:
+                        fused.compress(tensor, residual, layout, draw, payload, finite, update)
+                    elif updated and residual is not None:
+                        device_kernel.compress(tensor, residual, layout, draw, payload, finite)
+                    else:
+                        device_kernel.encode_flagged(tensor, residual, layout, draw, payload, finite)
+        return Pending(ct, tensor, residual, kernel, updated=updated), finite
+
+    def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
+        self.stats.add(tensor.nbytes, ct.nbytes, seconds, finite, ct.kernels)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
+                format_spec(self), ct.numel, ct.dtype, tensor.nbytes, ct.nbytes, 1e3 * seconds, ct.kernels,
+                ", NOT FINITE: residual left as it was" if finite is False else "",
+            )  # fmt: skip
 
     def _decode(
         self, ct: CompressedTensor, out: Tensor, weight: float, payloads: Tensor | None = None, *, add: bool

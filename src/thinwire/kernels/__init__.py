@@ -10,33 +10,44 @@ Each backend has one kernel module per layout, with the same three functions:
 with a NaN or Inf, or a sum that overflows, makes the *mark*: a payload in which every stored float is NaN.
 
 `reference` is plain torch on any device, and the specification the others are tested against; `cpu` is Numba, `cuda`
-Triton. The default is `cpu` for tensors of the processor, else `reference`. `force("cuda")` or the environment variable
+Triton. The default is that of the tensor's device, and `reference` for other devices, for GPUs that Triton does not
+know, and for the few layouts that `cuda` leaves to it. `force("reference")` or the environment variable
 THINWIRE_KERNELS overrides it, and a forced backend that cannot run raises. What ran is recorded in
 `CompressedTensor.kernels` and in the compressor's statistics.
 
-`cuda` is no default yet: it agrees with the reference in Triton's interpreter, but has not been run on a GPU.
+A backend whose device works on its own, `cuda`, is a `DeviceKernel`: it never makes the host wait to learn whether an
+input was finite.
 """
 
 import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
 
+if TYPE_CHECKING:
+    from .updates import Update
+
 __all__ = [
     "ENVIRONMENT_VARIABLE",
     "AdamKernel",
+    "DeviceKernel",
+    "FusedKernel",
     "Kernel",
     "adam",
     "backends",
     "check",
     "force",
     "force_now",
+    "fused",
+    "on_device",
     "register",
     "select",
 ]
@@ -52,6 +63,33 @@ class Kernel(Protocol):
     def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None: ...
 
     def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None: ...
+
+
+class DeviceKernel(Protocol):
+    """Kernels of a device that works on its own. flag: an int32 there, 0 before, 1 afterwards if not finite."""
+
+    def encode_flagged(
+        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None: ...
+
+    def compress(
+        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None:
+        """encode and commit."""
+
+    def undo(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
+        """residual <- what it was before `compress`, to the rounding of an addition; nothing if that was marked."""
+
+
+class FusedKernel(DeviceKernel, Protocol):
+    """One that can make an optimizer's update in the same pass."""
+
+    def fuses(self, layout: Layout) -> bool: ...
+
+    def compress(
+        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor,
+        update: "Update | None" = None,
+    ) -> None: ...  # fmt: skip
 
 
 class AdamKernel(Protocol):
@@ -82,7 +120,7 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
         RandomKLayout: "thinwire.kernels.cpu.randomk",
     },
     "cuda": {
-        DenseLayout: "thinwire.kernels.reference.dense",
+        DenseLayout: "thinwire.kernels.cuda.dense",
         TopKLayout: "thinwire.kernels.cuda.topk",
         QuantizeLayout: "thinwire.kernels.cuda.quantize",
         RandomKLayout: "thinwire.kernels.cuda.randomk",
@@ -95,7 +133,10 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     },
 }
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
-_DEFAULTS = ("cpu", "reference")
+
+_LARGEST_BLOCK = 8192
+"""Of Quantize, that the registers of one program of `cuda` hold."""
+_OLDEST_GPU = (8, 0)
 
 _chosen: str | None = None  # by force_now
 _forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are open, in any thread; the last one counts
@@ -139,24 +180,50 @@ def force(backend: str | None) -> Iterator[None]:
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """The backend's name and its kernel for this layout on this device."""
-    forced = _forced()
-    if forced is not None:
-        return forced, _load(forced, type(layout), device)
-    for backend, modules in _MODULES.items():
-        if type(layout) in modules and _DEVICES[backend] in (None, device.type) and backend in _DEFAULTS:
-            return backend, _load(backend, type(layout), device)
-    raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
+    backend = _forced() or _default(device)
+    if backend == "cuda" and not _cuda_has(layout):
+        backend = "reference"
+    if _forced() is None and type(layout) not in _MODULES[backend]:
+        backend = "reference"
+        if type(layout) not in _MODULES[backend]:
+            raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
+    return backend, _load(backend, type(layout), device)
+
+
+def on_device(kernel: Kernel) -> DeviceKernel | None:
+    """The kernel, if it is one of a device that works on its own."""
+    return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
+
+
+def fused(kernel: Kernel, layout: Layout) -> FusedKernel | None:
+    """The kernel, if it can make an optimizer's update in the pass that compresses."""
+    return cast(FusedKernel, kernel) if hasattr(kernel, "fuses") and kernel.fuses(layout) else None
 
 
 def adam(device: torch.device) -> AdamKernel:
     """The kernels of `thinwire.AdamW`, of the same backend that compresses."""
-    backend = _forced() or ("cpu" if device.type == "cpu" else "reference")
+    backend = _forced() or _default(device)
     return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
 
 
 def check(payload: Tensor, layout: Layout) -> None:
     """Raise ValueError for a payload that no compressor could have made. Works on the reference kernels alone."""
     cast(CheckedKernel, _load("reference", type(layout), payload.device)).check(payload, layout)
+
+
+def _cuda_has(layout: Layout) -> bool:
+    """What nobody sends gradients in, or as, is left to the reference."""
+    if isinstance(layout, QuantizeLayout) and layout.block > _LARGEST_BLOCK:
+        return False
+    return layout.dtype != torch.float64
+
+
+@lru_cache(maxsize=64)
+def _default(device: torch.device) -> str:
+    if device.type == "cuda":
+        known = torch.cuda.is_available() and torch.version.hip is None and find_spec("triton") is not None
+        return "cuda" if known and torch.cuda.get_device_capability(device) >= _OLDEST_GPU else "reference"
+    return "cpu" if device.type == "cpu" else "reference"
 
 
 def _forced() -> str | None:

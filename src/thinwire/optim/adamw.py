@@ -19,6 +19,7 @@ from .. import kernels
 from ..buckets import Run
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
+from ..kernels.updates import AdamUpdate, Update
 from ..policy import Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
@@ -111,23 +112,11 @@ class AdamW(CompressedOptimizer):
         self._squares = 0
         """Steps that the second moment has seen."""
 
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
         m, v = self._moments_of(run, tensor)
-        update = tensor.to(m.dtype)  # the same tensor, unless it is of 16 bits
         scale, floor = self._divisor(group)
-        kernels.adam(tensor.device).send(
-            update,
-            m,
-            v,
-            group["betas"][0],
-            factor,
-            scale,
-            floor,
-            _limit(group, self.sync.world_size),
-            self._rate(group),
-        )
-        if update is not tensor:
-            tensor.copy_(update)
+        limit = _limit(group, self.sync.world_size)
+        return AdamUpdate(m, v, group["betas"][0], factor, scale, floor, limit, self._rate(group))
 
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
         m, v = self._moments_of(run, tensor)

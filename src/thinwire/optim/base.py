@@ -23,6 +23,7 @@ from ..buckets import Run, shaped
 from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
+from ..kernels.updates import Update
 from ..policy import Policy
 from ..residuals import NamedVectors
 from ..sync import Synchronizer
@@ -138,8 +139,8 @@ class CompressedOptimizer(Optimizer):
     # What a subclass says.
 
     @abstractmethod
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
-        """Write the update over the gradient, which is to be multiplied by `factor`; change nothing else."""
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update | None:
+        """Write the update over the gradient, which is to be multiplied by `factor`, or say how; no other effect."""
 
     @abstractmethod
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Run, shaped
+from ..kernels.updates import MomentumUpdate, Update
 from ..policy import Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
@@ -62,22 +63,25 @@ class SGD(CompressedOptimizer):
             second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
 
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> None:
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update | None:
         """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
         (buffer,) = self._moments_of(run, tensor)
-        update = tensor.to(buffer.dtype)  # the same tensor, unless it is of 16 bits
-        momentum = group["momentum"]
+        momentum, gain = group["momentum"], 1.0 if group["weight_decay"] else factor
+        share = momentum
+        if group["nesterov"]:
+            gain, share = gain * (1 + momentum), momentum * momentum
+        update = MomentumUpdate(buffer, gain, share, self._rate(group) * _gain(tensor))
+        if not group["weight_decay"]:
+            return update
+        wide = tensor.to(buffer.dtype)  # the same tensor, unless it is of 16 bits
         if factor != 1.0:
-            update.mul_(factor)
-        self._add_decay(run, update, group)
-        if momentum:
-            if group["nesterov"]:
-                update.mul_(1 + momentum).add_(buffer, alpha=momentum * momentum)
-            else:
-                update.add_(buffer, alpha=momentum)
-        update.mul_(self._rate(group) * _gain(tensor))
-        if update is not tensor:
-            tensor.copy_(update)
+            wide.mul_(factor)
+        self._add_decay(run, wide, group["weight_decay"])
+        if wide is tensor:
+            return update
+        update.apply(wide)
+        tensor.copy_(wide)
+        return None
 
     def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
         (buffer,) = self._moments_of(run, tensor)
@@ -86,7 +90,9 @@ class SGD(CompressedOptimizer):
             return
         if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
             buffer.mul_(momentum - momentum * momentum / (1 + momentum)).add_(tensor, alpha=1 / (1 + momentum) / rate)
-        else:
+        elif tensor.dtype == buffer.dtype:
+            torch.div(tensor, rate, out=buffer)
+        else:  # which would divide in 16 bits
             buffer.copy_(tensor).div_(rate)
 
     def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -102,12 +108,11 @@ class SGD(CompressedOptimizer):
     def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
         parameter.add_(update, alpha=-group["reference_lr"] / _gain(update))
 
-    def _add_decay(self, run: Run, update: Tensor, group: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            parameters = dict(self.named_parameters())
-            for name, part in zip(run.names, update.split(list(run.sizes)), strict=True):
-                if name is not None:
-                    shaped(part, parameters[name]).add_(parameters[name].detach(), alpha=group["weight_decay"])
+    def _add_decay(self, run: Run, update: Tensor, decay: float) -> None:
+        parameters = dict(self.named_parameters())
+        for name, part in zip(run.names, update.split(list(run.sizes)), strict=True):
+            if name is not None:
+                shaped(part, parameters[name]).add_(parameters[name].detach(), alpha=decay)
 
 
 def _gain(sent: Tensor) -> float:

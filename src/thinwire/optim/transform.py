@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Bucket, Run
+from ..kernels.updates import Update
 
 if TYPE_CHECKING:
     from .base import CompressedOptimizer
@@ -23,7 +24,8 @@ class UpdateTransform:
         self.as_gradients, self._number = True, 0
         self.scale = 1.0
         """What GradScaler multiplied the loss by."""
-        self._clip = 1.0
+        self._clip: float | Tensor = 1.0
+        """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
 
     def begin(self) -> bool:
         optimizer = self.optimizer
@@ -53,21 +55,29 @@ class UpdateTransform:
         if self.max_grad_norm is None:
             return
         parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
-        norms = [torch.linalg.vector_norm(parts[name], dtype=torch.float32).cpu() for name in sorted(parts)]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self.scale  # the same in whatever buckets
+        norms = [torch.linalg.vector_norm(parts[name], dtype=torch.float32) for name in sorted(parts)]
         limit = self.max_grad_norm * self.optimizer.sync.world_size**0.5
-        self._clip = min(1.0, limit / (norm + 1e-6)) if norm < float("inf") else 1.0
+        if {norm.device for norm in norms} == {norms[0].device} and norms[0].is_cuda:
+            total = torch.linalg.vector_norm(torch.stack(norms)) / self.scale
+            self._clip = torch.where(total.isfinite(), (limit / (total + 1e-6)).clamp(max=1.0), 1.0)
+            return
+        norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / self.scale
+        self._clip = min(1.0, limit / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same in whatever buckets
 
     def family(self, name: str) -> int:
         return self.optimizer._families[name]
 
     def gradient(self, tensor: Tensor) -> None:
-        if self._clip != 1.0:
+        if isinstance(self._clip, Tensor) or self._clip != 1.0:
             tensor.mul_(self._clip)
 
-    def before(self, run: Run, tensor: Tensor) -> None:
+    def before(self, run: Run, tensor: Tensor) -> Update | None:
         group = self.optimizer.param_groups[run.family]  # type: ignore[call-overload]
-        self.optimizer._send(run, tensor, group, self._clip / self.scale)
+        clip = self._clip
+        if isinstance(clip, Tensor):
+            tensor.mul_(clip)
+            clip = 1.0
+        return self.optimizer._send(run, tensor, group, clip / self.scale)
 
     def commit(self, run: Run, tensor: Tensor) -> None:
         self.optimizer._commit(run, tensor, self.optimizer.param_groups[run.family])  # type: ignore[call-overload]

@@ -1,6 +1,7 @@
 """What the benchmark measures: the options, or the defaults for every registered compressor, as a list of cases."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
@@ -9,10 +10,10 @@ import torch
 from thinwire import compressors, kernels
 from thinwire.compressors import Compressor
 
-from . import Options
-
 DEFAULT_SPECS = {
     "none": ["none"],
+    "quantize": ["quantize:bits=8", "quantize:bits=4", "quantize:bits=2", "quantize:bits=1"],
+    "randomk": ["randomk:ratio=1/64"],
     "topk": [
         "topk:ratio=1/64,bits=2",
         "topk:ratio=1/256,bits=4",
@@ -20,10 +21,15 @@ DEFAULT_SPECS = {
         "topk:ratio=1/16,bits=8",
         "topk:ratio=1/64,bits=2,chunk=none",
     ],
-    "randomk": ["randomk:ratio=1/64"],
-    "quantize": ["quantize:bits=8", "quantize:bits=4", "quantize:bits=2", "quantize:bits=1"],
+}
+GPU_SPECS = {
+    "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=2,chunk=none"],
+    "quantize": DEFAULT_SPECS["quantize"],
+    "randomk": DEFAULT_SPECS["randomk"],
+    "none": DEFAULT_SPECS["none"],
 }
 OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+GPU_DTYPES = ("float32", "bfloat16")
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
@@ -40,25 +46,29 @@ class Case:
     device: torch.device
 
 
-def plan(options: Options) -> list[Case]:
+def plan(
+    specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), *,
+    device: str = "cpu", repeats: int = 1, threads: int | None = None,
+) -> list[Case]:  # fmt: skip
     """The cases, those with the same tensors side by side. Sets the number of threads. ValueError: cannot be run."""
-    if options.repeats < 1:
-        raise ValueError(f"--repeats {options.repeats}, expected 1 or more")
-    if options.threads is not None:
-        if options.threads < 1:
-            raise ValueError(f"--threads {options.threads}, expected 1 or more")
-        torch.set_num_threads(options.threads)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if repeats < 1:
+        raise ValueError(f"--repeats {repeats}, expected 1 or more")
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads}, expected 1 or more")
+        torch.set_num_threads(threads)
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device")
-    if not options.sizes:
+    if not sizes:
         raise ValueError("--sizes without a size, expected one or more")
-    device = torch.device(options.device)
-    sizes = sorted({parse_size(text) for text in options.sizes})
-    tensors = [(numel, torch.float32) for numel in sizes] + [(sizes[0], dtype) for dtype in OTHER_DTYPES]
-    if options.dtypes:
-        tensors = [(numel, getattr(torch, name)) for numel in sizes for name in dict.fromkeys(options.dtypes)]
-    built = {spec: compressors.compressor(spec) for spec in options.specs or default_specs()}
-    cases = [Case(spec, c, numel, dtype, device) for numel, dtype in tensors for spec, c in built.items()]
+    numels = sorted({parse_size(text) for text in sizes})
+    tensors = [(numel, torch.float32) for numel in numels] + [(numels[0], dtype) for dtype in OTHER_DTYPES]
+    if dtypes or device == "cuda":
+        names = dict.fromkeys(dtypes or GPU_DTYPES)
+        tensors = [(numel, getattr(torch, name)) for numel in numels for name in names]
+    built = {spec: compressors.compressor(spec) for spec in specs or default_specs(device)}
+    place = torch.device(device)
+    cases = [Case(spec, c, numel, dtype, place) for numel, dtype in tensors for spec, c in built.items()]
     for case in cases:
         _check_kernels_load(case)
     return cases
@@ -81,9 +91,11 @@ def parse_size(text: str) -> int:
     return whole
 
 
-def default_specs() -> list[str]:
+def default_specs(device: str = "cpu") -> list[str]:
     """Several specs of each compressor we know, and one of each that someone else registered."""
-    return [spec for name in compressors.registered() for spec in DEFAULT_SPECS.get(name) or [_plain_spec(name)]]
+    known = GPU_SPECS if device == "cuda" else DEFAULT_SPECS
+    others = (name for name in compressors.registered() if name not in known)
+    return [spec for specs in known.values() for spec in specs] + [_plain_spec(name) for name in others]
 
 
 def _plain_spec(name: str) -> str:

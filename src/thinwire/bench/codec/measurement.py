@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from itertools import count, cycle, groupby
 from math import ceil, lgamma, log
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinwire.bench.measure import Job, interleave, peak_memory
-from thinwire.bench.progress import Progress
 from thinwire.compressors import format_spec
 from thinwire.kernels.layout import Layout, RandomKLayout, TopKLayout, residual_dtype
 
@@ -16,6 +16,9 @@ from . import baselines
 from .cases import Case
 from .check import WEIGHT, Mismatch, check
 from .rows import CompressorRow, Row
+
+if TYPE_CHECKING:
+    from thinwire.bench.progress import Progress
 
 _SHIFTS, _STRIDE = 8, 1088  # entries; keeps every gradient aligned to 128 bytes
 
@@ -62,7 +65,7 @@ def count_steps(cases: Sequence[Case]) -> int:
     return len(cases) + len({_tensors(case) for case in cases})
 
 
-def measure(cases: Sequence[Case], repeats: int, progress: Progress) -> Iterator[Row]:
+def measure(cases: Sequence[Case], repeats: int, progress: "Progress") -> Iterator[Row]:
     """The baselines' rows and then the compressors', for each size and dtype; `Mismatch` names the row."""
     for (numel, dtype, device), group in groupby(cases, _tensors):
         workload = Workload(numel, dtype, device)

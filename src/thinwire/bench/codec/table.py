@@ -50,7 +50,7 @@ def print_tables(rows: Sequence[Row], conditions: dict[str, Any]) -> None:
             "times as long as beside others in the same table. Run again before you trust those."
         )
     if len(columns) < len(COLUMNS):
-        print(f"{len(COLUMNS) - len(columns)} columns did not fit this terminal; --json has everything.")
+        print(f"{len(COLUMNS) - len(columns)} columns did not fit this terminal; --out has everything.")
 
 
 def count_disturbed(rows: Sequence[Row]) -> int:

@@ -1,8 +1,8 @@
 """Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to send, 20 to commit.
 
-`compress` makes the update, adds the residual, selects, packs and updates the residual in one pass: it reads gradient,
-momentum, second moment and residual, and writes the update in the place of the gradient (`commit` needs it) and the
-residual: 24 bytes an entry, where `send` and `topk.compress` one after the other move 28.
+`topk.compress` makes the update by itself, adds the residual, selects, packs and updates the residual in one pass: it
+reads gradient, momentum, second moment and residual, and writes the update in the place of the gradient (`commit` needs
+it) and the residual: 24 bytes an entry, where `send` and `topk.compress` one after the other move 28.
 
 Divisions and roots are those of IEEE, as torch's. Float64 goes to the reference.
 """
@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import TopKLayout
 from ..reference import adam as reference
-from . import topk
 from .launch import REFERENCE_DTYPES, launch
 from .update import update_of
 
@@ -38,14 +36,6 @@ def commit(
     if u.numel():
         launch(commit_entries, (triton.cdiv(u.numel(), _TILE),), u, m, v, u.numel(), scale / rate, floor / rate, beta1,
                1 / (1 - beta1), beta2, 1 - beta2, FOLLOWED=beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
-
-
-def compress(
-    g: Tensor, m: Tensor, v: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor, flag: Tensor,
-    beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
-) -> None:  # fmt: skip
-    """`send` and then `topk.compress` of what it makes, in one pass: g becomes the update, float32 all of them."""
-    topk.compress(g, residual, layout, 0, payload, flag, (m, v, beta1, (1 - beta1) * factor, scale, floor, limit, rate))
 
 
 @triton.jit(do_not_specialize=["beta1", "gain", "scale", "floor", "limit", "rate"])

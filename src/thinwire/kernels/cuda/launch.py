@@ -9,6 +9,9 @@ from torch import Tensor
 REFERENCE_DTYPES = (torch.float64,)
 """Tensors of these go to the reference: the device has few units for them, and nobody sends gradients in float64."""
 
+GUARDS = 1024
+"""Programs of a launch that usually finds its flag not raised, and does nothing."""
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
     """Start a Triton kernel on the current stream of the first tensor's device.

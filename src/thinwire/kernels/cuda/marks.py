@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layout import Layout
 from .launch import launch
 
-_BLOCK = 4096
+_BLOCK = 1024
 _PROGRAMS = 256
 
 
@@ -36,6 +36,12 @@ def marked_by(reference: Any, layout: Layout, device: torch.device) -> Tensor:
     return payload.to(device)
 
 
+@lru_cache(maxsize=64)
+def nan_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bytes of one value of a marked payload that holds values and nothing else."""
+    return torch.full((1,), torch.nan, dtype=dtype).view(torch.uint8).to(device)
+
+
 @triton.jit(do_not_specialize=["nbytes", "full", "record", "tail_at"])
 def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_at, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """payload <- marked: byte i of the first `full` is byte i % record of it, the others follow from tail_at on."""
@@ -46,3 +52,12 @@ def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_a
         source = tl.where(at < full, at % record, at - full + tail_at)
         tl.store(payload_ptr + at, tl.load(marked_ptr + source, mask=at < nbytes, other=0), mask=at < nbytes)
         first += tl.num_programs(0) * BLOCK
+
+
+@triton.jit(do_not_specialize=["weight"])
+def add_unless(out_ptr, g_ptr, flag_ptr, n, weight, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out += weight * g, unless the flag is raised."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (at < n) & (tl.load(flag_ptr) == 0)
+    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
+    tl.store(out_ptr + at, tl.load(out_ptr + at, mask=inside, other=0.0) + given, mask=inside)

@@ -1,28 +1,20 @@
-"""Quantize on the GPU. Float64, and blocks above 8,192 entries, go to the reference."""
+"""Quantize on the GPU: blocks of up to 8,192 entries, which the registers of one program hold."""
 
-import torch
 import triton
 from torch import Tensor
 
 from ..layout import BLOCKS_PER_RECORD, QuantizeLayout
 from ..reference import quantize as reference
-from .launch import REFERENCE_DTYPES, launch, new_flag
+from .launch import GUARDS, REFERENCE_DTYPES, launch, new_flag
 from .marks import mark_if, marked_by
 from .quantize_kernels import decode_blocks, encode_blocks
 from .topk_decode import ADD, KEEP, SUBTRACT, ZERO
 
-LARGEST_BLOCK = 8192
 _TILE = 4096
 """Entries of a program, if a record has as many."""
 
 
-def _by_reference(layout: QuantizeLayout, dtype: torch.dtype) -> bool:
-    return dtype in REFERENCE_DTYPES or layout.block > LARGEST_BLOCK
-
-
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
-    if _by_reference(layout, tensor.dtype):
-        return reference.encode(tensor, residual, layout, key, payload)
     flag = new_flag(tensor)
     encode_flagged(tensor, residual, layout, key, payload, flag)
     return not flag.item()
@@ -41,12 +33,6 @@ def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int,
 
     If anything is not finite the residual is taken back, as for TopK: it is what it was to the rounding of an addition.
     """
-    if _by_reference(layout, tensor.dtype):
-        finite = reference.encode(tensor, residual, layout, key, payload)
-        flag.fill_(int(not finite))
-        if finite:
-            reference.commit(tensor, residual, layout, key, payload)
-        return
     flag.zero_()
     _encode(tensor, residual, layout, key, payload, flag, update=True)
     _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, flag)
@@ -58,23 +44,15 @@ def undo(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, pay
 
     A payload that is marked has been taken back by `compress` itself, so nothing happens.
     """
-    if _by_reference(layout, tensor.dtype):
-        sent = torch.empty_like(residual)
-        reference.decode(payload.unsqueeze(0), layout, key, sent, 1.0, False)
-        residual.copy_(torch.where(sent.isnan(), residual, residual + sent - tensor))
-    else:
-        _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, None)
+    _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, None)
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
-    if _by_reference(layout, tensor.dtype):
-        reference.commit(tensor, residual, layout, key, payload)
-    else:
-        _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual, None)
+    _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual, None)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
-    if _by_reference(layout, out.dtype):
+    if out.dtype in REFERENCE_DTYPES:
         reference.decode(payloads, layout, key, out, weight, add)
     else:
         _decode(payloads, layout, None, KEEP if add else ZERO, weight, out, None)
@@ -106,8 +84,9 @@ def _decode(
     for entries, part in layout.parts(layout.numel):
         target = flat[part.entries]
         rows = _rows(layout)
+        tiles = triton.cdiv(target.numel(), rows * layout.block)
         launch(
-            decode_blocks, (triton.cdiv(target.numel(), rows * layout.block),), payloads[:, part.nbytes.start :],
+            decode_blocks, (tiles if flag is None else min(tiles, GUARDS),), payloads[:, part.nbytes.start :],
             given[part.entries], target, target if flag is None else flag, payloads.stride(0), payloads.shape[0],
             triton.cdiv(entries, layout.block), target.numel(), weight,
             BITS=layout.bits, BLOCK=layout.block, ROWS=rows, START=start, GUARDED=flag is not None,

@@ -145,23 +145,17 @@ def encode_blocks(  # type: ignore[no-untyped-def]
         tl.store(target, codes.to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
-def decode_blocks(  # type: ignore[no-untyped-def]
-    payload_ptr, g_ptr, out_ptr, flag_ptr, stride, payloads, blocks, numel, weight,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
-    MASKED: tl.constexpr,
+@triton.jit
+def decode_tile(  # type: ignore[no-untyped-def]
+    tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
-
-    GUARDED: only if the flag is raised.
-    """
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    """ROWS blocks of every payload."""
+    first = tile.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    plain: tl.constexpr = not (MASKED or GUARDED or START == 3)  # a mask keeps loads and stores from being wide
+    plain: tl.constexpr = not (MASKED or START == 3)  # a mask keeps loads and stores from being wide
     inside = entries < numel
-    if GUARDED:
-        inside = inside & (tl.load(flag_ptr) != 0)
     each: tl.constexpr = 8 // BITS
     if MASKED:
         record, codes_at, block = payload_ptr, 2 * blocks, first
@@ -206,3 +200,29 @@ def decode_blocks(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
     else:
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
+def decode_blocks(  # type: ignore[no-untyped-def]
+    payload_ptr, g_ptr, out_ptr, flag_ptr, stride, payloads, blocks, numel, weight,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
+
+    GUARDED: only if the flag is raised, and then with fewer programs than tiles.
+    """
+    tile = tl.program_id(0)
+    if GUARDED:
+        tiles = tl.where(tl.load(flag_ptr) != 0, tl.cdiv(numel, ROWS * BLOCK), 0)
+        while tile < tiles:
+            decode_tile(
+                tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
+                BITS, BLOCK, ROWS, START, MASKED,
+            )  # fmt: skip
+            tile += tl.num_programs(0)
+    else:
+        decode_tile(
+            tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
+            BITS, BLOCK, ROWS, START, MASKED,
+        )  # fmt: skip

@@ -1,11 +1,8 @@
 """RandomK on the GPU: one entry out of each stratum (`reference.randomk` defines the draw).
 
 `encode` reads all of gradient and residual once, 8 bytes an entry, only to know whether they are finite; drawing the k
-entries costs next to nothing beside it. `commit` is `residual.add_(tensor)`, and k entries corrected. Float64 goes to
-the reference.
+entries costs next to nothing beside it. `commit` is `residual.add_(tensor)`, and k entries corrected.
 """
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -15,7 +12,7 @@ from torch import Tensor
 from ..layout import RandomKLayout
 from ..reference import randomk as reference
 from .launch import REFERENCE_DTYPES, launch, new_flag
-from .marks import mark_if
+from .marks import add_unless, mark_if, nan_of
 from .numbers import INFINITY_BITS, draw, magnitude_bits
 
 _TILE = 4096
@@ -23,8 +20,6 @@ _STRATA = 256
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
-    if tensor.dtype in REFERENCE_DTYPES:
-        return reference.encode(tensor, residual, layout, key, payload)
     flag = new_flag(tensor)
     encode_flagged(tensor, residual, layout, key, payload, flag)
     return not flag.item()
@@ -44,13 +39,33 @@ def encode_flagged(
         HAS_R=has_r, STRATA=_STRATA, num_warps=4,
     )  # fmt: skip
     reference.write(values.masked_fill(flag != 0, 0), layout, payload)
-    mark_if(flag, payload, _nan(layout.dtype, payload.device), layout.dtype.itemsize, layout.k)
+    mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.k)
 
 
-@lru_cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The bytes of one value of a marked payload."""
-    return torch.full((1,), torch.nan, dtype=dtype).view(torch.uint8).to(device)
+def compress(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
+    """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
+    flag.zero_()
+    encode_flagged(tensor, residual, layout, key, payload, flag)
+    _move(tensor, residual, layout, key, payload, flag, 1.0)
+
+
+def undo(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    """Take `compress` back, to the rounding of an addition; a payload that is marked has changed nothing."""
+    marked = _values(payload.unsqueeze(0), layout)[0, :1].isnan().to(torch.int32)
+    _move(tensor, residual, layout, key, payload, marked, -1.0)
+
+
+def _move(
+    tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor, sign: float
+) -> None:
+    """residual <- residual + sign * (tensor - sent), unless the flag is raised."""
+    values = _values(payload.unsqueeze(0), layout)
+    launch(add_unless, (triton.cdiv(layout.numel, _TILE),), residual.view(-1), tensor.view(-1), flag, layout.numel,
+           sign, TILE=_TILE, num_warps=4)  # fmt: skip
+    launch(
+        add_strata, (triton.cdiv(layout.k, _STRATA),), values, residual.view(-1), flag, 1, values.stride(0), -sign,
+        *_strata(layout, key), GUARDED=True, STRATA=_STRATA, num_warps=4,
+    )  # fmt: skip
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
@@ -59,17 +74,22 @@ def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, pa
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
-    if out.dtype in REFERENCE_DTYPES or layout.dtype in REFERENCE_DTYPES:
+    if out.dtype in REFERENCE_DTYPES:
         return reference.decode(payloads, layout, key, out, weight, add)
     if not add:
         out.zero_()
+    values = _values(payloads, layout)
+    launch(
+        add_strata, (triton.cdiv(layout.k, _STRATA),), values, out.view(-1), payloads, payloads.shape[0],
+        values.stride(0), weight, *_strata(layout, key), GUARDED=False, STRATA=_STRATA, num_warps=4,
+    )  # fmt: skip
+
+
+def _values(payloads: Tensor, layout: RandomKLayout) -> Tensor:
+    """Bytes at any address -> numbers: the same memory where it is aligned, else a copy."""
     width = layout.dtype.itemsize
     aligned = payloads.storage_offset() % width == 0 and payloads.data_ptr() % width == 0
-    values = (payloads if aligned else payloads.clone()).view(layout.dtype)
-    launch(
-        add_strata, (triton.cdiv(layout.k, _STRATA),), values, out.view(-1), payloads.shape[0], values.stride(0),
-        weight, *_strata(layout, key), STRATA=_STRATA, num_warps=4,
-    )  # fmt: skip
+    return (payloads if aligned else payloads.clone()).view(layout.dtype)
 
 
 def _strata(layout: RandomKLayout, key: int) -> tuple[int, int, int, int]:
@@ -109,9 +129,13 @@ def gather_strata(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["payloads", "stride", "weight", "k", "width", "wider", "key"])
 def add_strata(  # type: ignore[no-untyped-def]
-    values_ptr, out_ptr, payloads, stride, weight, k, width, wider, key, STRATA: tl.constexpr
-):
+    values_ptr, out_ptr, flag_ptr, payloads, stride, weight, k, width, wider, key,
+    GUARDED: tl.constexpr, STRATA: tl.constexpr,
+):  # fmt: skip
+    """GUARDED: nothing happens if the flag is raised."""
     stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
+    if GUARDED:
+        k = tl.where(tl.load(flag_ptr) == 0, k, 0)
     at, _ = place_in(stratum, width, wider, key)
     total = tl.load(out_ptr + at, mask=stratum < k, other=0.0).to(tl.float32)
     p = 0 * payloads

@@ -1,13 +1,16 @@
 """TopK, the way back: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
 
-Memory. A program takes one chunk. It writes the chunk's 16 KiB (4,096 float32) once, as zeros, and then adds the few
-entries of each payload to it: those stay in the cache until all are done, so the memory sees one write and the
-payloads, little more than 4 bytes an entry. With `add` only the entries that are sent are read and written.
+The positions are in a bitmap and in low bits (Elias-Fano): the j-th one of the bitmap stands for the j-th entry, the
+upper part of its position is the bit's place less j, the rest and the code are the j-th fields. Payloads are added one
+after the other, with a barrier in between, so that every rank gets the same bits.
 
-The positions are in a bitmap and in low bits (Elias-Fano). A lane takes one bit of the bitmap; a scan over the bits of
-all payloads at once gives each one its rank j, and with it everything: the upper part of the position is the bit's
-place less j, the rest and the code are the j-th fields. Payloads are added one after the other, with a barrier in
-between, so that every rank gets the same bits.
+Two kernels, each with one chunk a program:
+
+- `sum_chunks` for sums from zero. It adds up the chunk in the multiprocessor's shared memory and writes it once, so
+  that the caches see little more than one write of the result, however many payloads there are.
+- `decode_chunks` for everything else, and for Triton's interpreter, which has no shared memory to scatter into. It adds
+  the few entries of each payload to the chunk in global memory, where the cache keeps them until all are done. With
+  `add` only the entries that are sent are read and written.
 
 What a damaged payload says about entries that do not exist is passed over.
 """
@@ -23,6 +26,9 @@ SIZES = [
 ]  # fmt: skip
 ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
 """What the payloads are added to: nothing, out, or out + g. SUBTRACT: to out, and then g is subtracted."""
+
+
+# In global memory --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -42,6 +48,8 @@ def read_entries(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
 ):  # fmt: skip
     """(positions, value bits, ranks behind) of the ones in TILE bits of the bitmaps of some records, from `first` on.
+
+    A lane takes one bit; a scan over the bits of all records at once gives each one its rank.
 
     record, live, rank   [1, payloads]: where each begins, whether there is one, and the ones before `first`.
     Position -1 stands for no entry.
@@ -108,6 +116,25 @@ def fill(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a record begins with NaN."""
+    at: tl.constexpr = 2 if BITS == 32 else 0
+    high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
+    return (high_half & 0x7FFF) > 0x7F80
+
+
+@triton.jit
+def add_columns(  # type: ignore[no-untyped-def]
+    out, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """One payload after the other, with a barrier in between; `before` have been added already."""
+    for i in tl.static_range(AT_ONCE):
+        read = (START > 0) | (before + i > 0)
+        add_entries(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
+        tl.debug_barrier()
+
+
+@triton.jit
 def decode_chunk(  # type: ignore[no-untyped-def]
     payload_ptr, g_ptr, out_ptr, row,
     stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
@@ -119,11 +146,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
     first = payload_ptr + row * nbytes
     skip = row < 0
     if START == 3:  # a marked record has been taken back already, by the kernel that marked it
-        if BITS == 32:
-            high_half = tl.load(first + 2).to(tl.int32) | (tl.load(first + 3).to(tl.int32) << 8)
-        else:
-            high_half = tl.load(first).to(tl.int32) | (tl.load(first + 1).to(tl.int32) << 8)
-        skip = (high_half & 0x7FFF) > 0x7F80
+        skip = is_marked(first, BITS)
     if not skip:
         if (START == 0) or (START == 2):
             fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
@@ -131,19 +154,14 @@ def decode_chunk(  # type: ignore[no-untyped-def]
         p = 0 * payloads
         while p < payloads:
             which = p + tl.arange(0, AT_ONCE)[None, :]
-            live = which < payloads
-            record = first + which.to(tl.int64) * stride
             rank = tl.zeros((1, AT_ONCE), tl.int32)
             place = 0 * p
             while place < 8 * (nbytes - high_at):
                 positions, values, rank = read_entries(
-                    record, live, place, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
-                    BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
+                    first + which.to(tl.int64) * stride, which < payloads, place, rank,
+                    n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
                 )  # fmt: skip
-                for i in tl.static_range(AT_ONCE):
-                    read = (START > 0) | (p + i > 0)
-                    add_entries(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
-                    tl.debug_barrier()
+                add_columns(out, positions, values, weight, p, START, AT_ONCE)
                 place += TILE
             p += AT_ONCE
         if START == 3:
@@ -173,6 +191,9 @@ def decode_chunks(  # type: ignore[no-untyped-def]
             BITS, START, MASKED, CHUNK, WIDTH, LOW_SPAN, TILE, ALIGNED, AT_ONCE,
         )  # fmt: skip
         index += 1
+
+
+# Long records --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=SIZES)

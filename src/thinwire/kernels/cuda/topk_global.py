@@ -1,13 +1,21 @@
 """The exact top-k of a whole tensor, or of any record too long for the registers of a block.
 
-Radix selection, 8 bits of the magnitude at a time: four passes read gradient and residual (8 bytes an entry each) and
-count how often each value of the next 8 bits occurs among the magnitudes that share the bits found so far; after each
-a single block picks the value of the k-th largest. A fifth pass counts, tile by tile, what lies above the threshold and
-on it; the sums of that tell a sixth where each tile writes its entries. Nothing of it waits for the host.
+First the field is narrowed. A random sample of a million magnitudes gives a bound that a little more than k entries
+reach, nearly for sure. One pass over gradient and residual (8 bytes an entry) counts, tile by tile, who reaches it; the
+sums of that tell a second pass where each tile writes its candidates. If fewer than k reach the bound, or far more, as
+where many entries are equal, there are no candidates and everything that follows reads the whole tensor instead: `ok`,
+a number on the device, says which. So the result is exact whatever the sample.
+
+Then radix selection, 8 bits of the magnitude at a time: four passes count how often each value of the next 8 bits
+occurs among the magnitudes that share the bits found so far; after each a single block picks the value of the k-th
+largest. Two more passes collect what lies above the threshold, and the first of those on it, in the order of positions.
+Nothing of it waits for the host.
 
 The k entries then are a small tensor. It is quantised and packed by the reference's own functions, in torch. Those copy
 a few constants from the host, so this way, unlike that of chunks, cannot be captured into a CUDA graph.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +27,8 @@ from ..reference import numbers
 from ..reference import topk as reference
 from . import topk_decode
 from .launch import launch
-from .numbers import magnitude_bits
+from .marks import add_unless
+from .numbers import INFINITY_BITS, draw, magnitude_bits
 
 _TILE = 4096
 _HISTOGRAM_TILE = 1024
@@ -28,36 +37,73 @@ _PROGRAMS = 1056
 _SHIFTS = (23, 15, 7, 0)
 _DIGITS = (8, 8, 8, 7)
 _BITMAP_TILE = 2048
+_SAMPLE = 1 << 20
+_WORTH_SAMPLING = 16
+"""Tensors of fewer samples than this are searched as a whole."""
+_SURE = 5.0
+"""Standard deviations between what the sample says and what is relied upon."""
+
+
+class Source(NamedTuple):
+    """Where to look: among `size` candidates if `ok`, else in the whole tensor."""
+
+    g: Tensor
+    r: Tensor
+    values: Tensor
+    positions: Tensor
+    ok: Tensor
+    numel: int
+    size: int
 
 
 def encode(g: Tensor, r: Tensor | None, record: TopKRecord, limit: float, out: Tensor, flag: Tensor) -> None:
     """One record; the flag is raised if an entry is not finite, and then the record means nothing."""
-    state = _state(g, record.k)
-    kept, has_r = g if r is None else r, r is not None
+    has_r = r is not None
+    source = _narrowed(g, g if r is None else r, record.k, flag, has_r)
+    state = torch.zeros(2, dtype=torch.int64, device=g.device)  # bits of the threshold so far, how many are wanted
+    state[1:].fill_(record.k)
     for shift, digits in zip(_SHIFTS, _DIGITS, strict=True):
         counts = torch.zeros(512, dtype=torch.int64, device=g.device)
         programs = min(_PROGRAMS, triton.cdiv(g.numel(), _HISTOGRAM_TILE))
-        launch(count_digits, (programs,), g, kept, state, counts, g.numel(), SHIFT=shift, DIGITS=digits, HAS_R=has_r,
+        launch(count_digits, (programs,), *source, state, counts, SHIFT=shift, DIGITS=digits, HAS_R=has_r,
                TILE=_HISTOGRAM_TILE, num_warps=4)  # fmt: skip
         launch(pick_digit, (1,), counts, state, flag, SHIFT=shift, DIGITS=digits, num_warps=4)
     tiles = triton.cdiv(g.numel(), _TILE)
     above, ties = (torch.zeros(tiles + 1, dtype=torch.int64, device=g.device) for _ in range(2))
-    launch(count_chosen, (tiles,), g, kept, state, above, ties, g.numel(), HAS_R=has_r, TILE=_TILE, num_warps=4)
+    launch(count_chosen, (tiles,), *source, state, above, ties, HAS_R=has_r, TILE=_TILE, num_warps=4)
     positions = torch.zeros(record.k, dtype=torch.int64, device=g.device)
     values = torch.zeros(record.k, dtype=torch.float32, device=g.device)
     launch(
-        gather_chosen, (tiles,), g, kept, state, above.cumsum(0), ties.cumsum(0), positions, values, g.numel(),
-        record.k, HAS_R=has_r, TILE=_TILE, num_warps=4,
+        gather_chosen, (tiles,), *source, state, above.cumsum(0), ties.cumsum(0), positions, values, record.k,
+        HAS_R=has_r, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     values = values.masked_fill(flag != 0, 0).clamp(-limit, limit)
     out.copy_(_pack(positions.unsqueeze(0), values.unsqueeze(0), record).view(-1))
 
 
-def _state(g: Tensor, k: int) -> Tensor:
-    """(the bits of the threshold found so far, how many of those that share them are wanted)."""
-    state = torch.zeros(2, dtype=torch.int64, device=g.device)
-    state[1:].fill_(k)
-    return state
+def _narrowed(g: Tensor, r: Tensor, k: int, flag: Tensor, has_r: bool) -> Source:
+    """Candidates for the k largest, if a sample can tell."""
+    numel, device = g.numel(), g.device
+    if numel < _WORTH_SAMPLING * _SAMPLE:
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        return Source(g, r, g, nowhere, torch.zeros(1, dtype=torch.int32, device=device), numel, 0)
+    rank = k * _SAMPLE / numel
+    rank = min(_SAMPLE - 1, int(rank + _SURE * rank**0.5) + 16)
+    size = min(numel, int((rank + _SURE * rank**0.5 + 16) / _SAMPLE * numel))
+    sample = torch.empty(_SAMPLE, dtype=torch.int32, device=device)
+    launch(sample_magnitudes, (triton.cdiv(_SAMPLE, 1024),), g, r, sample, _SAMPLE, *divmod(numel, _SAMPLE),
+           HAS_R=has_r, TILE=1024, num_warps=4)  # fmt: skip
+    bound = sample.sort(descending=True).values[rank : rank + 1]
+    tiles = triton.cdiv(numel, _TILE)
+    counts = torch.zeros(tiles + 1, dtype=torch.int64, device=device)
+    launch(count_reaching, (tiles,), g, r, bound, counts, flag, numel, HAS_R=has_r, TILE=_TILE, num_warps=4)
+    before = counts.cumsum(0)
+    ok = ((before[-1:] >= k) & (before[-1:] <= size)).to(torch.int32)
+    positions = torch.zeros(size, dtype=torch.int64, device=device)
+    values = torch.zeros(size, dtype=torch.float32, device=device)
+    launch(gather_reaching, (tiles,), g, r, bound, before, ok, positions, values, numel, HAS_R=has_r, TILE=_TILE,
+           num_warps=4)  # fmt: skip
+    return Source(g, r, values, positions, ok, numel, size)
 
 
 def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
@@ -130,17 +176,65 @@ def total_at(g_ptr, r_ptr, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The entries of a `Source`; of n of them."""
+    if ok:
+        total = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    else:
+        total = total_at(g_ptr, r_ptr, at, n, HAS_R)
+    return total
+
+
+@triton.jit(do_not_specialize=["width", "wider"])
+def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One entry out of each of m strata, drawn, so that no pattern in the tensor can mislead; bits of magnitudes."""
+    stratum = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mine = width + (stratum < wider).to(tl.int64)
+    at = stratum * width + tl.minimum(stratum, wider) + ((draw(stratum * 0, stratum) >> 32) * mine >> 31)
+    tl.store(out_ptr + stratum, magnitude_bits(total_at(g_ptr, r_ptr, at, at + 1, HAS_R)), mask=stratum < m)
+
+
+@triton.jit
+def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """counts[tile + 1] <- entries of a tile whose magnitude reaches the bound; the flag, if one is not finite."""
+    tile = tl.program_id(0)
+    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
+    reached = (bits >= tl.load(bound_ptr)) & (at < n)
+    tl.store(counts_ptr + tile + 1, tl.sum(reached.to(tl.int32), axis=0).to(tl.int64))
+    if tl.max(bits, axis=0) >= INFINITY_BITS:
+        tl.store(flag_ptr, 1)
+
+
+@triton.jit
+def gather_reaching(  # type: ignore[no-untyped-def]
+    g_ptr, r_ptr, bound_ptr, before_ptr, ok_ptr, positions_ptr, values_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr
+):
+    """Positions and values of all that reach the bound, in order."""
+    if tl.load(ok_ptr) != 0:
+        tile = tl.program_id(0)
+        at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        total = total_at(g_ptr, r_ptr, at, n, HAS_R)
+        reached = ((magnitude_bits(total) >= tl.load(bound_ptr)) & (at < n)).to(tl.int32)
+        slot = tl.load(before_ptr + tile) + tl.cumsum(reached, axis=0) - reached
+        tl.store(positions_ptr + slot, at, mask=reached == 1)
+        tl.store(values_ptr + slot, total, mask=reached == 1)
+
+
+@triton.jit
 def count_digits(  # type: ignore[no-untyped-def]
-    g_ptr, r_ptr, state_ptr, counts_ptr, n,
+    g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, counts_ptr,
     SHIFT: tl.constexpr, DIGITS: tl.constexpr, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Bins 0 to 255: how many magnitudes with the bits found so far have this digit. Bin 256: all others."""
+    ok = tl.load(ok_ptr) != 0
+    n = tl.where(ok, size, numel)
     prefix = tl.load(state_ptr).to(tl.int32)
     counts = tl.zeros((512,), tl.int32)
     first = tl.program_id(0).to(tl.int64) * TILE
     while first < n:
         at = first + tl.arange(0, TILE)
-        bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
+        bits = magnitude_bits(looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
         mine = (at < n) & ((bits >> SHIFT >> DIGITS) == (prefix >> SHIFT >> DIGITS))
         counts += tl.histogram(tl.where(mine, (bits >> SHIFT) & ((1 << DIGITS) - 1), 256), 512)
         first += tl.num_programs(0).to(tl.int64) * TILE
@@ -165,38 +259,41 @@ def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.
 
 @triton.jit
 def count_chosen(  # type: ignore[no-untyped-def]
-    g_ptr, r_ptr, state_ptr, above_ptr, ties_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr
-):
+    g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
+    HAS_R: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    ok = tl.load(ok_ptr) != 0
+    n = tl.where(ok, size, numel)
     tile = tl.program_id(0)
-    threshold = tl.load(state_ptr).to(tl.int32)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
-    tl.store(above_ptr + tile + 1, tl.sum(((bits > threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
-    tl.store(ties_ptr + tile + 1, tl.sum(((bits == threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
+    if tile.to(tl.int64) * TILE < n:
+        threshold = tl.load(state_ptr).to(tl.int32)
+        at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        bits = magnitude_bits(looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
+        tl.store(above_ptr + tile + 1, tl.sum(((bits > threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
+        tl.store(ties_ptr + tile + 1, tl.sum(((bits == threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["k"])
 def gather_chosen(  # type: ignore[no-untyped-def]
-    g_ptr, r_ptr, state_ptr, above_ptr, ties_ptr, positions_ptr, values_ptr, n, k,
-    HAS_R: tl.constexpr, TILE: tl.constexpr,
+    g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
+    chosen_positions_ptr, chosen_values_ptr, k, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Positions and values of all above the threshold, and of the first that equal it, in the order of positions."""
+    ok = tl.load(ok_ptr) != 0
+    n = tl.where(ok, size, numel)
     tile = tl.program_id(0)
-    threshold, wanted = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = total_at(g_ptr, r_ptr, at, n, HAS_R)
-    bits = magnitude_bits(total)
-    above, tie = ((bits > threshold) & (at < n)).to(tl.int32), ((bits == threshold) & (at < n)).to(tl.int32)
-    ties_before = tl.load(ties_ptr + tile) + tl.cumsum(tie, axis=0) - tie
-    slot = tl.load(above_ptr + tile) + tl.cumsum(above, axis=0) - above + tl.minimum(ties_before, wanted)
-    chosen = ((above == 1) | ((tie == 1) & (ties_before < wanted))) & (slot < k)
-    tl.store(positions_ptr + slot, at, mask=chosen)
-    tl.store(values_ptr + slot, total, mask=chosen)
-
-
-@triton.jit(do_not_specialize=["weight"])
-def add_unless(out_ptr, g_ptr, flag_ptr, n, weight, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (at < n) & (tl.load(flag_ptr) == 0)
-    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
-    tl.store(out_ptr + at, tl.load(out_ptr + at, mask=inside, other=0.0) + given, mask=inside)
+    if tile.to(tl.int64) * TILE < n:
+        threshold, wanted = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1)
+        at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        total = looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R)
+        bits = magnitude_bits(total)
+        above, tie = ((bits > threshold) & (at < n)).to(tl.int32), ((bits == threshold) & (at < n)).to(tl.int32)
+        ties_before = tl.load(ties_ptr + tile) + tl.cumsum(tie, axis=0) - tie
+        slot = tl.load(above_ptr + tile) + tl.cumsum(above, axis=0) - above + tl.minimum(ties_before, wanted)
+        chosen = ((above == 1) | ((tie == 1) & (ties_before < wanted))) & (slot < k)
+        if ok:  # noqa: SIM108 - a choice of values would read both
+            position = tl.load(positions_ptr + at, mask=chosen, other=0)
+        else:
+            position = at
+        tl.store(chosen_positions_ptr + slot, position, mask=chosen)
+        tl.store(chosen_values_ptr + slot, total, mask=chosen)

@@ -1,7 +1,31 @@
-"""Adam's update of one entry, for the kernels that make it."""
+"""An optimizer's update of one entry, for the kernels that make it, and what they need to know of it."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ..updates import AdamUpdate, Update
+
+NOTHING, MOMENTUM, ADAM = 0, 1, 2
+"""What a kernel makes of a gradient first: nothing, gain g + share m, or Adam's."""
+
+
+def makes(update: Update | None) -> int:
+    return NOTHING if update is None else ADAM if isinstance(update, AdamUpdate) else MOMENTUM
+
+
+def moments_of(
+    update: Update | None, g: Tensor, entries: slice
+) -> tuple[Tensor, Tensor, float, float, float, float, float, float]:
+    """m and v of these entries, and the numbers of `update_of`; where there is no m or v, g stands in its place."""
+    if update is None:
+        return g, g, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    m = update.m.view(-1)[entries]
+    if isinstance(update, AdamUpdate):
+        gain = (1 - update.beta1) * update.factor
+        v = update.v.view(-1)[entries]
+        return m, v, update.beta1, gain, update.scale, update.floor, update.limit, update.rate
+    return m, m, update.share, update.gain, 0.0, 0.0, 0.0, update.rate
 
 
 @triton.jit

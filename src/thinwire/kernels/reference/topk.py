@@ -52,9 +52,17 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
             positions, values = unpack_record(payload[nbytes].view(rows, record.nbytes), record)
             outside = positions >= record.n  # passed over: these bytes may not have been checked
             values = torch.where(outside, 0, values.to(total.dtype) * weight)
-            total.scatter_add_(1, torch.where(outside, 0, positions), values)
+            _add_at(total, torch.where(outside, 0, positions), values)
         if total is not part:
             part.copy_(total)
+
+
+def _add_at(total: Tensor, positions: Tensor, values: Tensor) -> None:
+    """CUDA adds by atomics, which take denormal float32 for 0; in float64 they are none, and sums round the same."""
+    if total.is_cuda and total.dtype == torch.float32:
+        total.copy_(total.double().scatter_add_(1, positions, values.double()))
+    else:
+        total.scatter_add_(1, positions, values)
 
 
 def check(payload: Tensor, layout: TopKLayout) -> None:

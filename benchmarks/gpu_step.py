@@ -1,0 +1,145 @@
+"""A training step of a GPT with 100 million parameters: two ranks on one GPU, over gloo, each way in turns.
+
+    PYTHONPATH=src python3 benchmarks/gpu_step.py [--rounds 5] [--out results.jsonl]
+
+Both ranks share the GPU and this machine's loopback, so "no communication" is the time of two backward passes at once.
+Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to the end of the
+device's work; bytes are those of the loopback interface, divided by ranks and steps.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.loopback import sent_bytes
+from thinwire.train.models.gpt import GPTConfig
+
+CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
+BATCH = 4
+TOPK = "topk:ratio=1/64,bits=2"
+WAYS = {
+    "no communication": None,
+    "dense": None,
+    "fp16_compress_hook": fp16_compress_hook,
+    "bf16_compress_hook": bf16_compress_hook,
+    f"attach {TOPK}": TOPK,
+    "attach quantize:bits=8": "quantize:bits=8",
+    f"thinwire.AdamW {TOPK}": TOPK,
+    f"thinwire.SGD {TOPK}": TOPK,
+}
+
+
+class Way:
+    """A model, and how its gradients are averaged."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.module = DistributedDataParallel(CONFIG.build(0).cuda(), device_ids=[0], gradient_as_bucket_view=True)
+        told: Any = WAYS[name]
+        if name.startswith("thinwire.AdamW"):
+            self.optimizer: Any = thinwire.AdamW(self.module, lr=1e-4, compressor=told, warmup_steps=2)
+        elif name.startswith("thinwire.SGD"):
+            self.optimizer = thinwire.SGD(self.module, lr=1e-3, compressor=told, warmup_steps=2)
+        else:
+            self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+            if isinstance(told, str):
+                thinwire.attach(self.module, told)
+            elif told is not None:
+                self.module.register_comm_hook(None, told)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        silent: Callable[[], AbstractContextManager[None]] = self.module.no_sync
+        with silent() if self.name == "no communication" else nullcontext():
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                scores = self.module(tokens[:, :-1])
+            F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+
+
+def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, out: str) -> None:
+    torch.cuda.set_device(0)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    sent: dict[str, float] = {}
+    for _ in range(rounds):
+        for name in WAYS:  # one at a time is in memory; each makes its own model anew
+            way = Way(name)
+            for _ in range(4):  # the warm-up, and what is compiled
+                way.step(tokens)
+            torch.cuda.synchronize()
+            dist.barrier()
+            before = sent_bytes()
+            for _ in range(steps):
+                dist.barrier()
+                started = time.perf_counter()
+                way.step(tokens)
+                torch.cuda.synchronize()
+                took = torch.tensor([1e3 * (time.perf_counter() - started)])
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                times[name].append(float(took))
+            dist.barrier()
+            sent[name] = (sent_bytes() - before) / 2 / steps
+            del way
+            torch.cuda.empty_cache()
+    if rank == 0:
+        report(times, sent, out)
+    dist.destroy_process_group()
+
+
+def report(times: dict[str, list[float]], sent: dict[str, float], out: str) -> None:
+    conditions = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": 2, "backend": "gloo, loopback",
+        "parameters": sum(p.numel() for p in CONFIG.build(0).parameters()), "batch": BATCH, "config": str(CONFIG),
+        "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    rows = []
+    print(f"{conditions}\n{'way':34} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'MB per rank and step':>21}")
+    dense = statistics.median(times["dense"])
+    for name, taken in times.items():
+        fifths = statistics.quantiles(taken, n=5)
+        row = {"way": name, "p20": fifths[0], "p50": statistics.median(taken), "p80": fifths[3], "bytes": sent[name]}
+        rows.append(row)
+        print(f"{name:34} {row['p20']:9.1f} {row['p50']:9.1f} {row['p80']:9.1f} {dense / row['p50']:8.2f} "
+              f"{sent[name] / 1e6:21.2f}", flush=True)  # fmt: skip
+    if out:
+        Path(out).write_text("".join(json.dumps(line) + "\n" for line in [conditions, *rows]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2, help="in each, every way is set up anew and takes its turn")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a way and round")
+    parser.add_argument("--out", default="", help="JSON lines")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, args=(f"{folder}/rendezvous", arguments.rounds, arguments.steps, arguments.out), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

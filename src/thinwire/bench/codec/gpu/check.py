@@ -1,0 +1,87 @@
+"""Is it right? Before anything is timed, each kernel makes the very bits that the reference makes."""
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.kernels.layout import Layout
+from thinwire.kernels.updates import Update
+
+from ..check import Mismatch
+
+ENTRIES = (1 << 24) + 123
+"""As many, at most, are compared: chunks, a tail, and enough for the way that `chunk=none` takes with large tensors."""
+PAYLOADS = 8
+
+
+def compress(
+    kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """In one pass where the kernel can; the reference takes two, and waits for the device in between."""
+    if device := kernels.on_device(kernel):
+        device.compress(tensor, residual, layout, key, payload, flag)
+    elif kernel.encode(tensor, residual, layout, key, payload):
+        kernel.commit(tensor, residual, layout, key, payload)
+
+
+def encode(
+    kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """Without waiting for the device, where the kernel can."""
+    if device := kernels.on_device(kernel):
+        device.encode_flagged(tensor, residual, layout, key, payload, flag.zero_())
+    else:
+        kernel.encode(tensor, residual, layout, key, payload)
+
+
+def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
+    """`Mismatch` if compress, encode, commit or decode differ from the reference anywhere. Changes neither tensor."""
+    _, kernel = kernels.select(layout, gradient.device)
+    with kernels.force("reference"):
+        _, reference = kernels.select(layout, gradient.device)
+    flag = torch.zeros(1, dtype=torch.int32, device=gradient.device)
+    expected, payload = (torch.empty(layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in range(2))
+    if not reference.encode(gradient, residual, layout, key, expected):
+        raise Mismatch("the input is not finite")
+    after, kept = residual.clone(), residual.clone()
+    reference.commit(gradient, after, layout, key, expected)
+
+    compress(kernel, gradient, kept, layout, key, payload, flag)
+    if flag.item():
+        raise Mismatch("compress raises its flag, though all that came in is finite")
+    _same("compress: payload", payload, expected)
+    _same("compress: residual", kept, after)
+    encode(kernel, gradient, residual, layout, key, payload.zero_(), flag)
+    _same("encode: payload", payload, expected)
+    kernel.commit(gradient, kept.copy_(residual), layout, key, expected)
+    _same("commit: residual", kept, after)
+    for count in (1, PAYLOADS):
+        payloads = expected.repeat(count, 1)
+        kernel.decode(payloads, layout, key, kept, 1 / count, False)
+        reference.decode(payloads, layout, key, after, 1 / count, False)
+        _same(f"decode of {count}: result", kept, after)
+
+
+def check_update(
+    update: Update, layout: Layout, gradient: Tensor, residual: Tensor, kernel: kernels.FusedKernel
+) -> None:
+    """`Mismatch` if a fused pass makes another update than the reference, or compresses it otherwise than by itself."""
+    made, kept, apart = gradient.clone(), residual.clone(), residual.clone()
+    flag = torch.zeros(1, dtype=torch.int32, device=gradient.device)
+    payload, expected = (torch.empty(layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in range(2))
+    kernel.compress(made, kept, layout, 0, payload, flag, update)
+    kernel.compress(made, apart, layout, 0, expected, flag)
+    _same("payload", payload, expected)
+    _same("residual", kept, apart)
+    with kernels.force("reference"):
+        update.apply(reference := gradient.clone())
+    # torch fuses a product and a sum now and then, the kernels never do.
+    if not torch.allclose(made, reference, rtol=2e-5, atol=1e-5):
+        raise Mismatch(f"update: off by up to {float((made - reference).abs().max()):.3g}")
+
+
+def _same(what: str, given: Tensor, expected: Tensor) -> None:
+    if not torch.equal(given, expected):
+        wrong = (given != expected).nonzero().view(-1)
+        where = f"the first at {int(wrong[0])}" if wrong.numel() else "all of them NaN"
+        raise Mismatch(f"{what}: {wrong.numel()} of {given.numel()} differ from the reference, {where}")

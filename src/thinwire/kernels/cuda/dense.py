@@ -1,0 +1,91 @@
+"""Every entry as it is, without waiting for the device: `reference.dense` defines it and, reading, does it.
+
+A copy that looks for NaN and Inf on its way: 8 bytes an entry for float32, 12 with a residual, which takes another 16
+to be kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import DenseLayout
+from ..reference import dense as reference
+from .launch import launch, new_flag
+from .marks import mark_if, nan_of
+from .numbers import INFINITY_BITS, magnitude_bits
+
+_TILE = 4096
+
+
+def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> bool:
+    flag = new_flag(tensor)
+    encode_flagged(tensor, residual, layout, key, payload, flag)
+    return not flag.item()
+
+
+def encode_flagged(
+    tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    values = reference.read_values(payload, layout.dtype)
+    g, r = tensor.view(-1), (tensor if residual is None else residual).view(-1)
+    launch(
+        copy_entries, (triton.cdiv(layout.numel, _TILE),), g, r, values, flag, layout.numel, layout.limit,
+        HAS_R=residual is not None, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    if values.data_ptr() != payload.data_ptr():
+        payload.copy_(values.view(torch.uint8))
+    mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.numel)
+
+
+def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor, flag: Tensor) -> None:
+    """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
+    flag.zero_()
+    encode_flagged(tensor, residual, layout, key, payload, flag)
+    _move(tensor, residual, layout, payload, flag, 1.0)
+
+
+def undo(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
+    """Take `compress` back, to the rounding of an addition; a payload that is marked has changed nothing."""
+    values = reference.read_values(payload, layout.dtype)
+    _move(tensor, residual, layout, payload, values[:1].isnan().to(torch.int32), -1.0)
+
+
+def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
+    reference.commit(tensor, residual, layout, key, payload)
+
+
+def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    reference.decode(payloads, layout, key, out, weight, add)
+
+
+def _move(tensor: Tensor, residual: Tensor, layout: DenseLayout, payload: Tensor, flag: Tensor, sign: float) -> None:
+    values = reference.read_values(payload, layout.dtype)
+    launch(
+        move_residual, (triton.cdiv(layout.numel, _TILE),), tensor.view(-1), residual.view(-1), values, flag,
+        layout.numel, sign, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["limit"])
+def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    if HAS_R:
+        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
+    if tl.max(magnitude_bits(total), axis=0) >= INFINITY_BITS:
+        tl.store(flag_ptr, 1)
+    cut = tl.minimum(tl.maximum(total, -limit), limit)
+    tl.store(out_ptr + at, cut.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["sign"])
+def move_residual(g_ptr, r_ptr, sent_ptr, flag_ptr, n, sign, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """r <- r + sign * g - sign * sent, unless the flag is raised."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (at < n) & (tl.load(flag_ptr) == 0)
+    kept = tl.load(r_ptr + at, mask=inside, other=0.0)
+    kept += sign * tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    kept -= sign * tl.load(sent_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(r_ptr + at, kept, mask=inside)

@@ -1,0 +1,81 @@
+"""`thinwire bench codec --device cuda` for real, at a small size.
+
+Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_bench_codec_cuda.py
+"""
+
+import contextlib
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from thinwire import record
+from thinwire.bench.codec import gpu
+from thinwire.bench.codec.cases import default_specs
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:
+    pass
+
+PARTS = ("encode", "commit", "decode 1 x", "decode 8 x")
+
+
+def measured(
+    *specs: str, sizes: tuple[str, ...] = ("3000000",), dtypes: tuple[str, ...] = ()
+) -> tuple[str, list[dict]]:
+    """What is printed, and the rows that are written."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        path = Path(folder) / "rows.jsonl"
+        assert gpu.run(specs, sizes, dtypes, repeats=8, out=path) == 0
+        return printed.getvalue(), list(record.read(path))
+
+
+def test_the_whole_run() -> None:
+    printed, rows = measured()
+    first = default_specs("cuda")[0]
+    for dtype in ("float32", "bfloat16"):
+        mine = {row["name"]: row for row in rows if row["dtype"] == dtype}
+        names = [f"compress {spec}" for spec in default_specs("cuda")] + [f"{part} {first}" for part in PARTS]
+        names += ["copy", "residual.add_(grad)", "out.zero_()", "torch.topk, 1/64", "torch.topk, 1/8"]
+        if dtype == "float32":
+            names += [f"compress {name} update, one pass" for name in ("Adam's", "SGD's")]
+        else:
+            names += ["the same in float32"]
+        assert not set(names) - set(mine), set(names) - set(mine)
+        for row in mine.values():
+            assert 0 < row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"], row
+            ours = row["kernel"] != "torch"
+            assert not ours or row["kernel"].startswith("thinwire.kernels.cuda."), row
+            assert row["graph"] == ("chunk=none" not in row["name"] and not row["name"].startswith("torch")), row
+            assert row["name"] in printed
+        assert mine[f"compress {first}"]["speedup_over_torch_ops"] > 1
+        assert mine[f"compress {first}"]["torch_topk_ms"]["p50"] > 0
+    under = rows[0]["conditions"]
+    assert all(under[key] for key in ("device_name", "torch", "triton", "cuda", "date", "device_cache")), under
+    assert under["kernels"] == "cuda"
+    assert under["device_name"] in printed
+
+
+def test_compressors_by_name_in_all_their_parts_and_any_dtype() -> None:
+    specs = ("quantize:bits=4", "randomk:ratio=1/64", "none", "topk:ratio=1/16,bits=32,chunk=1024")
+    _, rows = measured(*specs, dtypes=("float16", "float64"))
+    for dtype in ("float16", "float64"):
+        names = {row["name"] for row in rows if row["dtype"] == dtype}
+        assert {f"{part} {spec}" for part in ("compress", *PARTS) for spec in specs} <= names
+    assert {row["kernel"].split(".")[-2] for row in rows if row["dtype"] == "float64" and row["kernel"] != "torch"} == {
+        "reference"
+    }
+
+
+if __name__ == "__main__":
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            function()
+            print(name, "ok", flush=True)
+    sys.exit(0)

@@ -1,0 +1,221 @@
+"""On a GPU nothing on the path of a step makes the host wait for the device, and nothing is allocated once it runs.
+
+torch raises where the host would wait ("error" below), but for the one wait that gloo needs: its bytes must have left
+the device before they can be sent. That is an explicit one, in a thread of the collectives.
+
+Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_no_waiting.py
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.kernels.cuda import topk
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:
+    pass
+
+NUMEL = 100_003
+SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8", "quantize:bits=1", "randomk:ratio=1/64", "none"]
+STEPS = 6
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_compressor_does_not_wait() -> None:
+    for spec in SPECS:
+        for dtype in (torch.float32, torch.bfloat16):
+            compressor = thinwire.compressor(spec)
+            tensor = torch.randn(NUMEL, device="cuda").to(dtype)
+            residual, out = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, dtype=dtype, device="cuda")
+            compressor.compress(tensor, residual, key=1)  # compiles
+            for _ in range(2):
+                with no_waiting():
+                    ct = compressor.compress(tensor, residual, key=1)
+                    compressor.compress(tensor, key=1)
+                    compressor.encode(tensor, residual, key=1)
+                    compressor.decompress(ct, out)
+                    compressor.accumulate(ct, out)
+            assert ct.finite
+            assert compressor.stats.nonfinite == 0
+            tensor[NUMEL // 2] = torch.inf
+            before = residual.clone()
+            with no_waiting():
+                ct = compressor.compress(tensor, residual, key=1)
+            assert not ct.finite
+            assert compressor.stats.nonfinite == 1
+            torch.testing.assert_close(residual, before, rtol=1e-6, atol=1e-5)
+            assert bool(compressor.decompress(ct).isnan().any())
+
+
+def test_nothing_is_allocated_once_it_runs() -> None:
+    for spec in SPECS:
+        compressor = thinwire.compressor(spec)
+        tensor, residual = torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+        for turn in range(12):
+            ct = compressor.compress(tensor, residual, key=turn)
+            compressor.decompress(ct, residual if spec == "none" else tensor.clone())
+            if turn == 3:
+                before = torch.cuda.memory_stats()
+        after = torch.cuda.memory_stats()
+        for name in ("num_device_alloc", "reserved_bytes.all.current"):
+            assert after.get(name, 0) == before.get(name, 0), (spec, name)
+
+
+# Two ranks on one GPU, over gloo --------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 300), nn.GELU(), nn.Linear(300, 10)).cuda()
+
+
+class Training:
+    """A model, its optimizer, and the data of some steps, all of it on the device."""
+
+    def __init__(self, kind: str) -> None:
+        self.module = DistributedDataParallel(model(), device_ids=[0])
+        if kind == "attach":
+            self.optimizer: Any = torch.optim.SGD(self.module.parameters(), lr=0.01)
+            self.sync: Any = thinwire.attach(self.module, SPECS[0])
+        else:
+            settings: dict[str, Any] = {"warmup_steps": 2, "lr": 1e-3}
+            if "clipped" in kind:
+                settings["max_grad_norm"] = 0.01
+            self.optimizer = getattr(thinwire, kind.split()[0])(self.module, **settings)
+            self.sync = self.optimizer.sync
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.data = torch.randn(STEPS, 32, 300, generator=generator).cuda()
+
+    def run(self, steps: int = STEPS) -> "Training":
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.module(self.data[step]).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def rank_main(rank: int, rendezvous: str) -> None:
+    torch.cuda.set_device(0)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    for kind in ("attach", "AdamW", "SGD", "AdamW clipped"):
+        expected = Training(kind).run().parameters()
+        training = Training(kind).run(3)
+        before = torch.cuda.memory_stats()
+        for _ in range(4):
+            training.run(3)
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before["num_device_alloc"], kind
+        training = Training(kind)
+        with no_waiting():
+            training.run()
+        assert training.sync.stats.skipped == 0
+        assert set(training.sync.policy.compressor.stats.kernels) == {"cuda"}, kind
+        found = training.parameters()
+        assert all(map(torch.equal, expected, found)), f"{kind}: not the same twice"
+        if kind != "attach":
+            check_fused(kind, found)
+            check_poison(kind)
+        print(kind, "ok", flush=True)
+    check_all_reduce()
+    dist.destroy_process_group()
+
+
+def check_fused(kind: str, found: list[torch.Tensor]) -> None:
+    """One pass or two: the same bits for Adam; for SGD a product may be rounded otherwise."""
+    usual, calls = topk.fuses, []
+
+    def never(layout: Any) -> bool:
+        calls.append(layout)
+        return False
+
+    topk.fuses = never
+    try:
+        apart = Training(kind).run().parameters()
+    finally:
+        topk.fuses = usual
+    assert calls, f"{kind}: its update is not made in one pass"
+    for one, other in zip(found, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def check_poison(kind: str) -> None:
+    """A NaN on rank 0: the step is skipped, and residuals are what they were, to the rounding of an addition."""
+    training = Training(kind).run(4)
+    kept = {name: residual.clone() for name, residual in training.sync.residuals.items()}
+    parameters = training.parameters()
+    if dist.get_rank() == 0:
+        training.data[0] = torch.nan
+    training.run(1)
+    assert training.sync.stats.skipped == 1
+    assert all(map(torch.equal, parameters, training.parameters()))
+    for name, residual in training.sync.residuals.items():
+        torch.testing.assert_close(residual, kept[name], rtol=1e-5, atol=1e-5)
+
+
+def check_all_reduce() -> None:
+    """Every algorithm, and a residual after a peer's NaN."""
+    for spec, algorithm in ((SPECS[0], "gather"), (SPECS[0], "sharded"), (SPECS[1], "sharded"), (SPECS[3], "values")):
+        residual, state = torch.zeros(NUMEL, device="cuda"), thinwire.ShardState() if algorithm == "sharded" else None
+        for step in range(4):
+            tensor = torch.randn(NUMEL, device="cuda")
+            if step == 3:
+                kept = residual.clone()
+                tensor[5] = torch.nan if dist.get_rank() == 0 else 1.0
+            waits = no_waiting() if step else warnings.catch_warnings()
+            with waits:
+                report = thinwire.all_reduce_compressed(
+                    tensor, spec, residual, algorithm=algorithm, state=state, key=step
+                ).report
+        assert not report.finite
+        assert bool(tensor.isnan().all())
+        torch.testing.assert_close(residual, kept, rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_do_not_wait() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, args=(f"{folder}/rendezvous",), nprocs=2)
+
+
+if __name__ == "__main__":
+    failed = 0
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                function()
+                print(name, "ok", flush=True)
+            except Exception:  # the others are worth knowing too
+                traceback.print_exc()
+                print(name, "FAILED", flush=True)
+                failed += 1
+    sys.exit(failed)

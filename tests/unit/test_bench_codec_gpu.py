@@ -1,0 +1,286 @@
+"""`thinwire bench codec --device cuda` on a machine without a GPU: its arguments, its rows, its table, and its checks.
+
+The kernels themselves run here in Triton's interpreter, and tests/gpu has the whole command.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from processes import run_python
+from thinwire import cli, kernels
+from thinwire.bench.codec.cases import default_specs, plan
+from thinwire.bench.codec.check import Mismatch
+from thinwire.bench.codec.command import Options
+from thinwire.bench.codec.gpu.check import check
+from thinwire.bench.codec.gpu.clock import SETS, Call
+from thinwire.bench.codec.gpu.floors import Floors
+from thinwire.bench.codec.gpu.parts import can_be_captured, measure
+from thinwire.bench.codec.gpu.rows import Row
+from thinwire.bench.codec.gpu.table import COLUMNS, NAME_WIDTH, NOTES, Table
+from thinwire.bench.measure import Timing
+from thinwire.kernels.layout import QuantizeLayout
+from thinwire.kernels.reference import quantize as reference_quantize
+
+HERE = Path(__file__).parent
+CONDITIONS = {
+    "device_name": "H200", "device_cache": 50 << 20, "driver": "580.1", "torch": "2.11", "triton": "3.6",
+    "thinwire": "0", "kernels": "cuda", "repeats": 50, "date": "2026-11-15",
+}  # fmt: skip
+
+
+def timing(milliseconds: float) -> Timing:
+    return Timing(0.9 * milliseconds, milliseconds, 1.1 * milliseconds, 50)
+
+
+class MadeUp:
+    """A clock that makes each call once, and says that it took a millisecond."""
+
+    def time(self, call: Call, samples: int, *, graph: bool) -> Timing:
+        call(SETS - 1)
+        return timing(1.0)
+
+    def peak(self, call: Call) -> int | None:
+        return 100
+
+
+# Arguments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--device cuda, but torch finds no CUDA device"),
+        (["--repeats", "0"], "--repeats 0, expected 1 or more"),
+        (["--threads", "2"], "--threads 2 with --device cuda, expected none"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "codec", "--device", "cuda", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("thinwire bench codec: error: ")
+    assert message in output.err
+
+
+def test_without_the_packages_of_the_command_line() -> None:
+    code = """
+        import sys
+        for name in ("tyro", "rich", "numba", "sklearn"):
+            sys.modules[name] = None
+        from thinwire.bench.codec import gpu
+        import thinwire.bench.codec.gpu.parts, thinwire.bench.codec.gpu.table, torch
+        torch.cuda.is_available = lambda: False
+        try:
+            gpu.run()
+        except ValueError as error:
+            print(error)
+        """
+    assert run_python(code) == "--device cuda, but torch finds no CUDA device"
+
+
+def test_defaults_are_those_of_the_device() -> None:
+    assert Options.defaults(["--device", "cuda"]).sizes == ("25M", "268435456")
+    assert Options.defaults(["--device=cuda"]).repeats == 50
+    assert Options.defaults([]) == Options()
+    assert {thinwire.compressor(spec).name for spec in default_specs("cuda")} == set(thinwire.registered())
+    assert default_specs("cuda")[0] == "topk:ratio=1/64,bits=2"
+
+
+# Rows and the table -------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_of_bfloat16_is_the_stricter_one() -> None:
+    floors = Floors(wide_add=timing(12.0), add=timing(15.0), add_bytes=10, write=timing(4.0))
+    assert floors.of(10) == {"floor": 10.0, "torch_floor": 15.0}
+    assert floors.of(24)["floor"] == 24.0
+
+
+def made_up_row(**more: Any) -> Row:
+    known: dict[str, Any] = {
+        "name": "compress topk:ratio=1/64,bits=2", "numel": 1 << 28, "dtype": "bfloat16", "entry_bytes": 10.0,
+        "time": timing(0.8), "graph": True, "floor": 0.6, "torch_floor": 0.9, "torch_ops": timing(8.0),
+        "torch_topk": timing(6.0), "kernel": "thinwire.kernels.cuda.topk", "payload_bytes": 1000,
+    }  # fmt: skip
+    return Row(**{**known, **more})
+
+
+def test_a_row_is_a_line_of_json() -> None:
+    line = json.loads(json.dumps(made_up_row().record(), allow_nan=False))
+    assert line["kind"] == "gpu"
+    assert line["ms"] == {"p20": 0.9 * 0.8, "p50": 0.8, "p80": 1.1 * 0.8, "samples": 50}
+    assert line["gb_per_s"] == pytest.approx(10 * (1 << 28) / 0.8e-3 / 1e9)
+    assert line["of_floor"] == pytest.approx(0.75)
+    assert line["of_torch_floor"] == pytest.approx(1.125)
+    assert line["speedup_over_torch_ops"] == pytest.approx(10.0)
+    assert line["torch_topk_ms"]["p50"] == 6.0
+    bare = made_up_row(floor=None, torch_floor=None, torch_ops=None, torch_topk=None).record()
+    assert [bare[key] for key in ("of_floor", "of_torch_floor", "speedup_over_torch_ops", "torch_topk_ms")] == [
+        None
+    ] * 4
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(CONDITIONS)
+    table.print(made_up_row())
+    table.print(made_up_row(name="torch.topk, 1/64", graph=False, floor=None, torch_floor=None, torch_ops=None))
+    table.print(made_up_row(numel=1 << 20))
+    table.print_notes()
+    first, empty, heading, row, bare, *rest = capsys.readouterr().out.splitlines()
+    assert first == "H200, driver 580.1, torch 2.11, Triton 3.6, thinwire 0, kernels cuda, 50 samples, 2026-11-15"
+    assert empty == ""
+    assert " ".join(heading.split()) == "268,435,456 x bfloat16 p20 p50 ms p80 GB/s of floor of add_ x torch"
+    assert row.split() == [*made_up_row().name.split(), "0.720", "0.800", "0.880", "3355", "75.0%", "112.5%", "10.0"]
+    assert bare.split() == ["torch.topk,", "1/64", "*", "0.720", "0.800", "0.880", "3355"]
+    assert len(heading) == len(row) == NAME_WIDTH + sum(column.width for column in COLUMNS)
+    assert rest[1].startswith("1,048,576 x bfloat16")
+    assert "cache" in rest[2]
+    assert "\n".join(rest).endswith(NOTES.strip("\n"))
+
+
+def test_a_narrow_terminal_gets_fewer_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Table(CONDITIONS).print(made_up_row())
+    *_, heading, row = capsys.readouterr().out.splitlines()
+    assert " ".join(heading.split()[3:]) == "p50 ms GB/s of floor x torch"
+    assert len(row) < 80
+
+
+# Measuring ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _two_passes() -> Iterator[None]:
+    with kernels.force("reference"):
+        yield
+
+
+PARTS = ("compress", "encode", "commit", "decode 1 x", "decode 8 x")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.usefixtures("_two_passes")
+def test_every_row_of_a_size(dtype: str) -> None:
+    """With the reference kernels: which rows there are, in which order, with which bytes."""
+    cases = plan(["topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"], ["64k"], [dtype])
+    rows = list(measure(cases, {"topk:ratio=1/64,bits=2"}, MadeUp(), 50))
+    wide = ["the same in float32"] if dtype != "float32" else []
+    assert [row.name for row in rows] == [
+        "copy", "residual.add_(grad)", *wide, "out.zero_()",
+        "torch.topk, 1/64", "torch: add topk gather fp16 clear, 1/64",
+        *(f"{part} topk:ratio=1/64,bits=2" for part in PARTS),
+        "compress quantize:bits=8",
+        "compress randomk:ratio=1/64",
+    ]  # fmt: skip
+    compress = next(row for row in rows if row.name.startswith("compress topk"))
+    assert compress.kernel == "thinwire.kernels.reference.topk"
+    assert compress.payload_bytes == cases[0].compressor.nbytes(64_000, cases[0].dtype)
+    add_bytes = {"float32": 12, "bfloat16": 10, "float64": 24}[dtype]
+    assert compress.entry_bytes == pytest.approx(add_bytes + compress.payload_bytes / 64_000)
+    assert compress.of_floor == pytest.approx(compress.entry_bytes / 12)
+    assert compress.of_torch_floor == pytest.approx(compress.entry_bytes / add_bytes)
+    assert compress.torch_topk == compress.torch_ops == timing(1.0)
+    assert compress.working_bytes == 100
+    assert not compress.graph  # the reference waits for the device
+    by_name = {row.name: row for row in rows}
+    assert by_name["compress quantize:bits=8"].torch_ops is None
+    assert by_name["decode 8 x topk:ratio=1/64,bits=2"].of_floor == 1.0
+    assert all(row.torch_ops is None for row in rows if not row.name.startswith("compress"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"])
+def test_in_the_interpreter(spec: str) -> None:
+    """The very kernels, checked and called as on a GPU: with one pass, and an optimizer's update in it."""
+    code = f"""
+        from thinwire import kernels
+        kernels._DEVICES["cuda"] = "cpu"
+        from test_bench_codec_gpu import MadeUp
+        from thinwire.bench.codec.cases import plan
+        from thinwire.bench.codec.gpu.parts import measure
+        with kernels.force("cuda"):
+            cases = plan(["{spec}"], ["4197"], ["float32"])
+            rows = list(measure(cases, {{"{spec}"}}, MadeUp(), 50))
+        for row in rows:
+            if row.kernel != "torch":
+                print(row.name, row.kernel, row.graph, sep="; ")
+        """
+    printed = run_python(
+        code, time_limit=250, TRITON_INTERPRET="1", PYTHONPATH=f"{HERE}:{HERE.parent}", PYTHONWARNINGS="ignore",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    kernel = "thinwire.kernels.cuda." + spec.split(":")[0]
+    fused = [f"compress {name} update, one pass; {kernel}; True" for name in ("Adam's", "SGD's")]
+    expected = [f"{part} {spec}; {kernel}; True" for part in PARTS]
+    assert printed.splitlines() == expected + (fused if "topk" in spec else [])
+
+
+def test_long_records_cannot_be_captured() -> None:
+    pytest.importorskip("triton")
+    from thinwire.kernels.cuda import topk
+
+    for spec, captured in (("topk:ratio=1/64", True), ("topk:ratio=1/64,chunk=none", False)):
+        layout = thinwire.compressor(spec).layout(100_000, torch.float32)
+        assert can_be_captured(topk, layout) == captured
+    assert not can_be_captured(reference_quantize, layout)
+
+
+class Broken:
+    """The reference's Quantize, with one function spoilt."""
+
+    def __init__(self, spoilt: str) -> None:
+        self._spoilt = spoilt
+
+    def encode(self, *arguments: Any) -> bool:
+        finite = reference_quantize.encode(*arguments)
+        self._spoil("encode", arguments[-1])
+        return finite
+
+    def commit(self, tensor: Tensor, residual: Tensor, *rest: Any) -> None:
+        reference_quantize.commit(tensor, residual, *rest)
+        self._spoil("commit", residual)
+
+    def decode(self, payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, *rest: Any) -> None:
+        reference_quantize.decode(payloads, layout, key, out, *rest)
+        self._spoil(f"decode {payloads.shape[0]}", out)
+
+    def _spoil(self, name: str, tensor: Tensor) -> None:
+        if name == self._spoilt:
+            tensor[17] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ("encode", "compress: payload: 1 of .* differ from the reference, the first at 17"),
+        ("commit", "compress: residual: 1 of 5000 differ from the reference, the first at 17"),
+        ("decode 1", "decode of 1: result: 1 of 5000 differ"),
+        ("decode 8", "decode of 8: result: 1 of 5000 differ"),
+    ],
+)
+def test_nothing_wrong_is_timed(spoilt: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: dict[str, Any] = vars(kernels)["_MODULES"]
+    monkeypatch.setitem(modules["cpu"], QuantizeLayout, Broken(spoilt))
+    cases = plan(["none", "quantize:bits=8"], ["5000"], ["float32"])
+    rows = []
+    with pytest.raises(Mismatch, match=f"^5,000 x float32, quantize:bits=8: {message}"):
+        rows.extend(row.name for row in measure(cases, set(), MadeUp(), 1))
+    assert rows[-1] == "compress none"
+    monkeypatch.undo()
+    layout = cases[-1].compressor.layout(5000, torch.float32)
+    residual = torch.randn(5000)
+    before = residual.clone()
+    check(layout, 0, torch.randn(5000), residual)
+    assert torch.equal(residual, before)
