@@ -150,6 +150,28 @@ def test_graph_capture() -> None:
             assert torch.equal(out, compressor.decompress(ct, weight=0.5)), spec
 
 
+def test_graph_capture_of_a_compressor() -> None:
+    for spec in (*SPECS, "randomk:ratio=1/64", "none"):
+        compressor = thinwire.compressor(spec)
+        tensor, residual, out = (torch.zeros(50_003, device="cuda") for _ in range(3))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, and fills the caches
+            for _ in range(3):
+                compressor.decompress(compressor.compress(tensor, residual, key=1), out)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compressor.decompress(compressor.compress(tensor, residual, key=1), out)
+        expected = torch.zeros_like(residual)
+        residual.zero_()
+        for seed in range(3):
+            tensor.copy_(torch.randn(50_003, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            assert torch.equal(out, compressor.decompress(compressor.compress(tensor, expected, key=1))), spec
+            assert torch.equal(expected, residual), spec
+
+
 def test_more_than_two_to_the_31_entries() -> None:
     """Positions beyond 32 bits. The last chunk is compared with the same entries by themselves."""
     numel = (1 << 31) + 4096

@@ -1,9 +1,11 @@
 """Runs a job: in a thread of its group, on a stream of its own, segment after segment."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from .gather import gather
 from .handle import Handle, Promise
 from .hierarchical import hierarchical
 from .job import Job
+from .plan import AT_ONCE
 from .sharded import sharded
 from .stage import COMPUTE, Outcome, Stage
 from .step import Received, Step
@@ -48,7 +51,7 @@ def submit(job: Job, part: Part | None = None) -> Handle:
     promise, stream = Promise(job.tensor.device), None
     if job.tensor.device.type == "cuda":
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
-        stream = torch.cuda.Stream(job.tensor.device)
+        stream = _side_stream(job.tensor.device)
         stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
         for used in (job.tensor, job.residual, *job.owner_residuals):
             if used is not None:
@@ -93,6 +96,18 @@ def submit(job: Job, part: Part | None = None) -> Handle:
 
     job.operations[-1].channel.pool.submit(work)
     return Handle(promise, job.report)
+
+
+_LOCK = threading.Lock()
+_streams: dict[torch.device, Iterator[torch.cuda.Stream]] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One of a few, in turn. Memory that was freed on a stream is used again on that stream alone."""
+    with _LOCK:
+        if device not in _streams:
+            _streams[device] = cycle([torch.cuda.Stream(device) for _ in range(AT_ONCE)])
+        return next(_streams[device])
 
 
 def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:

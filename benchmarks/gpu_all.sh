@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in some five minutes: tests and compute-sanitizer side by side, then what is timed.
+# usage: benchmarks/gpu_all.sh FOLDER    which gets the outputs
+set -u
+cd "$(dirname "$0")/.."
+out=${1:?a folder for the outputs}
+export PYTHONPATH=src:tests:${PYTHONPATH:-} PYTHONUNBUFFERED=1
+check() { # name, command ...
+    name=$1
+    shift
+    timeout 280 "$@" >"$out/$name.txt" 2>&1
+    echo "$name: exit $?"
+}
+for name in kernels_cuda collectives local_world_cuda no_waiting bench_codec_cuda; do
+    check "$name" python3 "tests/gpu/test_$name.py" &
+done
+for tool in memcheck racecheck; do
+    check "$tool" benchmarks/gpu_sanitize.sh "$tool" &
+done
+wait
+check step python3 benchmarks/gpu_step.py --out "$out/step-h200.jsonl"
+check codec python3 -c "
+from thinwire.bench.codec import gpu
+raise SystemExit(gpu.run(out='$out/codec-h200.jsonl'))"
+cat "$out/step.txt" "$out/codec.txt"
