@@ -27,13 +27,15 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("thinwire.train:run", "train a model between workers that send few bytes"),
+    "plan": Command("thinwire.plan:run", "predict what compression brings, from numbers or measured, and what to use"),
     "bench codec": Command(
-        "thinwire.bench.codec:run", "time, bytes and memory of every compressor, beside plain torch"
+        "thinwire.bench.codec.command:run", "time, bytes and memory of every compressor, beside plain torch"
     ),
     "bench allreduce": Command(
         "thinwire.bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
     ),
     "bench link": Command("thinwire.bench.link:run", "a training step over slow links, beside every peer"),
+    "bench results": Command("thinwire.bench.results:run", "tables and a plot of what bench link measured"),
     "bench step": Command("thinwire.bench.step:run", "time and memory of a training step, beside torch's own"),
     "bench recipe": Command(
         "thinwire.bench.recipe:run", "loss and bytes of training by different recipes, beside dense and torch's hooks"

@@ -54,8 +54,8 @@ def test_which_kernels_ran() -> None:
     for spec in ALL_SPECS:
         compressor = thinwire.compressor(spec)
         ct = compressor.compress(torch.randn(9001, device="cuda"), key=1)
-        assert ct.kernels == "cuda", spec
-        assert compressor.stats.kernels == {"cuda": 1}
+        assert ct.kernels == ("reference" if "block=65536" in spec else "cuda"), spec
+        assert compressor.stats.kernels == {ct.kernels: 1}
         with kernels.force("reference"):
             other = compressor.compress(torch.randn(9001, device="cuda"), key=1)
         assert other.kernels == "reference"

@@ -73,7 +73,7 @@ def test_every_option_has_help() -> None:
     result = run("bench", "codec", "--help")
     assert result.returncode == 0
     lines = [line.strip("│ ") for line in result.stdout.splitlines()]
-    for option in ("--specs", "--sizes", "--dtypes", "--device", "--repeats", "--threads", "--json"):
+    for option in ("--specs", "--sizes", "--dtypes", "--device", "--repeats", "--threads", "--out"):
         at = next(n for n, line in enumerate(lines) if line.startswith(option))
         assert len(lines[at].split()) > 4, lines[at]
 
@@ -96,7 +96,7 @@ def test_every_option_has_help() -> None:
         (["bench", "codec", "--sizes"], "--sizes without a size"),
         (["bench", "codec", "--specs", "zip"], "compressor 'zip' in 'zip' is unknown"),
         (["bench", "codec", "--specs", "topk:ratio=2"], "ratio='2' in 'topk:ratio=2'"),
-        (["bench", "codec", "--sizes", "100", "--json", "/nonexistent/rows.jsonl"], "/nonexistent/rows.jsonl"),
+        (["bench", "codec", "--sizes", "100", "--out", "/nonexistent/rows.jsonl"], "/nonexistent/rows.jsonl"),
     ],
 )
 def test_wrong_usage_is_one_line(

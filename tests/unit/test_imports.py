@@ -16,6 +16,7 @@ TRAINING = {
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"plan"},
     {"bench"},
     {"train"},
     {"report"},

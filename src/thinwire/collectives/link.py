@@ -178,4 +178,6 @@ def _host_buffer(buffer: Tensor) -> Tensor:
 def _synchronize(outgoing: Buffers, sends: Buffers) -> None:
     """Copies to pinned memory are asynchronous: gloo must not read before they have arrived."""
     if any(outgoing[peer] is not sends[peer] for peer in outgoing):
-        torch.cuda.current_stream().synchronize()
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record()
+        arrived.synchronize()

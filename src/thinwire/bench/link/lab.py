@@ -13,13 +13,13 @@ Both ends of a link are shaped by a token bucket (`tc ... tbf`), so a rank sends
 """
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _FOLDER = Path("/run/netns")
@@ -33,16 +33,17 @@ _BURST_SECONDS, _SMALLEST_BURST = 0.002, 16_000
 _QUEUE_SECONDS = 0.05
 
 
-def why_not() -> str | None:
-    """Why no lab can be built here; None if it can."""
+def what_is_missing() -> str | None:
+    """Why no lab can be built here, not even by root; None if it can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, this is {sys.platform}"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not found: install iproute2"
-    if os.geteuid():
-        return "network namespaces need root, and this is not root"
-    return None
+    return f"{' and '.join(missing)} not found: install iproute2" if missing else None
+
+
+def why_not() -> str | None:
+    """Why this process cannot build a lab; None if it can."""
+    return what_is_missing() or ("network namespaces need root, and this is not root" if os.geteuid() else None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Links:
         with open(_FOLDER / self.namespaces[rank + 1], encoding="utf-8") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+    def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
+        """What `source` has to connect to, in order to be connected to this port of a rank: nothing special here."""
+        return self.address(rank), port
 
 
 class Lab:
@@ -101,6 +107,10 @@ class Lab:
                     )  # fmt: skip
         self._rate = rate
 
+    def sent_bytes(self) -> list[int]:
+        """By the interface of each rank so far, headers included."""
+        return [_counters(namespace)["tx"]["bytes"] for namespace in self.links.namespaces[1:]]
+
     def __enter__(self) -> Self:
         sweep()
         self._guard = _guard(self.links.namespaces)
@@ -111,9 +121,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._remove()
 
     def _build(self) -> None:
@@ -138,11 +146,6 @@ class Lab:
         self._guard.communicate(timeout=_LIMIT_SECONDS)
 
 
-def sent_bytes() -> int:
-    """By the interface of the namespace that the calling thread is in."""
-    return int(Path("/proc/thread-self/net/dev").read_text().partition("eth0:")[2].split()[8])
-
-
 def sweep() -> None:
     """Remove what is left of labs whose process is gone."""
     for path in _FOLDER.glob("thinwire-*"):
@@ -161,7 +164,14 @@ def _guard(namespaces: list[str]) -> "subprocess.Popen[bytes]":
     )
 
 
-def _run(*command: str) -> None:
+def _counters(namespace: str) -> dict[str, dict[str, int]]:
+    (shown,) = json.loads(_run("ip", "-json", "-statistics", "-n", namespace, "link", "show", "dev", "eth0"))
+    counters: dict[str, dict[str, int]] = shown.get("stats64") or shown["stats"]
+    return counters
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,31 +1,17 @@
 """Models by their number of parameters: what crosses the link depends on it, and little else does."""
 
-from dataclasses import dataclass
-from math import sqrt
-
 import torch
 from torch import Tensor, nn
 
+from .settings import Model
 
-@dataclass(frozen=True)
-class Model:
-    """kind   gpt: the linear layers of 6 blocks of a GPT; cnn: 8 convolutions of 16 x 16 images.
-    parameters   about so many."""
 
-    kind: str
-    parameters: float
-    batch_size: int
+def build(model: Model) -> nn.Module:
+    return _gpt(model.width) if model.kind == "gpt" else _cnn(model.width)
 
-    def build(self) -> nn.Module:
-        return _gpt(self._width) if self.kind == "gpt" else _cnn(self._width)
 
-    def batch(self) -> Tensor:
-        return torch.randn(self.batch_size, *([self._width] if self.kind == "gpt" else [self._width, 16, 16]))
-
-    @property
-    def _width(self) -> int:
-        per_square = 6 * 12 if self.kind == "gpt" else 8 * 9
-        return max(8, 8 * round(sqrt(self.parameters / per_square) / 8))
+def batch(model: Model) -> Tensor:
+    return torch.randn(model.batch_size, *([model.width] if model.kind == "gpt" else [model.width, 16, 16]))
 
 
 class Block(nn.Module):

@@ -1,10 +1,9 @@
-"""A rank in the lab: enters its namespace, joins the others over the links, and takes timed steps."""
+"""A rank: enters its end of the links, joins the others over them, and takes timed steps."""
 
 import gc
-import os
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -12,30 +11,21 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
-from .lab import Links, sent_bytes
-from .models import Model
-from .ways import WAYS, Way
-
-TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Steps of one way on one rank."""
-
-    milliseconds: list[float]
-    bytes_per_step: float
-    """By the counter of the interface, headers included."""
+from .models import batch, build
+from .network import Links
+from .settings import Model
+from .timeline import Marks, Recorded, Timeline, operations_of, timeline
+from .ways import Way, way
 
 
 class LinkRank:
-    def __init__(self, rank: int, size: int, links: Links) -> None:
-        self._rank, self._size, self._links = rank, size, links
+    """timeout   seconds for any exchange, after which it is an error."""
+
+    def __init__(self, rank: int, size: int, links: Links, timeout: float) -> None:
+        self._rank, self._size, self._links, self._timeout = rank, size, links, timedelta(seconds=timeout)
         links.enter(rank)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        warnings.filterwarnings(
-            "ignore", ".*AdamW on gradients compressed by"
-        )  # the time of it is asked for, not the loss
+        # The time of it is asked for, not the loss.
+        warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         self._store: TCPStore | None = None
         self._way: Way | None = None
 
@@ -43,34 +33,47 @@ class LinkRank:
         """Rank 0 hosts the store; its port."""
         if self._rank:
             return 0
-        self._store = TCPStore(self._links.address(0), 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self._store = TCPStore(self._links.address(0), 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._store.port)
 
     def join(self, port: int) -> None:
-        store = self._store or TCPStore(self._links.address(0), port, is_master=False, timeout=TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=TIMEOUT)
+        host, port = self._links.reach(self._rank, 0, port)
+        store = self._store or TCPStore(host, port, is_master=False, timeout=self._timeout)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
 
-    def start(self, way: str, model: Model) -> None:
+    def start(self, name: str, model: Model) -> None:
         self._way = None
         gc.collect()
         torch.manual_seed(0)
-        self._way = WAYS[way](model.build())
+        self._way = way(name)(build(model))
         torch.manual_seed(1 + self._rank)
-        self._batch = model.batch()
+        self._batch = batch(model)
 
-    def steps(self, count: int) -> Taken:
-        """Take so many steps; each begins when all ranks are there."""
+    def steps(self, count: int) -> list[float]:
+        """Milliseconds of so many steps."""
         assert self._way is not None
-        taken, before = [], sent_bytes()
-        for _ in range(count):
-            started = time.perf_counter()
-            self._step(self._way)
-            taken.append(1e3 * (time.perf_counter() - started))
-        return Taken(taken, (sent_bytes() - before) / count)
+        marks = [self._step(self._way) for _ in range(count)]
+        return [1e3 * (one.end - one.begin) for one in marks]
 
-    def _step(self, way: Way) -> None:
+    def timeline(self) -> Timeline | None:
+        """Of one more step, which all ranks begin together; None for ways that record nothing."""
+        assert self._way is not None
+        sync = self._way.sync
+        if sync is None:
+            self._step(self._way)
+            return None
+        dist.barrier()
+        recorded: list[Recorded | None] = []
+        marks = self._step(self._way, lambda: recorded.append(operations_of(sync)))
+        return None if recorded[0] is None else timeline(marks, recorded[0])
+
+    def _step(self, way: Way, after_backward: Callable[[], None] = lambda: None) -> Marks:
+        begin = time.perf_counter()
         way.optimizer.zero_grad()
         loss = F.mse_loss(way.module(self._batch), torch.zeros(()).expand_as(self._batch))
+        backward = time.perf_counter()
         loss.backward()
-        way.after_backward()
+        optimizer = time.perf_counter()
+        after_backward()
         way.optimizer.step()
+        return Marks(begin, backward, optimizer, time.perf_counter())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from thinwire.bench.tables import print_table
 
 from .measured import Row
-from .settings import Settings
+from .settings import INSTALL_POWERSGD, Settings
 
 
 def print_rows(settings: Settings, rows: Sequence[Row]) -> None:
@@ -20,7 +20,7 @@ def print_rows(settings: Settings, rows: Sequence[Row]) -> None:
         lines = [_line(way, found, settings) for way in settings.ways]
         print_table(f"{world} ranks, {settings.model.kind}, median of a step", headers, lines, text=[""])
     if settings.left_out:
-        print(f"Left out: {', '.join(settings.left_out)}, which is not installed (pip install powersgd).")
+        print(f"Left out: {', '.join(settings.left_out)}, which is not installed ({INSTALL_POWERSGD}).")
 
 
 def _line(way: str, found: dict[tuple[str, str], Row], settings: Settings) -> list[str]:

@@ -1,11 +1,12 @@
-"""The ways to train that are compared: torch's own, its hooks, a package, and thinwire's two.
+"""The ways to train that are compared: torch's own, its hooks, a package, and thinwire's.
 
-Each makes of a model, the same on every rank, what a step needs. All have AdamW's arithmetic, torch's or thinwire's.
+Each makes of a model, the same on every rank, what a step needs. All but thinwire.SGD have AdamW's arithmetic.
 torch's 8-bit and bf16 hooks do not run on gloo, so bf16 is done here as its hook does it: cast, all-reduce, cast back.
 """
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+
+from .settings import MODES, PEERS, POWERSGD_PACKAGE
 
 _ONE_BUCKET_MB = 1 << 14
 """With several buckets torch's PowerSGD issues its collectives in an order that differs between ranks: gloo aborts."""
@@ -24,7 +27,22 @@ _WARMUP_STEPS = 2
 class Way(NamedTuple):
     module: nn.Module
     optimizer: Any
-    after_backward: Callable[[], None] = lambda: None
+    sync: thinwire.Synchronizer | None = None
+    """Of thinwire's ways."""
+
+
+Maker = Callable[[nn.Module], Way]
+
+
+def way(name: str) -> Maker:
+    """ValueError if there is none of this name."""
+    if name in _PEERS:
+        return _PEERS[name]
+    mode, _, spec = name.partition(" ")
+    if mode not in MODES:
+        raise ValueError(f"way {name!r}, expected one of {', '.join(PEERS)}, or one of {', '.join(MODES)} with a spec")
+    thinwire.compressor(spec)
+    return partial(_attached if mode == "attach" else partial(_stepping, mode.removeprefix("thinwire.")), spec)
 
 
 def nothing(model: nn.Module) -> Way:
@@ -48,7 +66,7 @@ def bf16(model: nn.Module) -> Way:
     return _hooked(model, None, _bf16_hook)
 
 
-def powersgd(rank: int) -> Callable[[nn.Module], Way]:
+def powersgd(rank: int) -> Maker:
     def make(model: nn.Module) -> Way:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -59,7 +77,8 @@ def powersgd(rank: int) -> Callable[[nn.Module], Way]:
 
 
 def powersgd_package(model: nn.Module) -> Way:
-    """Of the method's authors: pip install powersgd. After the backward pass, no DDP."""
+    """Of the method's authors. It exchanges after the backward pass, without DDP, and keeps what it has not sent in the
+    gradients: so these are not cleared."""
     package: Any = importlib.import_module("powersgd")
     config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregator = package.PowerSGD(list(model.parameters()), config=config)
@@ -67,7 +86,7 @@ def powersgd_package(model: nn.Module) -> Way:
 
     class Stepping:
         def zero_grad(self) -> None:
-            optimizer.zero_grad(set_to_none=False)
+            pass
 
         def step(self) -> None:
             package.optimizer_step(optimizer, aggregator)
@@ -75,40 +94,30 @@ def powersgd_package(model: nn.Module) -> Way:
     return Way(model, Stepping())
 
 
-def attached(spec: str) -> Callable[[nn.Module], Way]:
+def _attached(spec: str, model: nn.Module) -> Way:
     """thinwire compresses the gradients, torch's optimizer steps."""
-
-    def make(model: nn.Module) -> Way:
-        module = DDP(model)
-        thinwire.attach(module, spec)
-        return Way(module, _adamw(model))
-
-    return make
+    module = DDP(model)
+    sync = thinwire.attach(module, spec)
+    return Way(module, _adamw(model), sync)
 
 
-def updates(spec: str) -> Callable[[nn.Module], Way]:
-    """thinwire.AdamW compresses its updates."""
-
-    def make(model: nn.Module) -> Way:
-        module = DDP(model)
-        return Way(module, thinwire.AdamW(module, lr=1e-5, compressor=spec, warmup_steps=_WARMUP_STEPS))
-
-    return make
+def _stepping(optimizer: str, spec: str, model: nn.Module) -> Way:
+    """thinwire's optimizer compresses its updates."""
+    module = DDP(model)
+    made = getattr(thinwire, optimizer)(module, lr=1e-5, compressor=spec, warmup_steps=_WARMUP_STEPS)
+    return Way(module, made, made.sync)
 
 
-TOPK = "topk:ratio=1/64,bits=2"
-WAYS: dict[str, Callable[[nn.Module], Way]] = {
+_PEERS: dict[str, Maker] = {
     "no communication": nothing,
     "dense": dense,
     "fp16 hook": fp16,
     "bf16": bf16,
     "powersgd rank 1": powersgd(1),
     "powersgd rank 4": powersgd(4),
-    "powersgd package": powersgd_package,
-    "attach quantize:bits=8": attached("quantize:bits=8"),
-    f"attach {TOPK}": attached(TOPK),
-    f"thinwire.AdamW {TOPK}": updates(TOPK),
+    POWERSGD_PACKAGE: powersgd_package,
 }
+assert tuple(_PEERS) == PEERS
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
