@@ -44,6 +44,8 @@ WAYS = {
     "attach quantize:bits=8": "quantize:bits=8",
     f"thinwire.AdamW {TOPK}": TOPK,
     f"thinwire.SGD {TOPK}": TOPK,
+    "dense, buckets of 100 MB": None,
+    f"thinwire.AdamW {TOPK}, buckets of 100 MB": TOPK,
 }
 
 
@@ -52,7 +54,10 @@ class Way:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.module = DistributedDataParallel(CONFIG.build(0).cuda(), device_ids=[0], gradient_as_bucket_view=True)
+        self.module = DistributedDataParallel(
+            CONFIG.build(0).cuda(), device_ids=[0], gradient_as_bucket_view=True,
+            bucket_cap_mb=100 if "100 MB" in name else None,
+        )  # fmt: skip
         told: Any = WAYS[name]
         if name.startswith("thinwire.AdamW"):
             self.optimizer: Any = thinwire.AdamW(self.module, lr=1e-4, compressor=told, warmup_steps=2)
@@ -116,13 +121,13 @@ def report(times: dict[str, list[float]], sent: dict[str, float], out: str) -> N
         "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     rows = []
-    print(f"{conditions}\n{'way':34} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'MB per rank and step':>21}")
+    print(f"{conditions}\n{'way':56} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'MB per rank and step':>21}")
     dense = statistics.median(times["dense"])
     for name, taken in times.items():
         fifths = statistics.quantiles(taken, n=5)
         row = {"way": name, "p20": fifths[0], "p50": statistics.median(taken), "p80": fifths[3], "bytes": sent[name]}
         rows.append(row)
-        print(f"{name:34} {row['p20']:9.1f} {row['p50']:9.1f} {row['p80']:9.1f} {dense / row['p50']:8.2f} "
+        print(f"{name:56} {row['p20']:9.1f} {row['p50']:9.1f} {row['p80']:9.1f} {dense / row['p50']:8.2f} "
               f"{sent[name] / 1e6:21.2f}", flush=True)  # fmt: skip
     if out:
         Path(out).write_text("".join(json.dumps(line) + "\n" for line in [conditions, *rows]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,28 @@ _NO_LIMIT = 1 << 62
 """For one operation: all are held until the step is settled, so cutting one into segments would save nothing."""
 
 
+_DENSE_BYTES = 1 << 20
+"""Dense parts of buckets wait for each other until they are so many: each operation costs, however small."""
+
+
 def _nothing() -> None:
     return None
+
+
+@dataclass
+class DenseParts:
+    """What of one bucket goes dense, together with that of others."""
+
+    tensor: Tensor
+    spans: tuple[tuple[int, int], ...]
+    taken_out: Tensor
+    """The entries, packed: a copy, since zeros take their place in the bucket; then their average."""
+    future: "Future[Tensor]"
+
+    def put_back(self) -> None:
+        parts = self.taken_out.split([end - begin for begin, end in self.spans])
+        for (begin, end), part in zip(self.spans, parts, strict=True):
+            self.tensor[begin:end] = part
 
 
 class Transform(Protocol):
@@ -90,6 +110,8 @@ class Exchange:
     shown: list[tuple[str, ...]] = field(default_factory=list)
     """The buckets as they came, if they were put together otherwise."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
+    _dense: list[DenseParts] = field(default_factory=list)
+    """Not issued yet."""
 
     def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
         """Average one bucket, in place; the future is that of its tensor."""
@@ -103,8 +125,15 @@ class Exchange:
         else:
             future = self._issue(bucket)
         if last:
+            self._issue_dense()
             self._close()
         return future
+
+    def abandon(self, reason: str) -> None:
+        """The step will not be finished, as after an error in the middle of a backward pass."""
+        if self.step.abandon(reason):
+            for future in [*(parts.future for parts in self._dense), *(future for _, future in self._waiting)]:
+                future.set_exception(RuntimeError(reason))  # type: ignore[arg-type]
 
     def _close(self) -> None:
         self.shown = self.shown or self.layout
@@ -136,7 +165,7 @@ class Exchange:
             pass_result(whole, future, bucket.tensor)
 
     def _issue(self, bucket: Bucket) -> "Future[Tensor]":
-        tensor, size, transform = bucket.tensor, self.sync.world_size, self.sync.transform
+        tensor, size = bucket.tensor, self.sync.world_size
         self.layout.append(bucket.names)
         self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
         self.bytes_dense += ring(tensor.nbytes, size)
@@ -148,21 +177,34 @@ class Exchange:
             self.handles.append(handle)
             return handle.get_future().then(lambda done: done.value()[0])
 
-        plan, futures = self.sync.plan(bucket, self), []
-        packed: Tensor | None = None
-        if plan.dense:
-            packed = torch.cat([tensor[begin:end] for begin, end in plan.dense])
+        plan = self.sync.plan(bucket, self)
+        taken_out = [tensor[begin:end] for begin, end in plan.dense]
+        packed = torch.cat(taken_out) if taken_out else None
+        futures: list[Future[Any]] = [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
+        if packed is None:
+            return when_all(futures, tensor, _nothing)
+        dense = DenseParts(tensor, plan.dense, packed, future_on(tensor.device))
+        self._dense.append(dense)
+        if sum(parts.taken_out.nbytes for parts in self._dense) >= _DENSE_BYTES:
+            self._issue_dense()
+        return when_all([*futures, dense.future], tensor, dense.put_back)
+
+    def _issue_dense(self) -> None:
+        """Those that wait, in one operation for each kind of tensor."""
+        waiting, self._dense = self._dense, []
+        kinds: dict[tuple[torch.dtype, torch.device], list[DenseParts]] = {}
+        for parts in waiting:
+            kinds.setdefault((parts.tensor.dtype, parts.tensor.device), []).append(parts)
+        for group in kinds.values():
+            packed = torch.cat([parts.taken_out for parts in group])
+            shares = packed.split([parts.taken_out.numel() for parts in group])
+            for parts, share in zip(group, shares, strict=True):
+                parts.taken_out = share
+            transform = self.sync.transform
             prepare = partial(transform.gradient, packed) if transform is not None else _nothing
-            futures.append(self._start(packed, DENSE, 0, before=prepare))
-        futures += [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
-
-        def put_back() -> None:
-            if packed is not None:
-                parts = packed.split([end - begin for begin, end in plan.dense])
-                for (begin, end), part in zip(plan.dense, parts, strict=True):
-                    tensor[begin:end] = part
-
-        return when_all(futures, tensor, put_back)
+            done = self._start(packed, DENSE, 0, before=prepare)
+            for parts in group:
+                pass_result(done, parts.future, parts.tensor)
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
         transform, gaps = self.sync.transform, run.gaps()

@@ -42,10 +42,10 @@ def when_all(futures: "Sequence[Future[Any]]", tensor: Tensor, finish: Callable[
     return made
 
 
-def pass_result(source: "Future[Tensor]", target: "Future[Tensor]", tensor: Tensor) -> None:
+def pass_result(source: "Future[Any]", target: "Future[Tensor]", tensor: Tensor) -> None:
     """Let `target`, of `tensor`, be done when `source` is."""
 
-    def pass_on(done: "Future[Tensor]") -> None:
+    def pass_on(done: "Future[Any]") -> None:
         try:
             done.wait()
             target.set_result(tensor)

@@ -234,7 +234,7 @@ class Synchronizer:
             self._check(bucket)
             future = exchange.reduce(bucket, last=last)
         except BaseException as error:
-            exchange.step.abandon(str(error))
+            exchange.abandon(str(error))
             raise
         if last:
             self.entries, self._layout = {**(self.entries or {}), **exchange.entries}, exchange.shown
@@ -298,7 +298,7 @@ class Synchronizer:
         if self._loaded:
             self._compare_steps(device)
         if self._exchange is not None:
-            self._exchange.step.abandon("its backward pass did not come to an end")
+            self._exchange.abandon("its backward pass did not come to an end")
         self._follow_scale()
         number = self._stats.steps
         self._share_anew(number)

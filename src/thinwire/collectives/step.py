@@ -59,13 +59,14 @@ class Step:
             self._closed = True
         self._settle_if_complete()
 
-    def abandon(self, reason: str) -> None:
-        """The step will not be finished, as after an error in the middle of a backward pass."""
+    def abandon(self, reason: str) -> bool:
+        """The step will not be finished, as after an error in the middle of a backward pass. False: it will be."""
         with self._lock:
             if self._closed:
-                return
+                return False
             self._error = self._error or RuntimeError(reason)
         self.close()
+        return True
 
     def _settle_if_complete(self) -> None:
         with self._lock:

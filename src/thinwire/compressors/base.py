@@ -205,7 +205,8 @@ class Compressor(ABC):
                 if device_kernel is None:
                     finite = kernel.encode(tensor, residual, layout, draw, payload)
                 else:
-                    finite = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+                    make = torch.empty if updated else torch.zeros  # `compress` begins with it
+                    finite = make(1, dtype=torch.int32, device=tensor.device)
                     if fused is not None and residual is not None:
                         fused.compress(tensor, residual, layout, draw, payload, finite, update)
                     elif updated and residual is not None:

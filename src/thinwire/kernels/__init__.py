@@ -66,7 +66,10 @@ class Kernel(Protocol):
 
 
 class DeviceKernel(Protocol):
-    """Kernels of a device that works on its own. flag: an int32 there, 0 before, 1 afterwards if not finite."""
+    """Kernels of a device that works on its own. flag: an int32 there, 1 afterwards if not finite, else 0.
+
+    `encode_flagged` wants it to be 0 before.
+    """
 
     def encode_flagged(
         self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor

@@ -146,9 +146,9 @@ class AdamW(CompressedOptimizer):
         else:
             parameter.sub_((m / denominator).mul_(float(group["lr"]) / first).to(parameter.dtype))
 
-    def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
-        parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        parameter.add_(update, alpha=-group["reference_lr"])
+    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+        torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])
 
     def _after_step(self) -> None:
         warms_up = self._transform.as_gradients

@@ -151,7 +151,7 @@ class CompressedOptimizer(Optimizer):
         """As torch's optimizer would."""
 
     @abstractmethod
-    def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None: ...
+    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None: ...
 
     def _after_step(self) -> None:
         """A step was taken."""
@@ -166,17 +166,20 @@ class CompressedOptimizer(Optimizer):
 
     def _apply(self, group: dict[str, Any]) -> None:
         unscale = 1.0 / self._transform.scale
+        updated: list[Tensor] = []
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.grad is None:
                 continue
             goes_dense = self._transform.goes_dense(name, parameter.numel())
             if not goes_dense and not self._transform.as_gradients:
-                self._step_by_update(group, parameter, parameter.grad)
+                updated.append(parameter)
                 continue
             gradient = parameter.grad
             if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
                 gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
             self._step_by_gradient(group, name, parameter, gradient)
+        if updated:
+            self._step_by_updates(group, updated, [p.grad for p in updated if p.grad is not None])
 
     def _rate(self, group: dict[str, Any]) -> float:
         """What an update is multiplied by when it is sent; never 0, since momentum is worked out from what was sent."""

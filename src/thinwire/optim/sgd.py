@@ -105,8 +105,10 @@ class SGD(CompressedOptimizer):
             gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
         parameter.add_(gradient.to(parameter.dtype), alpha=-float(group["lr"]))
 
-    def _step_by_update(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> None:
-        parameter.add_(update, alpha=-group["reference_lr"] / _gain(update))
+    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+        for gain in {_gain(update) for update in updates}:
+            mine = [pair for pair in zip(parameters, updates, strict=True) if _gain(pair[1]) == gain]
+            torch._foreach_add_([p for p, _ in mine], [u for _, u in mine], alpha=-group["reference_lr"] / gain)
 
     def _add_decay(self, run: Run, update: Tensor, decay: float) -> None:
         parameters = dict(self.named_parameters())
