@@ -7,28 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from namespaces import FOLDER, ours, wait_until
 from transfer import Transfer
 
 from thinwire.bench.link.lab import Lab
 
 pytestmark = pytest.mark.usefixtures("lab_can_be_built", "untouched")
-FOLDER = Path("/run/netns")
-
-
-def ours(process: int | None = None) -> set[str]:
-    return {path.name for path in FOLDER.glob(f"thinwire-{process or os.getpid()}-*")}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
 
 
 def test_it_comes_and_goes(untouched: Callable[[], None]) -> None:

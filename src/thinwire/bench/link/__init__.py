@@ -40,7 +40,7 @@ class Options:
     """Samples for each rank and step."""
     steps: int = 20
     """Timed steps; fewer where they are slow, down to 5. Three go before."""
-    relay: Annotated[bool, arg(name="relay")] = False
+    relay: bool = False
     """Links by a relay in place of network namespaces: for where neither root nor a user namespace can make these."""
     timeline: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write an HTML page: when rank 0 computed, compressed, exchanged and decoded in one step, for thinwire's ways."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .models import batch, build
 from .network import Links
 from .settings import Model
-from .timeline import Marks, Recorded, Timeline, operations_of, timeline
+from .timeline import Marks, Recorded, Recorder, Timeline, timeline
 from .ways import Way, way
 
 
@@ -64,7 +64,8 @@ class LinkRank:
             return None
         dist.barrier()
         recorded: list[Recorded | None] = []
-        marks = self._step(self._way, lambda: recorded.append(operations_of(sync)))
+        with Recorder(sync) as recorder:
+            marks = self._step(self._way, lambda: recorded.append(recorder.operations()))
         return None if recorded[0] is None else timeline(marks, recorded[0])
 
     def _step(self, way: Way, after_backward: Callable[[], None] = lambda: None) -> Marks:
