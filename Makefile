@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit bench clean
+.PHONY: help demo test test-all lint types packages unit groups single bench clean
 
 help:
 	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
@@ -39,14 +39,22 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Tests that form groups of processes, or count bytes on the loopback interface, want the machine for themselves.
-GROUPS := tests/distributed tests/train tests/link tests/gpu tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
-SINGLE := tests/contract tests/fuzz tests/unit tests/browser src
+# Tests that form groups of processes, and those that do not, run side by side; those that count bytes on the loopback
+# interface want the machine for themselves.
+GROUPS := tests/train tests/link tests/plan tests/distributed
+SINGLE := tests/contract tests/fuzz tests/unit tests/browser tests/gpu src
+ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 MARKS := -m "not slow"
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(MARKS) $(SINGLE) $(patsubst %,--ignore %,$(filter %.py,$(GROUPS)))
+	$(MAKE) --jobs 2 --output-sync=target groups single
+	$(BIN)/python -m pytest $(MARKS) $(ALONE)
+
+groups: $(READY)
 	$(BIN)/python -m pytest $(MARKS) $(GROUPS)
+
+single: $(READY)
+	$(BIN)/python -m pytest $(MARKS) $(SINGLE) $(ALONE:%=--ignore %)
 
 test-all:
 	$(MAKE) test MARKS=

@@ -9,6 +9,7 @@ denormals, so those rows are left to the GPU. Failures name the row; any failure
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,9 +88,6 @@ def check_row(layout: Layout, key: int, tensor: Tensor, residual: Tensor | None,
         kernel.compress(tensor, mine, layout, key, got, flag)
         if flag.item() or not same(got, expected) or not same(mine, after):
             yield f"compress: flag {flag.item()}, payload {same(got, expected)}, residual {same(mine, after)}"
-        kernel.undo(tensor, mine, layout, key, got)
-        if not close(mine, residual, tensor):
-            yield f"undo: off by {(mine - residual).abs().max()}"
     if kind != "normal":
         return
     for dtype in (torch.float32, torch.float16) if slow else (*DTYPES, torch.float64):
@@ -111,9 +109,22 @@ def check_row(layout: Layout, key: int, tensor: Tensor, residual: Tensor | None,
             kernel.compress(spoilt, mine, layout, key, got, flag)
             if not flag.item() or not same(got, expected) or not close(mine, residual, tensor):
                 yield f"compress with {wrong}: flag {flag.item()}, payload {same(got, expected)}"
-            kernel.undo(spoilt, mine, layout, key, got)
-            if not close(mine, residual, tensor):
-                yield f"undo with {wrong}: another residual"
+            if fused and wrong is torch.nan:
+                yield from check_drowned(kernel, layout, key, spoilt, residual)
+
+
+def check_drowned(kernel: Any, layout: Layout, key: int, spoilt: Tensor, residual: Tensor) -> Iterator[str]:
+    """A NaN among gradients that are far larger than the residual: it must not be left with their rounding."""
+    if spoilt.dtype == torch.float16:
+        return
+    exploded, mine = spoilt * 1e20, residual.clone()
+    flag, got = (
+        torch.zeros(1, dtype=torch.int32, device=mine.device),
+        torch.empty(layout.nbytes, dtype=torch.uint8, device=mine.device),
+    )
+    kernel.compress(exploded, mine, layout, key, got, flag)
+    if not flag.item() or float((mine.abs() - residual.abs()).max()) > 1e-3 * float(residual.abs().max()):
+        yield f"a residual of {float(residual.abs().max()):g} became {float(mine.abs().max()):g}"
 
 
 def close(mine: Tensor, residual: Tensor, tensor: Tensor) -> bool:

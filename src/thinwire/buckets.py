@@ -2,7 +2,7 @@
 
 Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
 message each. Small dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out, zeros
-take their place, and they come back when the run is done. All dense tensors of a bucket are exchanged together.
+take their place, and they come back when the run is done. Dense tensors of several buckets are exchanged together.
 """
 
 from collections.abc import Hashable, Sequence

@@ -23,10 +23,10 @@ from .collectives.all_reduce import all_reduce_compressed, start
 from .collectives.cost import ring
 from .collectives.job import Call
 from .collectives.run import Part
-from .collectives.step import Step
+from .collectives.step import Received, Step
 from .compressors import Compressor, NoCompression
 from .compressors.spec import mix_key
-from .futures import future_on, pass_result, when_all
+from .futures import fail, future_on, pass_result, when_all
 from .kernels.layout import RandomKLayout
 from .kernels.updates import Update
 from .policy import DENSE
@@ -80,6 +80,9 @@ class Transform(Protocol):
     def gradient(self, tensor: Tensor) -> None:
         """Prepare what is sent as a gradient, in place."""
 
+    def prepare(self, run: Run, tensor: Tensor) -> None:
+        """A run is about to be issued: make what `before` needs, where the caller's stream has it in order."""
+
     def before(self, run: Run, tensor: Tensor) -> Update | None:
         """Turn gradients into what is to be sent, in place, or say how; without any other effect."""
 
@@ -100,6 +103,8 @@ class Exchange:
     """Whether a transform leaves gradients as they are in this step."""
     collects: bool
     """Whether all buckets are waited for before the first is sent."""
+    flushes: bool = False
+    """Whether all that is owed is sent, dense."""
     step: Step = field(default_factory=Step)
     handles: list[Handle] = field(default_factory=list)
     layout: list[tuple[str, ...]] = field(default_factory=list)
@@ -109,6 +114,8 @@ class Exchange:
     """When the last bucket had come, by `time.perf_counter`: what happens from then on is waited for."""
     shown: list[tuple[str, ...]] = field(default_factory=list)
     """The buckets as they came, if they were put together otherwise."""
+    marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
+    """Of each bucket: its names, when it was issued, and its operations, from the first up to the last of `handles`."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
     _dense: list[DenseParts] = field(default_factory=list)
     """Not issued yet."""
@@ -133,7 +140,7 @@ class Exchange:
         """The step will not be finished, as after an error in the middle of a backward pass."""
         if self.step.abandon(reason):
             for future in [*(parts.future for parts in self._dense), *(future for _, future in self._waiting)]:
-                future.set_exception(RuntimeError(reason))  # type: ignore[arg-type]
+                fail(future, RuntimeError(reason))
 
     def _close(self) -> None:
         self.shown = self.shown or self.layout
@@ -165,17 +172,26 @@ class Exchange:
             pass_result(whole, future, bucket.tensor)
 
     def _issue(self, bucket: Bucket) -> "Future[Tensor]":
+        issued, first = time.perf_counter(), len(self.handles)
+        future = self._issue_parts(bucket)
+        self.marks.append((bucket.names, issued, first, len(self.handles)))
+        return future
+
+    def _issue_parts(self, bucket: Bucket) -> "Future[Tensor]":
         tensor, size = bucket.tensor, self.sync.world_size
         self.layout.append(bucket.names)
         self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
         self.bytes_dense += ring(tensor.nbytes, size)
         if self.passes_on:
+            if self.sync.transform is not None:
+                self.sync.transform.gradient(tensor)
+                self.step.join()
             tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
             handle = all_reduce_compressed(
                 tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout
             )
             self.handles.append(handle)
-            return handle.get_future().then(lambda done: done.value()[0])
+            return handle.get_future().then(self._passed_on)
 
         plan = self.sync.plan(bucket, self)
         taken_out = [tensor[begin:end] for begin, end in plan.dense]
@@ -189,11 +205,25 @@ class Exchange:
             self._issue_dense()
         return when_all([*futures, dense.future], tensor, dense.put_back)
 
+    def _passed_on(self, done: "Future[list[Tensor]]") -> Tensor:
+        """What torch's own all-reduce has summed. Optimizers must know whether it is finite: a step is theirs to skip.
+
+        Every rank has the same sum, so all find the same.
+        """
+        if self.sync.transform is None:
+            return done.value()[0]
+        try:
+            tensor = done.value()[0]
+            self.step.deposit(Received(_is_finite(tensor), _ignore, _ignore))
+        except BaseException as error:
+            self.step.fail(error)
+            raise
+        return tensor
+
     def _issue_dense(self) -> None:
         """Those that wait, in one operation for each kind of tensor."""
-        waiting, self._dense = self._dense, []
         kinds: dict[tuple[torch.dtype, torch.device], list[DenseParts]] = {}
-        for parts in waiting:
+        for parts in self._dense:
             kinds.setdefault((parts.tensor.dtype, parts.tensor.device), []).append(parts)
         for group in kinds.values():
             packed = torch.cat([parts.taken_out for parts in group])
@@ -205,10 +235,13 @@ class Exchange:
             done = self._start(packed, DENSE, 0, before=prepare)
             for parts in group:
                 pass_result(done, parts.future, parts.tensor)
+        self._dense = []
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
         transform, gaps = self.sync.transform, run.gaps()
         residual, state = (None, None) if self.as_gradients else self.sync.keep(run, tensor)
+        if transform is not None and not self.as_gradients:
+            transform.prepare(run, tensor)
 
         def before() -> Update | None:
             for begin, end in gaps:
@@ -237,14 +270,14 @@ class Exchange:
         before: Callable[[], Update | None] = _nothing,
         commit: Callable[[], None] = _nothing,
     ) -> "Future[list[Tensor]]":
-        sync, dense = self.sync, isinstance(compressor, NoCompression)
+        sync, dense = self.sync, self.flushes or isinstance(compressor, NoCompression)
         key = mix_key(self.number, salt)
         if not isinstance(compressor.layout(tensor.numel(), tensor.dtype), RandomKLayout):
             key = mix_key(key, sync.rank)  # each rank rounds by draws of its own
         handle = start(
             lambda: Call(
                 tensor, compressor, residual, dist.ReduceOp.AVG, "dense" if dense else sync.algorithm, key,
-                None if dense else sync.second, state, _NO_LIMIT,
+                None if dense else sync.second, None if dense else state, _NO_LIMIT,
             ),
             sync.group, tensor.device, sync.timeout, Part(self.step, before, commit),
         )  # fmt: skip
@@ -260,6 +293,16 @@ class Exchange:
                 f"max_bytes {max_bytes:,}, but the payloads of one step, which are held until it ends, need "
                 f"{held:,} and more: raise max_bytes, or compress more"
             )
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By its sum, which costs one look at the tensor; a sum that overflows says nothing, so then entry by entry."""
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def refuse(sync: "Synchronizer", error: Exception, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,8 +49,16 @@ def pass_result(source: "Future[Any]", target: "Future[Tensor]", tensor: Tensor)
     def pass_on(done: "Future[Any]") -> None:
         try:
             done.wait()
-            target.set_result(tensor)
         except Exception as error:
-            target.set_exception(error)  # type: ignore[arg-type]
+            fail(target, error)
+        else:
+            with suppress(RuntimeError):  # it has failed meanwhile
+                target.set_result(tensor)
 
     source.add_done_callback(pass_on)
+
+
+def fail(future: "Future[Any]", error: Exception) -> None:
+    """Unless it is done."""
+    with suppress(RuntimeError):
+        future.set_exception(error)

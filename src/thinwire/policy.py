@@ -13,6 +13,8 @@ from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
 
 DENSE = NoCompression()
+AUTO = "auto"
+"""In place of a spec: what sends each bucket is measured, and chosen then."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -22,7 +24,8 @@ Warmup = Sequence[tuple[int, Spec]]
 class Policy:
     """The compressor of each parameter at each step.
 
-    compressor   for everything that is compressed and not named in `layers`.
+    compressor   for everything that is compressed and not named in `layers`; "auto": what the first steps show to be
+                 quickest, for each bucket.
     small        parameters with fewer entries, such as biases and norms, go dense and together: they cost little, and
                  matter much.
     include      patterns, as in a shell, of the names that may be compressed.
@@ -51,7 +54,7 @@ class Policy:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_("compressor", parsed(self.compressor))
+        set_("compressor", self.compressor if self.auto else parsed(self.compressor))
         set_("include", _patterns("include", self.include))
         set_("exclude", _patterns("exclude", self.exclude))
         if not isinstance(self.layers, Mapping):
@@ -64,8 +67,18 @@ class Policy:
             if type(given) is not int or given < 0:
                 raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
         if self.adapt_every and not isinstance(self.compressor, TopK):
-            given = format_spec(parsed(self.compressor))
+            given = AUTO if self.auto else format_spec(self.final)
             raise ValueError(f"adapt_every with {given}, expected a topk: it is ratios that are shared")
+
+    @property
+    def auto(self) -> bool:
+        """Whether what compresses is chosen by measuring."""
+        return self.compressor == AUTO
+
+    @property
+    def final(self) -> Compressor:
+        """What compresses after the warm-up; with "auto" `DENSE`, where nothing else has been chosen."""
+        return DENSE if self.auto else parsed(self.compressor)
 
     @property
     def warmup_steps(self) -> int:
@@ -80,12 +93,13 @@ class Policy:
                 return index
         return len(self.warmup)
 
-    def is_dense(self, step: int) -> bool:
+    def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
         """Whether nothing at all is compressed at this step."""
         phase = self.phase(step)
         if phase < len(self.warmup):
             return isinstance(self.warmup[phase][1], NoCompression)
-        return all(isinstance(given, NoCompression) for given in (self.compressor, *self.layers.values()))
+        given = (self.final, *(shared or {}).values(), *self.layers.values())
+        return all(isinstance(one, NoCompression) for one in given)
 
     def goes_dense(self, name: str, numel: int) -> bool:
         """Whether this parameter is never compressed, in the warm-up neither."""
@@ -99,25 +113,21 @@ class Policy:
     def compressor_of(
         self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
     ) -> Compressor:
-        """`DENSE`, or what compresses this parameter at this step; `shared` is what `share_bytes` gave it."""
+        """`DENSE`, or what compresses this parameter at this step; `shared` is what `share_bytes` or auto gave it."""
         if self.goes_dense(name, numel):
             return DENSE
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        return self._of_layer(name) or (shared or {}).get(name) or parsed(self.compressor)
-
-    def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Whether this parameter is not compressed at this step."""
-        return isinstance(self.compressor_of(name, numel, step), NoCompression)
+        return self._of_layer(name) or (shared or {}).get(name) or self.final
 
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
         return bool(self.adapt_every) and not self.goes_dense(name, numel) and self._of_layer(name) is None
 
     def check_order(self) -> None:
-        """ValueError if residuals would be left behind."""
-        order = [*(given for _, given in self.warmup), self.compressor]
+        """ValueError if residuals would be left behind. (What auto leaves dense is sent its residual first.)"""
+        order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
         if True in compressed and not all(compressed[compressed.index(True) :]):
             raise ValueError("a phase of none after one that compresses: what is owed by then would never be sent")
@@ -132,7 +142,7 @@ class Policy:
     def describe(self) -> dict[str, object]:
         """What a checkpoint records, and a resumed run must have again."""
         return {
-            "compressor": format_spec(parsed(self.compressor)),
+            "compressor": AUTO if self.auto else format_spec(self.final),
             "small": self.small,
             "include": list(self.include),
             "exclude": list(self.exclude),

@@ -68,10 +68,19 @@ class Statistics:
     def _counter(self, device: torch.device) -> Tensor:
         with _LOCK:
             if device not in self._on_devices:
-                self._on_devices[device] = torch.zeros(1, dtype=torch.int32, device=device)
+                self._on_devices[device] = _zero(device)
             return self._on_devices[device]
 
 
 @lru_cache(maxsize=64)
 def _first(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """The index of a counter's only entry."""
+    return _zero(device)
+
+
+def _zero(device: torch.device) -> Tensor:
+    """There for all streams: it is waited for, once."""
+    made = torch.zeros(1, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return made

@@ -7,8 +7,9 @@ All buckets of a step count together: residuals change only if every bucket is f
 gradients of the step are NaN on every rank, and nothing else has changed.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from . import checkpoint
+from .auto import GRADIENTS, UPDATES, Choice
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
@@ -29,15 +31,19 @@ from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
 from .exchange import Exchange, Transform, refuse
 from .owners import Owners
-from .policy import Policy, Spec, share_bytes
+from .policy import DENSE, Policy, Spec, share_bytes
 from .residuals import NamedVectors
 from .sync_stats import SyncStats
+from .trials import Trials
+
+_log = logging.getLogger("thinwire")
 
 
 class Synchronizer:
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
-    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, or a `Policy`.
+    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, a `Policy`, or "auto": the first steps are
+                     sent by each candidate in turn, and what was quickest goes on; `choice` says what and why.
     group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
     algorithm        "gather", "sharded", "dense" or "auto".
     second           what owners compress sums with, for "sharded"; by default more entries and more bits.
@@ -71,7 +77,7 @@ class Synchronizer:
         timeout: float | timedelta | None = None,
         transform: Transform | None = None,
     ) -> None:
-        self.policy = compressor if isinstance(compressor, Policy) else Policy(parsed(compressor))
+        self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if error_feedback and transform is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
@@ -99,7 +105,12 @@ class Synchronizer:
         """
         self._layout: list[tuple[str, ...]] = []
         self._vectors, self._owners = NamedVectors(), Owners()
-        self._shared: dict[str, TopK] = {}
+        self._shared: Mapping[str, Compressor] = {}
+        """The compressor of a parameter, where bytes are shared, or where auto tries or has chosen."""
+        candidates = GRADIENTS if transform is None else UPDATES
+        self._flushed = False
+        """Whether nothing is owed to what auto has left dense."""
+        self._trials = Trials(candidates, self.policy.warmup_steps) if self.policy.auto else None
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
         self._stats = SyncStats()
@@ -155,6 +166,11 @@ class Synchronizer:
         return self._finite
 
     @property
+    def choice(self) -> Choice | None:
+        """What "auto" has chosen, for each bucket, and why; None until then, and for other compressors."""
+        return None if self._trials is None else self._trials.choice
+
+    @property
     def residuals(self) -> dict[str, Tensor]:
         """What this rank has not sent so far, by parameter: flat views."""
         return self._vectors.named()
@@ -178,7 +194,8 @@ class Synchronizer:
             "layout": [list(names) for names in self._layout],
             "residuals": self.residuals,
             "owners": self._owners.state_dict(),
-            "shared": {name: str(made.ratio) for name, made in self._shared.items()},
+            "shared": {name: str(made.ratio) for name, made in self._shared.items() if isinstance(made, TopK)},
+            **({} if self._trials is None else {"auto": self._trials.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -206,7 +223,13 @@ class Synchronizer:
         self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
         self._fresh, self._loaded = not self._layout, True
         self._unchecked = dict(saved["entries"]) if self.entries is None else None
-        self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
+        if self._trials is None:
+            self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
+        else:
+            self._flushed = False
+            self._trials.load_state_dict(saved["auto"])
+            if not choice.same_world:  # whose links and payloads are others
+                self._trials.again(self._stats.steps, list(saved["entries"]))
 
     def _options(self) -> dict[str, Any]:
         second = None if self.second is None else format_spec(self.second)
@@ -284,6 +307,40 @@ class Synchronizer:
             made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families)
         return made
 
+    def sends_dense(self, name: str, numel: int, step: int) -> bool:
+        """Whether this parameter is not compressed at this step, which is the one under way or the next."""
+        shared = self._shared if self._trials is None else self._trials.assigned(step, self.entries or {})
+        return isinstance(self.policy.compressor_of(name, numel, step, shared), NoCompression)
+
+    def tries_gradients(self, step: int) -> bool:
+        """Whether auto tries something at this step by which an optimizer sends gradients, not updates."""
+        return self._trials is not None and self._trials.tries_gradients(step)
+
+    def choose_if_due(self, device: torch.device) -> None:
+        """If the trials of "auto" are over, choose. All ranks average what they measured, so all choose alike."""
+        trials, layout = self._trials, self._layout
+        if trials is None or trials.choice is not None:
+            return
+        if self.world_size == 1:
+            trials.settle("nothing is compressed, because there is one rank")
+        elif trials.is_due(self.steps):
+            numbers = torch.tensor(trials.numbers(layout), dtype=torch.float64)
+            # A NaN, for what a rank has not measured, would end the exchange; it reaches all ranks as a count.
+            known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
+            self.average([known], DENSE)
+            total, share = known.cpu()
+            trials.decide(torch.where(share > 0.999, total, torch.nan).tolist(), layout)
+        if trials.choice is not None and self.rank == 0:
+            _log.info("%s", trials.choice.describe())
+
+    def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What this rank owes to these parameters, which owe nothing then: whoever takes it must deliver it."""
+        self._account()
+        self._owners.fold(self._vectors)
+        taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
+        self._forget(taken)
+        return taken
+
     def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
         """Where what is not sent of a run is kept: by this rank, and by this rank as an owner."""
         if not self.error_feedback or not run.compressor.contracts:
@@ -302,15 +359,16 @@ class Synchronizer:
         self._follow_scale()
         number = self._stats.steps
         self._share_anew(number)
+        flushes = self._follow_trials(number, device)
         transform = self.transform
         as_gradients = transform is not None and transform.begin()
         passes_on = (
-            transform is None
-            and self.policy.is_dense(number)
+            (transform is None or (self._trials is not None and device.type == "cpu"))
+            and self.policy.is_dense(number, self._shared)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
         collects = bool(self.wanted_layout) or (transform is not None and transform.whole)
-        self._exchange = Exchange(self, number, passes_on, as_gradients, collects)
+        self._exchange = Exchange(self, number, passes_on, as_gradients, collects, flushes)
 
     def _compare_steps(self, device: torch.device) -> None:
         """ValueError on all ranks if they go on from checkpoints of different steps."""
@@ -327,8 +385,13 @@ class Synchronizer:
         exchange = self._exchange
         if exchange is not None and exchange.step.finite is not None:
             self._stats.add(exchange)
-            self._finite = None if exchange.passes_on else exchange.step.finite
+            nobody_looked = exchange.passes_on and self.transform is None
+            self._finite = None if nobody_looked else exchange.step.finite
             self._exchange = None
+            if self._trials is not None and exchange.step.finite:
+                self._trials.ended(exchange)
+                if exchange.flushes:
+                    self._forget(exchange.entries)
 
     def _check(self, bucket: Bucket) -> None:
         if self.entries is None:
@@ -361,6 +424,33 @@ class Synchronizer:
             energies = dict(zip(sizes, owed.tolist(), strict=True))
             self._shared = share_bytes(self._base(), sizes, energies)
             self._plans = {}
+
+    def _follow_trials(self, number: int, device: torch.device) -> bool:
+        """Auto: what this step is sent by. Whether it sends all that is owed, because somebody goes dense for good."""
+        trials = self._trials
+        if trials is None:
+            return False
+        self.choose_if_due(device)
+        trials.begins(number)
+        entries = self.entries or {}
+        assigned = trials.assigned(number, entries)
+        flushes = False
+        if trials.choice is not None and not self._flushed:
+            flushes = any(name in self._vectors and self.sends_dense(name, entries[name], number) for name in entries)
+            self._flushed = not flushes
+        if flushes:
+            assigned = dict.fromkeys(entries, trials.candidates[1])  # who has a residual, though it is sent dense
+            self._owners.fold(self._vectors)
+        if assigned is not self._shared:
+            self._shared, self._plans = assigned, {}
+        return flushes
+
+    def _forget(self, names: Collection[str]) -> None:
+        """Free the residuals of parameters that owe nothing."""
+        left = {name: part for name, part in self._vectors.named().items() if name not in names}
+        self._owners.fold(self._vectors)
+        self._vectors = NamedVectors()
+        self._vectors.load(left)
 
     def _base(self) -> TopK:
         assert isinstance(self.policy.compressor, TopK)

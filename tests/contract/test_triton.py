@@ -47,8 +47,11 @@ def test_candidates_by_a_sample() -> None:
     ("spec", "dtype"),
     [
         ("topk:ratio=1/64,bits=2", "bfloat16"),
+        ("topk:ratio=1/64,bits=2", "float32"),
         ("topk:ratio=1/64,bits=2,chunk=none", "float32"),
         ("quantize:bits=8", "float32"),
+        ("randomk:ratio=1/64", "float32"),
+        ("none", "bfloat16"),
     ],
 )
 def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
@@ -58,7 +61,8 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from thinwire import kernels
-        from thinwire.kernels.cuda import launch, marks, quantize, topk, topk_global
+        from thinwire.kernels.cuda import adam, dense, launch, marks, quantize, randomk, topk, topk_global
+        from thinwire.kernels.updates import AdamUpdate, MomentumUpdate
 
         NAMES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
                  torch.int64: "*i64"}}
@@ -75,15 +79,23 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
             assert "fma.rn.f32" not in made.asm["ptx"] and ".ftz" not in made.asm["ptx"], kernel
             done.append(kernel)
 
-        for module in (marks, quantize, topk, topk_global):
+        for module in (adam, dense, marks, quantize, randomk, topk, topk_global):
             module.launch = compile_only
+        topk._sums_up = lambda *given: True  # which is written in part as PTX
         layout = thinwire.compressor("{spec}").layout(40_000, torch.{dtype})
-        kernel = quantize if "quantize" in "{spec}" else topk
+        kernel = dict(topk=topk, quantize=quantize, randomk=randomk, none=dense)["{spec}".split(":")[0]]
         tensor, residual = torch.zeros(40_000, dtype=torch.{dtype}), torch.zeros(40_000)
         payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         kernel.compress(tensor, residual, layout, 0, payload, flag)
         kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
-        assert len(done) > 3
+        if kernels.fused(kernel, layout):
+            m, v = torch.zeros(40_000), torch.zeros(40_000)
+            for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
+                kernel.encode_flagged(tensor, residual, layout, 0, payload, flag, update)
+            adam.send(tensor, m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0)
+            adam.commit(tensor, m, v, 0.5, 0.9, 1.0, 1e-8, 1.0)
+        assert len(done) > 2, done
+        assert kernel is not topk or "none" in "{spec}" or any("sum_chunks" in str(one) for one in done)
         """
     run_python(code)
 
@@ -138,7 +150,7 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(capability: tuple[int, i
 
 
 def test_interpreted_steps() -> None:
-    """Collectives and optimizers with kernels that change residuals at once, and take it back if it does not count."""
+    """Compressors, collectives and optimizers with kernels of a device."""
     run_python((TESTS / "triton_steps.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 

@@ -82,7 +82,7 @@ def worker(rank: int, world: int, backend: str, rendezvous: str) -> None:
     report = thinwire.all_reduce_compressed(tensor, "topk:ratio=1/64,bits=2", residual).report
     assert not report.finite
     assert bool(tensor.isnan().all())
-    assert float(residual.abs().max()) < 1e-6  # taken back, to the rounding of an addition
+    assert not bool(residual.any())
     dist.destroy_process_group()
 
 

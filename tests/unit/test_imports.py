@@ -12,6 +12,7 @@ import thinwire
 ROOT = Path(thinwire.__file__).parent
 TRAINING = {
     "sync", "sync_stats", "exchange", "futures", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals",
+    "auto", "trials",
 }  # fmt: skip
 LAYERS = [
     {"__main__"},
@@ -29,9 +30,7 @@ LAYERS = [
     {"kernels"},
 ]
 """From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""
-SIBLINGS = [
-    {"sync", "sync_stats", "exchange", "futures", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals"}
-]
+SIBLINGS = [TRAINING]
 
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -40,9 +40,7 @@ class Clerk:
         try:
             return answer.result(_ANSWER_SECONDS)
         except TimeoutError:
-            raise RuntimeError(
-                f"the store of the group has not answered within {_ANSWER_SECONDS:g} s"
-            ) from None
+            raise RuntimeError(f"the store of the group has not answered within {_ANSWER_SECONDS:g} s") from None
 
     def _work(self) -> None:
         requests = self._requests

@@ -4,8 +4,6 @@ Exact in the sense that the sum is that of the decoded payloads and nothing else
 wins in small ones: (P - 1) payloads sent by each of P ranks.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from .stage import Outcome, Stage, no_mark
@@ -17,8 +15,11 @@ def gather(stage: Stage) -> Outcome:
     own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key, stage.update)
     seen = stage.all_gather(list(payloads))
 
+    def commit() -> None:
+        stage.commit(own, stage.tensor, stage.residual)
+
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
-            stage.first.decompress(own.ct, out, stage.weight, payloads=payloads)
+            stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
-    return Outcome(no_mark(seen, [layout] * stage.size), partial(stage.settle, own), write)
+    return Outcome(no_mark(seen, [layout] * stage.size), commit, write)

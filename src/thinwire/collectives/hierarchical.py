@@ -37,10 +37,9 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], O
         between.write(result)
     around = all_gather(node, cut, result)
 
-    def settle(counts: bool) -> None:
-        between.settle(counts)
-        if counts:
-            for part in strays:
-                part.zero_()
+    def commit() -> None:
+        between.commit()
+        for part in strays:
+            part.zero_()
 
-    return Outcome(around.finite, settle, around.write)
+    return Outcome(around.finite, commit, around.write)

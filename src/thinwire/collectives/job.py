@@ -1,13 +1,12 @@
 """From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, format_spec
 from ..compressors import compressor as parsed
-from ..compressors.pending import Pending
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
 from .cost import Span, owned, shares
@@ -57,8 +56,6 @@ class Job:
     passes_on: bool
     """Nothing to compress and nothing kept: torch's own all-reduce does it."""
     report: Report
-    begun: list[Pending] = field(default_factory=list)
-    """What has been compressed and is not settled yet."""
 
 
 def prepare(call: Call, operations: list[Operation]) -> Job:

@@ -70,7 +70,8 @@ class GlooLink(Link):
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
     ) -> Seen:
-        staged = {id(buffer): _to_host(buffer) for buffer in sends.values() if buffer.numel()}  # once, for all peers
+        different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one may be for all peers
+        staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
         incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
         _synchronize(outgoing, sends)

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -48,11 +47,11 @@ class Part:
 
 def submit(job: Job, part: Part | None = None) -> Handle:
     """Run the job in a thread. As a part of a step, which it has joined, its result is taken when that is settled."""
-    promise, stream = Promise(job.tensor.device), None
+    promise, stream, queued = Promise(job.tensor.device), None, None
     if job.tensor.device.type == "cuda":
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
-        stream = _side_stream(job.tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
+        stream, queued = _side_stream(job.tensor.device), torch.cuda.Event()
+        queued.record(torch.cuda.current_stream(job.tensor.device))
         for used in (job.tensor, job.residual, *job.owner_residuals):
             if used is not None:
                 used.record_stream(stream)
@@ -70,15 +69,11 @@ def submit(job: Job, part: Part | None = None) -> Handle:
         except BaseException as error:
             promise.fail(error)
 
-    def fail(error: BaseException) -> None:
-        with suppress(RuntimeError), torch.cuda.stream(stream):  # of a device that has failed itself
-            for pending in job.begun:
-                pending.settle(False)
-        promise.fail(error)
-
     def work() -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
+                if queued is not None:  # only now: an operation before it on the same stream need not wait for this
+                    queued.wait()
                 if part is None:
                     _run(job)
                     promise.keep([job.result])
@@ -86,13 +81,13 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     with COMPUTE, job.report.clock("update"):
                         update = part.before()
                     outcome = _exchange(job, update)
-                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), fail))
+                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
         except BaseException as error:
             if part is not None:
                 part.step.fail(error)  # before anyone can know of it and issue the next one
             for operation in job.operations:
                 operation.give_up(error)
-            fail(error)
+            promise.fail(error)
 
     job.operations[-1].channel.pool.submit(work)
     return Handle(promise, job.report)
@@ -160,7 +155,7 @@ def _run(job: Job) -> None:
 
 
 def _exchange(job: Job, update: Update | None) -> Outcome:
-    """All in one segment, which counts or not when it is settled."""
+    """All in one segment, without effect so far."""
     _start(job)
     assert len(job.plan.segments) == 1
     outcome = _run_segment(job, 0, update)
@@ -169,8 +164,8 @@ def _exchange(job: Job, update: Update | None) -> Outcome:
 
 
 def _take(outcome: Outcome, tensor: Tensor, finite: bool) -> None:
-    outcome.settle(finite)
     if finite:
+        outcome.commit()
         outcome.write(tensor)
     else:
         tensor.fill_(torch.nan)
@@ -201,7 +196,7 @@ def _run_segment(job: Job, index: int, update: Update | None) -> Outcome:
     residual = None if job.residual is None else job.residual[start:stop]
     stage = Stage(
         operation, job.tensor[start:stop], residual, job.plan.first, job.plan.second, job.owner_residuals[index], key,
-        job.weight, job.report, job.begun, update,
+        job.weight, job.report, update,
     )  # fmt: skip
     algorithm = _ALGORITHMS[job.plan.algorithm]
     return hierarchical(stage, inside[0], algorithm, job.plan.granule) if inside else algorithm(stage)

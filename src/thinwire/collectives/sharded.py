@@ -9,13 +9,10 @@ With no compression in both stages this is the plain all-reduce, `dense`: sums a
 ranks.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ..compressors import CompressedTensor, NoCompression
-from ..compressors.pending import Pending
 from ..compressors.spec import mix_key
 from ..kernels.layout import DenseLayout, Layout, residual_dtype
 from .cost import Span, dtype_of_sum, owned
@@ -28,16 +25,16 @@ _SECOND = 2
 def sharded(stage: Stage) -> Outcome:
     cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
     total, sent = reduce_scatter(stage, cut)
-    finite, settle_second, write = all_gather(stage, cut, total)
+    finite, commit_second, write = all_gather(stage, cut, total)
 
-    def settle(counts: bool) -> None:
-        stage.settle(sent, counts)
-        settle_second(counts)
+    def commit() -> None:
+        stage.commit(sent, stage.tensor, stage.residual)
+        commit_second()
 
-    return Outcome(finite, settle, write)
+    return Outcome(finite, commit, write)
 
 
-def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, Pending]:
+def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTensor]:
     """The sum of this rank's share, in float32 or float64, and what this rank sent."""
     first, dtype = stage.first, stage.tensor.dtype
     payload = stage.buffer(stage.layout.nbytes)
@@ -51,7 +48,7 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, Pending]:
     start, stop = cut[stage.rank]
     total = torch.empty(stop - start, dtype=residual_dtype(dtype), device=stage.tensor.device)
     with stage.compute("decode"):
-        piece = CompressedTensor(first, stop - start, dtype, sent.ct.key, received[stage.rank], sent.ct.kernels)
+        piece = CompressedTensor(first, stop - start, dtype, sent.key, received[stage.rank], sent.kernels)
         first.decompress(piece, total, payloads=received)
     return total, sent
 
@@ -68,13 +65,16 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
     seen = stage.all_gather(sums)
 
+    def commit() -> None:
+        stage.commit(own, total, stage.owner_residual)
+
     def write(out: Tensor) -> None:
         with stage.compute("decode"):
             for (start, stop), payload in zip(cut, sums, strict=True):
-                part = CompressedTensor(second, stop - start, total.dtype, own.ct.key, payload, own.ct.kernels)
+                part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
                 second.decompress(part, out[start:stop], stage.weight)
 
-    return Outcome(no_mark(seen, layouts), partial(stage.settle, own), write)
+    return Outcome(no_mark(seen, layouts), commit, write)
 
 
 def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
@@ -93,4 +93,4 @@ def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
             for (start, stop), part in zip(cut, sums, strict=True):
                 out[start:stop].copy_(part)
 
-    return Outcome(no_mark(seen, layouts), lambda counts: None, write)
+    return Outcome(no_mark(seen, layouts), lambda: None, write)

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compressors import Compressor
-from ..compressors.pending import Pending
+from ..compressors import CompressedTensor, Compressor
 from ..kernels.layout import Layout
 from ..kernels.updates import Update
 from .handle import Report
@@ -25,8 +24,8 @@ class Outcome(NamedTuple):
 
     finite: bool
     """Whether every rank's input, and every sum that an owner sent on, is finite; the same on all ranks."""
-    settle: Callable[[bool], None]
-    """Update the residuals if it counts, else leave them as they were. Before `write`: it needs the tensor."""
+    commit: Callable[[], None]
+    """Update the residuals. Before `write`, since it needs the tensor as it was."""
     write: Callable[[Tensor], None]
     """Write the result, weighted, into a flat tensor."""
 
@@ -45,8 +44,6 @@ class Stage:
     key: int | None
     weight: float
     report: Report
-    begun: list[Pending]
-    """What has been compressed and not settled: if the operation fails, it did not count."""
     update: Update | None = None
     """What an optimizer makes of the tensor before it is compressed."""
 
@@ -70,20 +67,16 @@ class Stage:
         out: Tensor,
         key: int | None,
         update: Update | None = None,
-    ) -> Pending:
-        """The payload, counted in the compressor's statistics."""
+    ) -> CompressedTensor:
+        """The payload, counted in the compressor's statistics; the residual is only read."""
         with self.compute("encode"):
-            pending = compressor.begin(tensor, residual, key=key, out=out, update=update)
-        if residual is not None:
-            self.begun.append(pending)
-        return pending
+            return compressor.encode(tensor, residual, key=key, out=out, update=update, counted=True)
 
-    def settle(self, pending: Pending, counts: bool) -> None:
-        """The second half of `encode`."""
-        with self.compute("encode"):
-            pending.settle(counts)
-        if pending in self.begun:
-            self.begun.remove(pending)
+    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor | None) -> None:
+        """The second half of `encode`, if there is a residual; all ranks were finite."""
+        if residual is not None:
+            with self.compute("encode"):
+                ct.compressor.commit(ct, tensor, residual, finite=True)
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         with self.report.clock("exchange"):

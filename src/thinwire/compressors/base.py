@@ -22,7 +22,6 @@ from .. import kernels
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
 from ..statistics import Statistics
 from .compressed import CompressedTensor
-from .pending import Pending
 from .spec import format_spec
 
 if TYPE_CHECKING:
@@ -83,27 +82,6 @@ class Compressor(ABC):
         return self.layout(numel, dtype).nbytes
 
     def compress(
-        self, tensor: Tensor, residual: Tensor | None = None, *, key: int | None = None, out: Tensor | None = None
-    ) -> CompressedTensor:
-        """Send the best of tensor + residual, and keep the rest in `residual`, in place.
-
-        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
-        residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
-        key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
-        out       uint8 buffer of `nbytes` for the payload, else a new one.
-
-        If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
-        `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
-        residual is taken back, to the rounding of an addition.
-        """
-        started = time.perf_counter()
-        pending, finite = self._encode(tensor, residual, key, out, updates=residual is not None)
-        if isinstance(finite, bool):  # else the device knows, and has done what there is to do
-            pending.settle(finite)
-        self._count(pending.ct, tensor, time.perf_counter() - started, finite)
-        return pending.ct
-
-    def begin(
         self,
         tensor: Tensor,
         residual: Tensor | None = None,
@@ -111,15 +89,31 @@ class Compressor(ABC):
         key: int | None = None,
         out: Tensor | None = None,
         update: "Update | None" = None,
-    ) -> Pending:
-        """`compress`, for a caller who learns later whether it counts, and settles it then.
+    ) -> CompressedTensor:
+        """Send the best of tensor + residual, and keep the rest in `residual`, in place.
 
+        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
+        residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
+        key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
+        out       uint8 buffer of `nbytes` for the payload, else a new one.
         update    what an optimizer writes over the tensor before it is compressed; in the same pass where a kernel can.
+
+        If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
+        `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
+        residual is taken back, to the rounding of the addition (where the tensor drowned it, to 0).
         """
         started = time.perf_counter()
-        pending, finite = self._encode(tensor, residual, key, out, updates=residual is not None, update=update)
-        self._count(pending.ct, tensor, time.perf_counter() - started, finite)
-        return pending
+        ct, kernel = self._prepare(tensor, residual, key, out)
+        on_device = kernels.on_device(kernel)
+        if on_device is None or residual is None:
+            finite = self._encode(ct, kernel, tensor, residual, update)
+            if finite is True and residual is not None and ct.numel:
+                with torch.no_grad():
+                    kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+        else:
+            finite = self._compress(ct, kernel, on_device, tensor, residual, update)
+        self._count(ct, tensor, time.perf_counter() - started, finite)
+        return ct
 
     def decompress(
         self,
@@ -148,42 +142,49 @@ class Compressor(ABC):
         return self._decode(ct, out, weight, payloads, add=True)
 
     def encode(
-        self, tensor: Tensor, residual: Tensor | None = None, *, key: int | None = None, out: Tensor | None = None
+        self,
+        tensor: Tensor,
+        residual: Tensor | None = None,
+        *,
+        key: int | None = None,
+        out: Tensor | None = None,
+        update: "Update | None" = None,
+        counted: bool = False,
     ) -> CompressedTensor:
         """The first half of `compress`: the payload, with the residual only read.
 
         For a caller who must know more before anything may change, such as whether every rank's gradient is finite.
-        """
-        return self._encode(tensor, residual, key, out)[0].ct
 
-    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor) -> None:
+        update    what an optimizer writes over the tensor before it is compressed; in the same pass where a kernel can.
+        counted   in `stats`, as `compress` is.
+        """
+        started = time.perf_counter()
+        ct, kernel = self._prepare(tensor, residual, key, out)
+        finite = self._encode(ct, kernel, tensor, residual, update)
+        if counted:
+            self._count(ct, tensor, time.perf_counter() - started, finite)
+        return ct
+
+    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor, *, finite: bool | None = None) -> None:
         """The second half: residual <- tensor + residual - decompress(ct); nothing if `ct` is not finite.
 
         `ct` must come from `encode` of the same tensor and residual, and neither may have changed since.
+
+        finite    whether `ct` is, for a caller who knows: to look would make the host wait for a GPU.
         """
         self._check_made_here(ct)
         self.check_input(tensor, residual, 0)
         if (tensor.numel(), tensor.dtype) != (ct.numel, ct.dtype):
             raise ValueError(f"tensor of {tensor.numel()} x {tensor.dtype}, expected {ct.numel} x {ct.dtype}")
-        if ct.numel and ct.finite:
+        if ct.numel and (ct.finite if finite is None else finite):
             _, kernel = kernels.select(ct.layout, tensor.device)
             with torch.no_grad():
                 kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
 
-    def _encode(
-        self,
-        tensor: Tensor,
-        residual: Tensor | None,
-        key: int | None,
-        out: Tensor | None,
-        *,
-        updates: bool = False,
-        update: "Update | None" = None,
-    ) -> tuple[Pending, bool | Tensor]:
-        """With whether it is finite: where only the device knows, an int32 there that is 1 if not.
-
-        updates: on an accelerator, change the residual in the same pass.
-        """
+    def _prepare(
+        self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
+    ) -> tuple[CompressedTensor, kernels.Kernel]:
+        """A payload that is yet to be written, and the kernel that writes it."""
         self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
@@ -191,29 +192,58 @@ class Compressor(ABC):
         _check_apart("out", payload, "tensor", tensor)
         if residual is not None:
             _check_apart("out", payload, "residual", residual)
-        draw = self.draw_key(key)
         name, kernel = kernels.select(layout, tensor.device)
-        device_kernel = kernels.on_device(kernel)
-        updated = updates and device_kernel is not None
-        ct = CompressedTensor(self, layout.numel, layout.dtype, draw, payload, name)
-        finite: bool | Tensor = True
-        if layout.numel:
-            with torch.no_grad():
-                fused = kernels.fused(kernel, layout) if updated and update is not None else None
-                if update is not None and fused is None:
-                    update.apply(tensor)
-                if device_kernel is None:
-                    finite = kernel.encode(tensor, residual, layout, draw, payload)
-                else:
-                    make = torch.empty if updated else torch.zeros  # `compress` begins with it
-                    finite = make(1, dtype=torch.int32, device=tensor.device)
-                    if fused is not None and residual is not None:
-                        fused.compress(tensor, residual, layout, draw, payload, finite, update)
-                    elif updated and residual is not None:
-                        device_kernel.compress(tensor, residual, layout, draw, payload, finite)
-                    else:
-                        device_kernel.encode_flagged(tensor, residual, layout, draw, payload, finite)
-        return Pending(ct, tensor, residual, kernel, updated=updated), finite
+        return CompressedTensor(self, layout.numel, layout.dtype, self.draw_key(key), payload, name), kernel
+
+    @torch.no_grad()
+    def _encode(
+        self,
+        ct: CompressedTensor,
+        kernel: kernels.Kernel,
+        tensor: Tensor,
+        residual: Tensor | None,
+        update: "Update | None",
+    ) -> bool | Tensor:
+        """Write the payload. Whether it is finite; where only the device knows, an int32 there that is 1 if not."""
+        if not ct.numel:
+            return True
+        layout, fused = ct.layout, None
+        if update is not None:
+            fused = kernels.fused(kernel, layout)
+            if fused is None:
+                update.apply(tensor)
+        on_device = kernels.on_device(kernel)
+        if on_device is None:
+            return kernel.encode(tensor, residual, layout, ct.key, ct.payload)
+        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        if fused is not None:
+            fused.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag, update)
+        else:
+            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag)
+        return flag
+
+    @torch.no_grad()
+    def _compress(
+        self,
+        ct: CompressedTensor,
+        kernel: kernels.Kernel,
+        on_device: kernels.DeviceKernel,
+        tensor: Tensor,
+        residual: Tensor,
+        update: "Update | None",
+    ) -> Tensor:
+        """`_encode` and commit in one go."""
+        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        if not ct.numel:
+            return flag
+        fused = kernels.fused(kernel, ct.layout) if update is not None else None
+        if fused is not None:
+            fused.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)
+            return flag
+        if update is not None:
+            update.apply(tensor)
+        on_device.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        return flag
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
         self.stats.add(tensor.nbytes, ct.nbytes, seconds, finite, ct.kernels)

@@ -49,7 +49,8 @@ def attach(
     """Let a DDP model exchange compressed gradients; use it with any optimizer, as before.
 
     ddp         the model; each takes one hook, before its first backward pass.
-    compressor  a spec such as "quantize:bits=8", a `Compressor`, or a `Policy`.
+    compressor  a spec such as "quantize:bits=8", a `Compressor`, a `Policy`, or "auto": dense or 8 bits, for each
+                bucket, by what the first steps show to be quicker; the `choice` of what is returned says why.
     group       for nodes with fast wires inside: a mesh or a pair of groups over the ranks of the model's group.
     others      see `Synchronizer`.
 
@@ -126,7 +127,7 @@ _looks = False
 def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
     """Once, when an Adam-like optimizer first steps on parameters whose gradients are sparse."""
     global _looks
-    final = map(parsed, (sync.policy.compressor, *sync.policy.layers.values()))
+    final = map(parsed, (sync.policy.final, *sync.policy.layers.values()))
     sparse = [given for given in final if given.sparse]
     if sparse:
         _sparse[ddp] = format_spec(sparse[0])

@@ -20,7 +20,9 @@ input was finite.
 """
 
 import importlib
+import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
+_log = logging.getLogger("thinwire")
 
 
 class Kernel(Protocol):
@@ -80,14 +83,16 @@ class DeviceKernel(Protocol):
     ) -> None:
         """encode and commit."""
 
-    def undo(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
-        """residual <- what it was before `compress`, to the rounding of an addition; nothing if that was marked."""
-
 
 class FusedKernel(DeviceKernel, Protocol):
     """One that can make an optimizer's update in the same pass."""
 
     def fuses(self, layout: Layout) -> bool: ...
+
+    def encode_flagged(
+        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor,
+        update: "Update | None" = None,
+    ) -> None: ...  # fmt: skip
 
     def compress(
         self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor,
@@ -224,9 +229,24 @@ def _cuda_has(layout: Layout) -> bool:
 @lru_cache(maxsize=64)
 def _default(device: torch.device) -> str:
     if device.type == "cuda":
-        known = torch.cuda.is_available() and torch.version.hip is None and find_spec("triton") is not None
-        return "cuda" if known and torch.cuda.get_device_capability(device) >= _OLDEST_GPU else "reference"
+        why_not = _why_not_cuda(device)
+        if why_not is not None:
+            _log.warning("%s is compressed by plain torch, several times slower: %s", device, why_not)
+        return "cuda" if why_not is None else "reference"
     return "cpu" if device.type == "cpu" else "reference"
+
+
+def _why_not_cuda(device: torch.device) -> str | None:
+    """What the Triton kernels lack here."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no CUDA"
+    if torch.cuda.get_device_capability(device) < _OLDEST_GPU:
+        return f"Triton wants a GPU of compute capability {_OLDEST_GPU[0]}.{_OLDEST_GPU[1]} or newer"
+    if find_spec("triton") is None or not hasattr(importlib.import_module("triton"), "constexpr_function"):
+        return "it takes Triton 3.5 or newer, which comes with torch 2.9 for Linux"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        return "Triton needs a C compiler, such as gcc"
+    return None
 
 
 def _forced() -> str | None:

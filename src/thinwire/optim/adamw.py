@@ -24,6 +24,7 @@ from ..policy import Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
+_BETAS, _DENSE_BETA1 = (0.5, 0.999), 0.9
 _FIRST_REFRESH = 16
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
 """Of the mean second moment of its tensor that an entry has at least, when it is averaged; when it is frozen."""
@@ -38,9 +39,10 @@ class AdamW(CompressedOptimizer):
     params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
                    them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
     lr, eps, weight_decay   as torch's. What was not sent keeps the lr of its own step.
-    betas          beta1 is 0.5 here and not 0.9: error feedback delays an entry, which acts as momentum by itself, and
-                   more on top of it overshoots.
-    compressor     a spec, a `Compressor`, or a `Policy` with all its rules.
+    betas          (0.5, 0.999) by default. beta1 is not 0.9: error feedback delays an entry, which acts as momentum by
+                   itself, and more on top of it overshoots. (What "auto" leaves dense has 0.9, unless betas are given.)
+    compressor     a spec, a `Compressor`, a `Policy` with all its rules, or "auto": dense, 8 bits or this class's
+                   default, for each bucket, by what the first steps show to be quickest; `sync.choice` says why.
     warmup_steps   steps in which gradients are sent by `warmup`, and which are those of torch's AdamW.
     refresh_every  steps from one average of the ranks' second moments to the next, but the first few come at 16, 32,
                    64 ... steps; 0: the second moment is frozen after the warm-up, which should be 100 steps or more.
@@ -70,7 +72,7 @@ class AdamW(CompressedOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.5, 0.999),
+        betas: tuple[float, float] | None = None,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
@@ -88,6 +90,8 @@ class AdamW(CompressedOptimizer):
         timeout: float | timedelta | None = None,
     ) -> None:
         checked("lr", lr, 0.0, float("inf"))
+        self._is_default = betas is None
+        betas = _BETAS if betas is None else betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas {betas!r}, expected two numbers")
         checked("beta1", betas[0], 0.0, 1.0)
@@ -97,7 +101,7 @@ class AdamW(CompressedOptimizer):
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
-        first = parsed(policy.warmup[0][1] if policy.warmup else policy.compressor)
+        first = parsed(policy.warmup[0][1]) if policy.warmup else policy.final  # auto begins with what is dense
         if (not policy.warmup or first.sparse) and not isinstance(first, NoCompression):
             raise ValueError(
                 f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
@@ -134,7 +138,7 @@ class AdamW(CompressedOptimizer):
 
     def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
         """torch's AdamW, operation by operation."""
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = self._betas_of_gradients(group)
         m, v = (self._moment(kind, name, parameter) for kind in self.moments)
         parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
         m.lerp_(gradient, 1 - beta1)
@@ -146,8 +150,18 @@ class AdamW(CompressedOptimizer):
         else:
             parameter.sub_((m / denominator).mul_(float(group["lr"]) / first).to(parameter.dtype))
 
+    def _betas_of_gradients(self, group: dict[str, Any]) -> tuple[float, float]:
+        """What auto leaves dense is not delayed by error feedback, so nothing acts as momentum but momentum."""
+        beta1, beta2 = group["betas"]
+        if self.sync.choice is not None and self._is_default and group["betas"] == _BETAS:
+            beta1 = _DENSE_BETA1
+        return beta1, beta2
+
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
         torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
+        self._add(group, parameters, updates)
+
+    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
         torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])
 
     def _after_step(self) -> None:
@@ -185,7 +199,7 @@ class AdamW(CompressedOptimizer):
     def _second_moments(self) -> Iterator[Tensor]:
         """Those of all parameters that are compressed from now on: the same, in the same order, on all ranks."""
         for name, parameter in self.named_parameters():
-            dense = self.sync.policy.sends_dense(name, parameter.numel(), self.sync.steps)
+            dense = self.sync.sends_dense(name, parameter.numel(), self.sync.steps)
             if not dense and name in self._vectors["exp_avg_sq"]:
                 yield self._vectors["exp_avg_sq"][name]
 

@@ -24,7 +24,7 @@ from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
-from ..policy import Policy
+from ..policy import DENSE, Policy
 from ..residuals import NamedVectors
 from ..sync import Synchronizer
 from .checks import check_groups, check_order, check_replicas, warn_of_averaged
@@ -129,6 +129,7 @@ class CompressedOptimizer(Optimizer):
             for group in self.param_groups:
                 self._apply(group)
             self._after_step()
+            self._follow_choice()
         return loss
 
     @property
@@ -153,6 +154,10 @@ class CompressedOptimizer(Optimizer):
     @abstractmethod
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None: ...
 
+    @abstractmethod
+    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+        """Change parameters by their updates, and by nothing else."""
+
     def _after_step(self) -> None:
         """A step was taken."""
 
@@ -160,7 +165,9 @@ class CompressedOptimizer(Optimizer):
         """Whether a step is as torch's optimizer takes it: in the warm-up, until its phases become sparse."""
         policy = self.sync.policy
         phase = policy.phase(step)
-        return phase < len(policy.warmup) and not parsed(policy.warmup[phase][1]).sparse
+        if phase == len(policy.warmup):
+            return self.sync.tries_gradients(step)
+        return not parsed(policy.warmup[phase][1]).sparse
 
     # How it goes.
 
@@ -180,6 +187,35 @@ class CompressedOptimizer(Optimizer):
             self._step_by_gradient(group, name, parameter, gradient)
         if updated:
             self._step_by_updates(group, updated, [p.grad for p in updated if p.grad is not None])
+
+    def _follow_choice(self) -> None:
+        """Under auto: whose updates were sent, and who goes on by gradients, gets what it is owed, and one momentum."""
+        if not self.sync.policy.auto or self.sync.choice is not None:
+            return
+        step = self.sync.steps
+        sent = set(self._sent_as_updates(step - 1))
+        self.sync.choose_if_due(next(p.device for _, p in self.named_parameters()))
+        go_on = set(self._sent_as_updates(step))
+        for group in self.param_groups:
+            named = zip(group["param_names"], group["params"], strict=True)
+            self._to_gradients(group, [(name, p) for name, p in named if name in sent - go_on])
+
+    def _sent_as_updates(self, step: int) -> list[str]:
+        if self._warms_up(step):
+            return []
+        sends_dense = self.sync.sends_dense
+        return [name for name, p in self.named_parameters() if not sends_dense(name, p.numel(), step)]
+
+    def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
+        """The residuals of all ranks are applied, and their momenta, which differ, averaged: in order, on all ranks."""
+        owed = self.sync.take_residuals([name for name, _ in named])
+        for name, parameter in named:
+            if name in owed:
+                self.sync.average([owed[name]], DENSE)
+                self._add(group, [parameter], [shaped(owed[name], parameter).to(parameter.dtype)])
+            self.sync.average(
+                [self._vectors[kind][name] for kind in self.moments if name in self._vectors[kind]], DENSE
+            )
 
     def _rate(self, group: dict[str, Any]) -> float:
         """What an update is multiplied by when it is sent; never 0, since momentum is worked out from what was sent."""
@@ -238,7 +274,7 @@ class CompressedOptimizer(Optimizer):
             )
         check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
         taken = [by_rank[int(state["rank"])] for state in choice.taken]
-        apart = self._local_names(int(choice.alike["steps"])) if choice.alike["steps"] else []
+        apart = self._local_names(choice.alike) if choice.alike["steps"] else []
         loaded = {kind: NamedVectors() for kind in self.moments}
         for kind in self.moments:
             vectors = self._vectors_in(alike, kind)
@@ -252,15 +288,17 @@ class CompressedOptimizer(Optimizer):
         self._load_own_state(alike["thinwire"])
         self._exchanged = self._exchanges()
 
-    def _local_names(self, steps: int) -> list[str]:
-        """Parameters whose momentum differs between ranks after so many steps: those of which updates were sent."""
-        if self._warms_up(steps - 1):
-            return []
-        sends_dense = self.sync.policy.sends_dense
-        return [name for name, p in self.named_parameters() if not sends_dense(name, p.numel(), steps - 1)]
+    def _local_names(self, state: Mapping[str, Any]) -> list[str]:
+        """Parameters whose momentum differs between ranks in a checkpoint: those of which updates were sent."""
+        return list(state["local"]) if "local" in state else self._sent_as_updates(int(state["steps"]) - 1)
 
     def _own_state(self) -> dict[str, Any]:
-        return {"optimizer": type(self).__name__, "count": self._count}
+        made: dict[str, Any] = {"optimizer": type(self).__name__, "count": self._count}
+        if self.sync.policy.auto:  # what was measured says who, so who loads it cannot tell beforehand
+            last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
+            go_on = set(self._sent_as_updates(self.sync.steps))
+            made["local"] = [name for name in last if name in go_on]
+        return made
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._count = int(state["count"])

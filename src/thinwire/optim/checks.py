@@ -62,7 +62,12 @@ def check_order(policy: Policy) -> None:
     if True not in updates:
         return
     first = updates.index(True)
-    final = parsed(policy.compressor)
+    if policy.auto:
+        raise ValueError(
+            f"{format_spec(phases[first])} before auto, which tries to send gradients first: once updates are sent, "
+            "gradients cannot be again; leave sparse phases out of the warm-up"
+        )
+    final = policy.final
     later = [given for given, update in list(zip(phases, updates, strict=True))[first:] if not update]
     if isinstance(final, NoCompression):
         later.append(final)

@@ -21,7 +21,7 @@ def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Pol
         raise ValueError(f"warmup_steps {warmup_steps!r}, expected a whole number, 0 or more")
     phases = ((warmup_steps, parsed(warmup)),) if warmup_steps else ()
     if not isinstance(compressor, Policy):
-        return Policy(parsed(compressor), warmup=phases)
+        return Policy(compressor, warmup=phases)
     if compressor.warmup:
         return compressor
     return replace(compressor, warmup=phases)

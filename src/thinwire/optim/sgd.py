@@ -21,7 +21,8 @@ class SGD(CompressedOptimizer):
     lr, weight_decay, nesterov   as torch's.
     momentum       0.5 here: error feedback delays an entry, which acts as momentum by itself. In place of torch's SGD
                    with momentum 0.9 take 5 times its lr: lr / (1 - momentum), the step in the long run, is the same.
-    compressor     a spec, a `Compressor`, or a `Policy` with all its rules.
+    compressor     a spec, a `Compressor`, a `Policy` with all its rules, or "auto": dense, 8 bits or this class's
+                   default, for each bucket, by what the first steps show to be quickest; `sync.choice` says why.
     warmup_steps   steps in which gradients are sent by `warmup` and momentum is that of torch.
     max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
     grad_scaler    the `GradScaler` in use, if any.
@@ -106,6 +107,9 @@ class SGD(CompressedOptimizer):
         parameter.add_(gradient.to(parameter.dtype), alpha=-float(group["lr"]))
 
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+        self._add(group, parameters, updates)
+
+    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
         for gain in {_gain(update) for update in updates}:
             mine = [pair for pair in zip(parameters, updates, strict=True) if _gain(pair[1]) == gain]
             torch._foreach_add_([p for p, _ in mine], [u for _, u in mine], alpha=-group["reference_lr"] / gain)

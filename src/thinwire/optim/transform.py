@@ -48,7 +48,7 @@ class UpdateTransform:
 
     def goes_dense(self, name: str, numel: int) -> bool:
         """Whether this parameter was not to be compressed in the last exchange."""
-        return self.optimizer.sync.policy.sends_dense(name, numel, self._number)
+        return self.optimizer.sync.sends_dense(name, numel, self._number)
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
@@ -68,14 +68,25 @@ class UpdateTransform:
         return self.optimizer._families[name]
 
     def gradient(self, tensor: Tensor) -> None:
-        if isinstance(self._clip, Tensor) or self._clip != 1.0:
+        if isinstance(self._clip, Tensor):
+            self._clip_on_device(tensor, self._clip)
+        elif self._clip != 1.0:
             tensor.mul_(self._clip)
+
+    def _clip_on_device(self, tensor: Tensor, clip: Tensor) -> None:
+        if tensor.dtype == clip.dtype:
+            tensor.mul_(clip)
+        else:  # which would round the factor to 16 bits
+            tensor.copy_(tensor.to(clip.dtype).mul_(clip))
+
+    def prepare(self, run: Run, tensor: Tensor) -> None:
+        self.optimizer._moments_of(run, tensor)
 
     def before(self, run: Run, tensor: Tensor) -> Update | None:
         group = self.optimizer.param_groups[run.family]  # type: ignore[call-overload]
         clip = self._clip
         if isinstance(clip, Tensor):
-            tensor.mul_(clip)
+            self._clip_on_device(tensor, clip)
             clip = 1.0
         return self.optimizer._send(run, tensor, group, clip / self.scale)
 

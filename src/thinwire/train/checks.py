@@ -3,6 +3,7 @@
 import math
 
 import thinwire
+from thinwire.policy import AUTO
 
 from .config import Config
 from .datasets import check_fit
@@ -28,8 +29,8 @@ def check(config: Config) -> None:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
         raise ValueError(f"--weight-decay {config.weight_decay:g}, expected 0 or more")
-    compressor = thinwire.compressor(config.compressor)
-    if compressor.sparse and config.optimizer == "adamw" and config.warmup_steps < 1:
+    sparse = config.compressor != AUTO and thinwire.compressor(config.compressor).sparse
+    if sparse and config.optimizer == "adamw" and config.warmup_steps < 1:
         raise ValueError(
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 10"

@@ -1,6 +1,7 @@
 """A model that learns on one rank: its optimizer and its exchange, chosen by the compressor.
 
 sparse (topk, randomk)   thinwire's optimizer, which compresses its update
+auto                     the same, which measures what to compress it by
 none, quantize           torch's optimizer, whose gradients are compressed
 
 CPU and CUDA go by DDP, so that exchanges overlap with the backward pass. Where torch cannot exchange tensors of the
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.policy import AUTO
 from thinwire.sync import Synchronizer
 
 from .config import Config
@@ -137,8 +139,8 @@ class Learner:
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
         given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        compressor = thinwire.compressor(config.compressor)
-        if compressor.sparse:
+        compressor = config.compressor if config.compressor == AUTO else thinwire.compressor(config.compressor)
+        if isinstance(compressor, str) or compressor.sparse:
             ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
             if config.optimizer == "sgd":
                 given["lr"] *= SGD_LR_FACTOR

@@ -101,6 +101,7 @@ class _Run:
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
         self.last_loss, self.not_finite = 0.0, 0
+        self.choice = self.learner.sync.choice
         self.saved = self.counts.step if loaded is not None else -1
         self.clock = time.perf_counter()
 
@@ -123,6 +124,7 @@ class _Run:
                 self.view.first(counts.step, pulse.loss, seconds)
                 first = False
             self._count(seconds)
+            self._show_choice()
             self._look_at(pulse.loss)
             stops = pulse.stops
             logged.add(pulse.loss)
@@ -176,6 +178,16 @@ class _Run:
         split["compute"] = max(0.0, seconds - sum(split.values()))
         for phase in PHASES:
             counts.split[phase] += split[phase]
+
+    def _show_choice(self) -> None:
+        """Once, when auto has made it; a run that is resumed has shown it."""
+        choice = self.learner.sync.choice
+        if choice is self.choice:
+            return
+        self.choice = choice
+        if choice is not None and self.metrics is not None:
+            self.metrics.write("choice", {**self._so_far(), **choice.record()})
+            self.view.say(choice.describe())
 
     def _look_at(self, loss: float) -> None:
         self.last_loss = loss

@@ -5,6 +5,7 @@ Lines of metrics.jsonl, after the conditions they were measured under (again aft
     step         loss (mean over ranks, and over the steps since the last line), lr, samples_per_second, split (seconds
                  a step of compute, compress, wait and decode, which add up), skipped (steps that NaN or Inf ended)
     evaluation   loss and accuracy on validation data
+    choice       what --compressor auto has chosen for each bucket, what it measured, and why; once
     end          reason: finished, stopped by a signal, or failed
 
 Each has the step and seconds since the first one, all but the end also bytes_sent and bytes_dense: by rank 0 so far,
@@ -138,7 +139,7 @@ def _cut(path: Path, first_step: int) -> None:
             line = json.loads(text) if text.endswith("\n") else None
         except ValueError:
             line = None
-        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation"):
+        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice"):
             step = line.get("step", line.get("first_step"))
             if isinstance(step, int) and step <= first_step:
                 kept.append(text)
@@ -148,6 +149,8 @@ def _cut(path: Path, first_step: int) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
     return {name: _plain(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 

@@ -4,14 +4,13 @@ The floor of every sparse compressor with a residual is `residual.add_(grad)`: t
 Here a chunk of gradient and residual is read once into registers, the sum goes back to the residual at once, and what
 the chunk sends is found, packed and subtracted while the next chunks are on their way.
 
-The modules mirror `kernels.cpu`, with three functions more, none of which waits for the device. flag is an int32 there,
-0 before, and 1 afterwards if something was not finite:
+The modules mirror `kernels.cpu`, with two functions more, neither of which waits for the device. flag is an int32
+there, 0 before, and 1 afterwards if something was not finite:
 
     encode_flagged(tensor, residual, layout, key, payload, flag)   encode
     compress(tensor, residual, layout, key, payload, flag)         encode and commit, TopK and Quantize in one pass
-    undo(tensor, residual, layout, key, payload)                   takes `compress` back, to the rounding of an addition
 
-`topk.compress` can also make an optimizer's update first, in the same pass (`topk.fuses`). Scratch comes from torch's
+Both can also make an optimizer's update first, in the same pass (`topk.fuses`). Scratch comes from torch's
 caching allocator, on the stream that is current, so a step that repeats allocates nothing; once it has run, it can be
 captured into a CUDA graph (`chunk=none` cannot).
 """

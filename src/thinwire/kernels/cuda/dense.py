@@ -43,13 +43,10 @@ def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, pa
     """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
     flag.zero_()
     encode_flagged(tensor, residual, layout, key, payload, flag)
-    _move(tensor, residual, layout, payload, flag, 1.0)
-
-
-def undo(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
-    """Take `compress` back, to the rounding of an addition; a payload that is marked has changed nothing."""
-    values = reference.read_values(payload, layout.dtype)
-    _move(tensor, residual, layout, payload, values[:1].isnan().to(torch.int32), -1.0)
+    launch(
+        keep_rest, (triton.cdiv(layout.numel, _TILE),), tensor.view(-1), residual.view(-1),
+        reference.read_values(payload, layout.dtype), flag, layout.numel, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
@@ -58,14 +55,6 @@ def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payl
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     reference.decode(payloads, layout, key, out, weight, add)
-
-
-def _move(tensor: Tensor, residual: Tensor, layout: DenseLayout, payload: Tensor, flag: Tensor, sign: float) -> None:
-    values = reference.read_values(payload, layout.dtype)
-    launch(
-        move_residual, (triton.cdiv(layout.numel, _TILE),), tensor.view(-1), residual.view(-1), values, flag,
-        layout.numel, sign, TILE=_TILE, num_warps=4,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -80,12 +69,12 @@ def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr,
     tl.store(out_ptr + at, cut.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["sign"])
-def move_residual(g_ptr, r_ptr, sent_ptr, flag_ptr, n, sign, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """r <- r + sign * g - sign * sent, unless the flag is raised."""
+@triton.jit
+def keep_rest(g_ptr, r_ptr, sent_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """r <- r + g - sent, unless the flag is raised."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)
     kept = tl.load(r_ptr + at, mask=inside, other=0.0)
-    kept += sign * tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    kept -= sign * tl.load(sent_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    kept += tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    kept -= tl.load(sent_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(r_ptr + at, kept, mask=inside)

@@ -54,10 +54,10 @@ def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_a
         first += tl.num_programs(0) * BLOCK
 
 
-@triton.jit(do_not_specialize=["weight"])
-def add_unless(out_ptr, g_ptr, flag_ptr, n, weight, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out += weight * g, unless the flag is raised."""
+@triton.jit
+def add_unless(out_ptr, g_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out += g, unless the flag is raised."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)
-    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
+    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, tl.load(out_ptr + at, mask=inside, other=0.0) + given, mask=inside)

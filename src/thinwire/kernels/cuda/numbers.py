@@ -66,3 +66,17 @@ def draw(key, counter):  # type: ignore[no-untyped-def]
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return ((z ^ (z >> 31)) >> 1).to(tl.int64)
+
+
+_DROWNED = tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def taken_back(total, g):  # type: ignore[no-untyped-def]
+    """What a residual r was, from total = (r + g) as it was rounded: total - g, or 0 where g has drowned it.
+
+    If g is a million times larger, what comes out is the rounding of r + g and little of r: noise, which after a
+    gradient of 1e20 would be 1e12.
+    """
+    was = total - g
+    return tl.where(tl.abs(was) > tl.abs(g) * _DROWNED, was, 0.0)

@@ -39,14 +39,6 @@ def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int,
     _mark(layout, payload, flag)
 
 
-def undo(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
-    """Take `compress` back: residual <- residual + decode(payload) - tensor, which is what it was but for rounding.
-
-    A payload that is marked has been taken back by `compress` itself, so nothing happens.
-    """
-    _decode(payload.unsqueeze(0), layout, tensor, SUBTRACT, 1.0, residual, None)
-
-
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
     _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual, None)
 

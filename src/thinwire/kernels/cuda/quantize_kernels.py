@@ -25,6 +25,7 @@ from .numbers import (
     nearest_integer,
     read_bfloat16,
     signed_level,
+    taken_back,
 )
 
 _PER_RECORD = tl.constexpr(16)
@@ -195,7 +196,7 @@ def decode_tile(  # type: ignore[no-untyped-def]
         total += level * weight
         p += 1
     if START == 3:
-        total -= given
+        total = taken_back(total, given)
     if plain:
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
     else:

@@ -46,24 +46,11 @@ def compress(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, 
     """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
     flag.zero_()
     encode_flagged(tensor, residual, layout, key, payload, flag)
-    _move(tensor, residual, layout, key, payload, flag, 1.0)
-
-
-def undo(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
-    """Take `compress` back, to the rounding of an addition; a payload that is marked has changed nothing."""
-    marked = _values(payload.unsqueeze(0), layout)[0, :1].isnan().to(torch.int32)
-    _move(tensor, residual, layout, key, payload, marked, -1.0)
-
-
-def _move(
-    tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor, sign: float
-) -> None:
-    """residual <- residual + sign * (tensor - sent), unless the flag is raised."""
     values = _values(payload.unsqueeze(0), layout)
     launch(add_unless, (triton.cdiv(layout.numel, _TILE),), residual.view(-1), tensor.view(-1), flag, layout.numel,
-           sign, TILE=_TILE, num_warps=4)  # fmt: skip
+           TILE=_TILE, num_warps=4)  # fmt: skip
     launch(
-        add_strata, (triton.cdiv(layout.k, _STRATA),), values, residual.view(-1), flag, 1, values.stride(0), -sign,
+        add_strata, (triton.cdiv(layout.k, _STRATA),), values, residual.view(-1), flag, 1, values.stride(0), -1.0,
         *_strata(layout, key), GUARDED=True, STRATA=_STRATA, num_warps=4,
     )  # fmt: skip
 

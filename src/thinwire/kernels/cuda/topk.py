@@ -44,15 +44,19 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
 
 
 def encode_flagged(
-    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor
-) -> None:
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
-    _encode(tensor, residual, layout, payload, flag, None, update_residual=False)
+    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor,
+    update: Update | None = None,
+) -> None:  # fmt: skip
+    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite.
+
+    update: write this over the tensor first, in the same pass, if the layout `fuses`.
+    """
+    _encode(tensor, residual, layout, payload, flag, update, update_residual=False)
     _mark(layout, payload, flag)
 
 
 def fuses(layout: TopKLayout) -> bool:
-    """Whether `compress` makes an optimizer's update in the same pass."""
+    """Whether an optimizer's update is made in the same pass."""
     return layout.dtype == torch.float32 and layout.record.n <= LARGEST_CHUNK
 
 
@@ -63,29 +67,14 @@ def compress(
     """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
 
     A chunk that is not finite leaves its residual as it is. The others have written theirs when that is found, so it is
-    taken back: to the rounding of an addition, the residual is then what it was.
+    taken back: the residual is then what it was, to the rounding of an addition (`numbers.taken_back`).
 
-    update: write this over the tensor first, in the same pass, if the layout `fuses`.
+    update: as for `encode_flagged`.
     """
     flag.zero_()
     _encode(tensor, residual, layout, payload, flag, update, update_residual=True)
     _finish(tensor, residual, layout, payload, flag)
     _mark(layout, payload, flag)
-
-
-def undo(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
-    """Take `compress` back: residual <- residual + decode(payload) - tensor, which is what it was but for rounding.
-
-    For a rank that learns after `compress` that another rank's gradient was not finite. A payload that is marked has
-    been taken back by `compress` itself, so nothing happens.
-    """
-    for record, part in layout.parts(layout.numel):
-        g, r = tensor.view(-1)[part.entries], residual.view(-1)[part.entries]
-        if record.n <= LARGEST_CHUNK:
-            _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.SUBTRACT, 1.0, r)
-        else:
-            for mine, nbytes in _long_records(record, part.rows):
-                topk_global.undo(g[mine], r[mine], record, payload[part.nbytes][nbytes])
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:

@@ -18,7 +18,7 @@ What a damaged payload says about entries that do not exist is passed over.
 import triton
 import triton.language as tl
 
-from .numbers import from_bfloat16, read_bfloat16, signed_level
+from .numbers import from_bfloat16, read_bfloat16, signed_level, taken_back
 
 SIZES = [
     "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
@@ -108,7 +108,7 @@ def fill(  # type: ignore[no-untyped-def]
         else:
             total = tl.load(out + entries)
             given = tl.load(g + entries).to(tl.float32)
-        total = total + given if START == 2 else total - given
+        total = total + given if START == 2 else taken_back(total, given)
     if MASKED:
         tl.store(out + entries, total.to(out.dtype.element_ty), mask=entries < n)
     else:

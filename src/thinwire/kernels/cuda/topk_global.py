@@ -9,10 +9,10 @@ a number on the device, says which. So the result is exact whatever the sample.
 Then radix selection, 8 bits of the magnitude at a time: four passes count how often each value of the next 8 bits
 occurs among the magnitudes that share the bits found so far; after each a single block picks the value of the k-th
 largest. Two more passes collect what lies above the threshold, and the first of those on it, in the order of positions.
-Nothing of it waits for the host.
+None of these passes waits for the host.
 
 The k entries then are a small tensor. It is quantised and packed by the reference's own functions, in torch. Those copy
-a few constants from the host, so this way, unlike that of chunks, cannot be captured into a CUDA graph.
+a few constants from the host and wait for that, so this way cannot be captured into a CUDA graph.
 """
 
 from typing import NamedTuple
@@ -122,16 +122,8 @@ def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
 
 def commit(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor, flag: Tensor) -> None:
     """r <- r + g - decode, unless the flag is raised."""
-    launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, flag, g.numel(), 1.0, TILE=_TILE, num_warps=4)
+    launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, flag, g.numel(), TILE=_TILE, num_warps=4)
     _add(out, 0, record, -1.0, r, flag)
-
-
-def undo(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor) -> None:
-    """r <- r + decode - g, unless the record is marked."""
-    leading = out[2:4] if record.bits == 32 else out[:2]
-    marked = ((leading[0] == numbers.MARK & 0xFF) & (leading[1] == numbers.MARK >> 8)).to(torch.int32)
-    _add(out, 0, record, 1.0, r, marked)
-    launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, marked, g.numel(), -1.0, TILE=_TILE, num_warps=4)
 
 
 def decode(

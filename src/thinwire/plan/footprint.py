@@ -1,0 +1,68 @@
+"""Bytes, messages and memory of a way, by the formulas that the collectives plan with: collectives/cost.py."""
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.collectives import cost
+from thinwire.collectives.plan import plan
+from thinwire.compressors import Compressor
+
+from .cluster import Cluster
+from .ways import GLOO_AT_ONCE, HALVES, Way
+from .work import Bucket, Work
+
+_FLOAT, _NO_LIMIT = torch.float32, 1 << 62
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one rank in one step."""
+
+    sent: float
+    inside: float
+    """The part of it that stays in the host, of hierarchical ways."""
+    messages: int
+    residual: int
+    """Bytes that are kept from step to step, those of an owner of sums included."""
+    buffers: int
+    """Bytes beyond gradients and residual, while the step is under way."""
+
+
+def footprint(way: Way, given: Compressor | None, work: Work, cluster: Cluster) -> Footprint:
+    """Bytes, messages and memory, by the formulas that the collectives plan with."""
+    sent, messages, buffers = 0.0, 0, 0
+    world = cluster.world
+    known: dict[Bucket, cost.Cost] = {}
+    for bucket in work.buckets:
+        if bucket not in known:
+            known[bucket] = _cost(way, given, bucket, cluster)
+        sent, messages, buffers = (
+            sent + known[bucket].sent,
+            messages + known[bucket].messages,
+            buffers + known[bucket].memory,
+        )
+    if given is None:  # halves are made of the buckets that are under way
+        largest = max(bucket.entries for bucket in work.buckets)
+        held = 2 * min(GLOO_AT_ONCE * largest, work.entries) if way.spec in HALVES else 0
+        return Footprint(sent, 0.0, messages, 0, held)
+    residual = _FLOAT.itemsize * work.entries if given.contracts else 0
+    if way.algorithm == "sharded" and residual:
+        residual += residual // world
+    inside = cost.ring(_FLOAT.itemsize * work.entries, cluster.ranks_per_host) if way.in_hosts else 0
+    return Footprint(sent, inside, messages, residual, buffers)
+
+
+def _cost(way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster) -> cost.Cost:
+    """Of a bucket; of the dense ways, that of the ring."""
+    entries, small, world, inside = bucket.entries, bucket.small, cluster.world, cluster.ranks_per_host
+    if given is None:
+        nbytes = entries * (2 if way.spec in HALVES else 4)
+        return cost.Cost(cost.ring(nbytes, world), 2 * (world - 1), 0)
+    in_node, ranks = (inside, world // inside) if way.in_hosts else (1, world)
+    made = [cost.Cost(0, 0, 0)]
+    for count, algorithm in ((small, "dense"), (entries if entries > small else 0, way.algorithm)):
+        if count:
+            second = given.for_sum(ranks)
+            made.append(plan(algorithm, "", given, second, count, _FLOAT, ranks, in_node, _NO_LIMIT).cost)
+    return cost.Cost(sum(one.sent for one in made), sum(one.messages for one in made), sum(one.memory for one in made))

@@ -1,0 +1,26 @@
+"""What is printed for a case: what it rests on, the table, the advice; and the plot, if one is wanted."""
+
+from . import Options
+from .advice import advise
+from .host import Host
+from .model import Case
+from .scenario import compressors
+from .simulate import simulate
+from .table import print_case, print_predictions
+from .ways import ways
+
+
+def show(case: Case, options: Options, host: Host) -> None:
+    made = compressors(options.specs)
+    found = ways(made, case.cluster)
+    predictions = [case.predict(way) for way in found]
+    simulated = [simulate(case, way, host) for way in found] if host.simulated else []
+    print_case(case, host)
+    print_predictions(case, predictions, made, simulated)
+    for line in advise(case, predictions, made):
+        print(line)
+    if options.plot is not None:
+        from .plot import draw
+
+        options.plot.write_text(draw(case, made), encoding="utf-8")
+        print(f"{options.plot}: open it in a browser")

@@ -1,0 +1,90 @@
+"""Numbers as a person writes them: 7e9, 2s, 5%; and as a person reads them. Loads nothing heavy."""
+
+import math
+import re
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_NUMBER = r"([-+]?(?:\d+(?:_\d+)*)(?:\.\d+)?(?:e[-+]?\d+)?)"
+
+
+def parse_seconds(option: str, text: str, *, zero: bool = False) -> float:
+    """A time above 0, or from 0 on.
+
+    >>> parse_seconds("--latency", "250ms"), parse_seconds("--step-compute", "1.5 s")
+    (0.25, 1.5)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*(s|ms|us|µs|min)", text.strip().lower())
+    value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+    if not (value >= 0 if zero else value > 0) or value > 1e6:
+        least = "0 or more" if zero else "above 0"
+        raise ValueError(f"{option} {text!r}, expected a time {least} with its unit, such as 2s, 150ms or 50us")
+    return value
+
+
+def parse_count(option: str, text: str, largest: float = 1e13) -> int:
+    """A whole number from 1 on.
+
+    >>> parse_count("--params", "7e9"), parse_count("--params", "350M"), parse_count("--params", "1_000")
+    (7000000000, 350000000, 1000)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmgbt]?)", text.strip().lower())
+    value = float(match[1].replace("_", "")) * _COUNTS[match[2]] if match else math.nan
+    if not 1 <= value <= largest or value != round(value):
+        raise ValueError(f"{option} {text!r}, expected a whole number from 1 to {largest:g}, such as 7e9, 350M or 7B")
+    return round(value)
+
+
+def parse_share(option: str, text: str) -> float:
+    """
+    >>> parse_share("jitter", "5%"), parse_share("jitter", "0.05")
+    (0.05, 0.05)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else math.nan
+    if not 0 <= value <= 1:
+        raise ValueError(f"{option} {text!r}, expected a share from 0 to 1, such as 5% or 0.05")
+    return value
+
+
+def show_seconds(value: float) -> str:
+    """
+    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(450.0), show_seconds(5e-05)
+    ('12.3 ms', '2.50 s', '450 s', '50 µs')
+    """
+    if value >= 1:
+        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 10 else f"{value:.2f} s"
+    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def show_bytes(value: float) -> str:
+    """
+    >>> show_bytes(0), show_bytes(512), show_bytes(1.5e6), show_bytes(28e9)
+    ('0', '512 B', '1.5 MB', '28 GB')
+    """
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            return f"{value / size:,.0f} {unit}" if value >= 100 * size else f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B" if value else "0"
+
+
+def show_count(value: float) -> str:
+    """
+    >>> show_count(7e9), show_count(7371840), show_count(512)
+    ('7 G', '7.37 M', '512')
+    """
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
+def show_rate(bits: float) -> str:
+    """
+    >>> show_rate(1e9), show_rate(2.5e8)
+    ('1 Gbit/s', '250 Mbit/s')
+    """
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:g} bit/s"

@@ -1,0 +1,112 @@
+"""`thinwire plan --check`: rows are read strictly, and predicted by ranks that measure themselves here."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_cases import EIGHT, TOPK
+
+from thinwire import cli, record
+from thinwire.plan.check import way_of
+from thinwire.plan.ways import Way
+
+WAYS = {
+    "no communication": 20.0, "dense": 60.0, "fp16 hook": 45.0, "powersgd rank 1": 30.0, f"attach {EIGHT}": 40.0,
+    f"thinwire.AdamW {TOPK}": 35.0,
+}  # fmt: skip
+CONDITIONS = {"model": "gpt", "parameters": 3e5, "batch": 4, "worker_threads": 1, "links": "namespaces"}
+
+
+def rows(path: Path, edit: Callable[[list[dict[str, Any]]], object] = lambda lines: None) -> Path:
+    """A file as `thinwire bench link --out` writes it, of this machine."""
+    lines: list[dict[str, Any]] = [record.conditions(**CONDITIONS)]
+    for way, ms in WAYS.items():
+        row = {"kind": "link", "rate": "1gbit", "world": 2, "way": way, "ms": ms, "ms_mean": ms, "steps": 5}
+        lines.append({**row, "bytes_per_step": 0.0 if way == "no communication" else 1e5})
+    edit(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_rows_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By real processes. How near it comes depends on the machine, and is not judged."""
+    path, other = rows(tmp_path / "rows.jsonl"), tmp_path / "other.jsonl"
+    rows(other, lambda lines: lines[0].update(parameters=1e5))  # another model's
+    path.write_text(path.read_text() + other.read_text())
+    assert cli.main(["plan", "--check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for way, ms in WAYS.items():
+        found = re.findall(rf"2  1gbit  {re.escape(way)} +([\d.,]+) +{ms} +[+-][\d.]+% +([\d.]+)", shown)
+        assert len(found) == (0 if way in ("no communication", "powersgd rank 1") else 2), shown
+        for predicted, _ in found:
+            assert 20.0 < float(predicted) < 1000.0, "no less than without communication"
+        if way == "dense":
+            assert float(found[0][1]) > 2 * float(found[1][1]), "more parameters, more bytes"
+    assert re.search(r"^\d of 8 rows within 20%; error of the median row ", shown, re.MULTILINE)
+    assert "Not predicted: powersgd rank 1.\n" in shown
+
+
+def test_ways_of_the_benchmark() -> None:
+    assert way_of("dense", 2, 1 << 20) == Way("dense", "ring")
+    assert way_of("bf16", 2, 1 << 20) == Way("bf16", "ring")
+    assert way_of(f"attach {EIGHT}", 4, 1 << 20) == Way(EIGHT, "sharded", False, "attach")
+    assert way_of(f"thinwire.AdamW {TOPK}", 2, 1 << 20) == Way(TOPK, "gather", False, "thinwire.AdamW")
+    assert way_of(f"thinwire.SGD {TOPK}", 64, 1 << 20) == Way(TOPK, "sharded", False, "thinwire.SGD")
+    assert way_of("attach none", 2, 1 << 20) == Way("dense", "ring")
+    assert way_of("powersgd rank 4", 2, 1 << 20) is None
+    assert way_of("powersgd package", 2, 1 << 20) is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda lines: lines.clear(), "has no row of a link, expected what `thinwire bench link --out` writes"),
+        (lambda lines: lines.pop(0), "before any conditions"),
+        (lambda lines: lines.pop(1), 'has no row "no communication" with 2 ranks'),
+        (lambda lines: lines.__delitem__(slice(2, None)), "has no row that can be predicted, expected dense"),
+        (lambda lines: lines[2].pop("ms"), "ms is None in a row of a link"),
+        (lambda lines: lines[2].update(ms="fast"), "ms is 'fast' in a row of a link"),
+        (lambda lines: lines[2].update(ms=0.0), "0.0 ms with 2 ranks, expected times above 0"),
+        (lambda lines: lines[2].update(world=1), "with 1 ranks, expected"),
+        (lambda lines: lines[2].update(rate="quick"), "rate 'quick', expected one from 100kbit"),
+        (lambda lines: lines[0].pop("model"), "model is None in a row of a link"),
+        (lambda lines: lines[0].update(cpu="abacus"), "cores of abacus, this one has"),
+        (lambda lines: lines[0].update(cores=4096), "4096 cores"),
+        (lambda lines: lines[0].update(links="relay"), "links by a relay, whose own work is not predicted"),
+    ],
+)
+def test_rows_that_cannot_be_predicted_are_one_line(
+    edit: Callable[[list[dict[str, Any]]], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rows(tmp_path / "rows.jsonl", edit)
+    assert cli.main(["plan", "--check", str(path)]) == 2
+    assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe\x00", "is not text"), (b"{]\n", "not a line of JSON"), (b"[1]\n", "a kind")]
+)
+def test_files_that_are_something_else(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    assert cli.main(["plan", "--check", str(path)]) == 2
+    assert_one_line(capsys, message)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        assert cli.main(["plan", "--check", str(path)]) == 2
+        assert_one_line(capsys, f"--check {path}: there is no such file, expected one of `thinwire bench link --out`")
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1, shown.err
+    assert shown.err.startswith("thinwire plan: error: ")
+    assert message in shown.err

@@ -1,0 +1,139 @@
+"""`thinwire plan` by numbers, as it is called; and one line for whatever makes no sense."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire import cli
+
+COMMAND = str(Path(sys.executable).with_name("thinwire"))
+GIVEN = {"--params": "7e9", "--world": "64", "--bandwidth": "1gbit", "--step-compute": "2s"}
+
+
+def arguments(**changes: str | None) -> list[str]:
+    """The command of the help, with changes; None leaves an option out."""
+    given = {**GIVEN, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
+    return ["plan", *(word for name, value in given.items() if value is not None for word in (name, value))]
+
+
+@pytest.fixture(autouse=True)
+def _not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_installed_command() -> None:
+    hidden = ("RANK", "WORLD_SIZE", "COLUMNS")
+    clean = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([COMMAND, *arguments()], capture_output=True, text=True, timeout=120, check=False, env=clean)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "7 G parameters in 1,070 buckets; 64 ranks, each with a link of 1 Gbit/s, latency 50 µs" in done.stdout
+    for row in (r"dense +ring +\d+ s +1\.00 +55\.1 GB", r"topk:ratio=1/64,bits=2 +sharded \(auto\) .* 1\.12 GB"):
+        assert re.search(row, done.stdout), done.stdout
+    assert re.search(r"^Use topk:ratio=1/64,bits=2 by sharded: ", done.stdout, re.MULTILINE)
+
+
+def test_it_may_say_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(params="25M", world="8", bandwidth="400gbit", step_compute="300ms")) == 0
+    assert "\nDo not compress: " in capsys.readouterr().out
+
+
+def test_hosts_of_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(host="ranks=8,inside=300gbit")) == 0
+    shown = capsys.readouterr().out
+    assert "64 ranks on 8 hosts, each with a link" in shown
+    assert re.search(r"topk\S+ +hierarchical, sharded .* 124 MB, 49 GB inside", shown), shown
+
+
+def test_switches_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(params="100M", host="per_switch=16,oversubscription=4,jitter=5%")) == 0
+    shown = capsys.readouterr().out
+    assert "simulated: 16 hosts at a switch, oversubscription 4, jitter 5%" in shown
+    assert "x dense, simulated" in shown
+
+
+def test_a_processor_that_is_shared_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for host in ("ranks=1", "cores=32", "cores=2"):
+        assert cli.main(arguments(params="100M", host=host)) == 0
+        shown[host] = capsys.readouterr().out
+    assert "codec: as measured on an H200" in shown["ranks=1"]
+    assert "codec: as measured on one core of an AMD EPYC, times 32" in shown["cores=32"]
+    steps = {}
+    for host, text in shown.items():
+        found = re.search(r"topk\S+ +sharded \(auto\) +([\d.]+) (m?s)", text)
+        assert found, text
+        steps[host] = float(found[1]) * (1e-3 if found[2] == "ms" else 1)
+    assert steps["ranks=1"] < steps["cores=32"] < steps["cores=2"]
+
+
+def test_a_codec_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*arguments(params="100M", codec="1e9"), "--specs", "randomk:ratio=1/64"]) == 0
+    shown = capsys.readouterr().out
+    assert "codec: 1 G entries of randomk:ratio=1/64 a second, as given" in shown
+    assert re.search(r"randomk:ratio=1/64 +values \(auto\)", shown)
+
+
+def test_a_codec_that_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*arguments(params="100M", host="cores=1", codec="here"), "--specs", "quantize:bits=8"]) == 0
+    assert "codec: measured here, 1 thread(s)" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = (
+        "import sys\nfrom thinwire.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('loaded:', [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
+    )
+    for words in (["plan", "--help"], ["plan", "--frobnicate"], ["plan"], arguments(world="1"), arguments(params="x")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.stdout.endswith("loaded: []\n"), (words, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": None}, "--params not given: expected such as --params 7e9"),
+        ({"params": None, "world": None}, "--params, --world not given"),
+        ({"params": "-7e9"}, "--params '-7e9', expected a whole number from 1"),
+        ({"params": "0"}, "--params '0', expected a whole number"),
+        ({"params": "lots"}, "--params 'lots', expected a whole number"),
+        ({"params": ""}, "--params '', expected a whole number"),
+        ({"world": "1"}, "--world 1, expected 2 to 1,048,576 ranks: one has nobody to exchange with"),
+        ({"world": "-4"}, "--world -4, expected 2"),
+        ({"world": "four"}, "--world"),
+        ({"world": "9", "host": "ranks=8"}, "--world 9 with ranks=8 in --host, expected a multiple of it"),
+        ({"bandwidth": "0gbit"}, "--bandwidth: rate '0gbit', expected one from 100kbit to 1000gbit"),
+        ({"bandwidth": "-1gbit"}, "--bandwidth: rate '-1gbit', expected"),
+        ({"bandwidth": "1 parsec"}, "--bandwidth: rate '1 parsec', expected"),
+        ({"bandwidth": "nan"}, "--bandwidth: rate 'nan', expected"),
+        ({"step_compute": "2"}, "--step-compute '2', expected a time above 0 with its unit, such as 2s"),
+        ({"step_compute": "0s"}, "--step-compute '0s', expected a time above 0"),
+        ({"step_compute": "2 weeks"}, "--step-compute '2 weeks', expected a time"),
+        ({"latency": "-1us"}, "--latency '-1us', expected a time 0 or more"),
+        ({"host": "gpus=8"}, "'gpus=8' in --host 'gpus=8', expected key=value with one of ranks"),
+        ({"codec": "fast"}, "--codec 'fast', expected a whole number"),
+        ({"codec": "here"}, "the host has no cores: give --host ...,cores=16"),
+        ({"specs": "zip"}, "compressor 'zip' in 'zip' is unknown"),
+        ({"specs": "none"}, "--specs none, which is compared anyway, as dense"),
+        ({"specs": "randomk:ratio=1/64"}, "there is no figure for randomk as measured on an H200"),
+        ({"model": "gpt"}, "--model gpt is measured by the ranks of a cluster: torchrun"),
+        ({"plot": "plan.png"}, "--plot plan.png, expected a file that ends in .svg"),
+        ({"plot": "/nonexistent/plan.svg"}, "--plot /nonexistent/plan.svg, expected a file in a folder that is there"),
+        ({"check": "rows.jsonl"}, "--params 7e9: with --check everything comes from the rows; leave it out"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_one_line(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(**changes)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith("thinwire plan: error: ")
+    assert message in shown.err

@@ -1,0 +1,147 @@
+"""The choice of "auto", from numbers; and which steps try what."""
+
+import json
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from thinwire import Policy, Synchronizer
+from thinwire.auto import GRADIENTS, MARGIN, UPDATES, BucketTimes, Choice, Measured, confirm, decide
+from thinwire.compressors import format_spec
+from thinwire.trials import BEFORE, STEPS, TURNS, Trials, schedule
+
+NONE, EIGHT, TOPK = (format_spec(one) for one in UPDATES)
+NAMES = (("c",), ("b",), ("a",))
+
+
+def measured(
+    steps: tuple[float, ...], *held: tuple[float, ...], ready: tuple[float, ...] = (0.0, 1.0, 2.0)
+) -> Measured:
+    specs = (NONE, EIGHT, TOPK)[: len(steps)]
+    buckets = (BucketTimes(names, at, times) for names, at, times in zip(NAMES, ready, held, strict=False))
+    return Measured(specs, steps, tuple(buckets))
+
+
+def chosen(choice: Choice) -> list[str]:
+    return [bucket.compressor for bucket in choice.buckets]
+
+
+@pytest.mark.parametrize("dense", [0.5, 1.0, MARGIN])
+def test_dense_is_kept_unless_something_is_clearly_quicker(dense: float) -> None:
+    choice = decide(measured((dense, 1.0), (9.0, 0.1)))
+    assert chosen(choice) == [NONE]
+    assert "no step is clearly quicker than dense" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "best"), [((10.0, 4.0, 1.0), TOPK), ((10.0, 1.0, 4.0), EIGHT), ((9.0, 1.0, 1.0), EIGHT)]
+)
+def test_the_quickest_step_wins_and_of_equals_the_denser(steps: tuple[float, ...], best: str) -> None:
+    held = tuple(one - 0.5 for one in steps)
+    assert chosen(decide(measured(steps, held))) == [best]
+
+
+def test_a_bucket_that_is_hidden_stays_dense() -> None:
+    """The first has been exchanged before the gradients of the second are there."""
+    choice = decide(measured((12.0, 5.0), (0.9, 0.3), (10.0, 3.0)))
+    assert chosen(choice) == [NONE, EIGHT]
+    assert choice.is_mixed
+    assert [bucket.reason for bucket in choice.buckets] == ["which costs the step no time", "as in the quickest step"]
+
+
+def test_a_bucket_that_hides_itself_and_delays_the_next_does_not() -> None:
+    choice = decide(measured((12.0, 5.0), (2.9, 0.3), (10.0, 3.0)))
+    assert chosen(choice) == [EIGHT, EIGHT]
+
+
+def test_if_the_link_does_not_explain_it_the_whole_step_decides() -> None:
+    assert chosen(decide(measured((12.0, 5.0), (0.1, 0.1), (0.1, 0.1)))) == [EIGHT, EIGHT]
+
+
+def test_what_was_not_measured_is_not_trusted() -> None:
+    assert chosen(decide(measured((12.0, nan), (2.0, 1.0)))) == [NONE]
+    assert chosen(decide(measured((0.0, 1.0), (2.0, 1.0)))) == [NONE]
+    assert chosen(decide(measured((12.0, 5.0), (0.1, 0.1), (10.0, nan)))) == [EIGHT, EIGHT]
+
+
+def test_a_mixture_is_kept_only_if_it_is_as_quick() -> None:
+    numbers = measured((12.0, 5.0), (0.9, 0.3), (10.0, 3.0))
+    mixed = decide(numbers)
+    assert confirm(mixed, numbers, 5.1) is mixed
+    assert chosen(confirm(mixed, numbers, 5.2)) == [EIGHT, EIGHT]
+    assert chosen(confirm(mixed, numbers, nan)) == [EIGHT, EIGHT]
+
+
+def test_a_choice_survives_json_and_can_be_read() -> None:
+    choice = decide(measured((12.0, 5.0), (0.9, 0.3), (10.0, 3.0)))
+    assert Choice.of_record(json.loads(json.dumps(choice.record()))) == choice
+    assert "quantize:bits=8 has the quickest step (none 12,000.0 ms, quantize:bits=8 5,000.0 ms)" in choice.describe()
+    assert {name: format_spec(one) for name, one in choice.compressors.items()} == {"c": NONE, "b": EIGHT}
+
+
+def test_every_candidate_has_its_turns_and_sparse_ones_come_last() -> None:
+    order = schedule(UPDATES)
+    assert [order.count(number) for number in range(3)] == [TURNS * STEPS] * 3
+    assert set(order[-TURNS * STEPS :]) == {2}
+    assert schedule(GRADIENTS)[:STEPS] == [0] * STEPS
+
+
+def test_trials_come_after_the_warm_up_and_after_ddp_has_its_buckets() -> None:
+    for warmup, start in ((0, BEFORE), (10, 10)):
+        trials = Trials(GRADIENTS, warmup)
+        assert trials.assigned(start - 1, ["a"]) == {}
+        assert trials.assigned(start, ["a"]) == {"a": GRADIENTS[0]}
+        assert trials.assigned(start + STEPS, ["a"]) == {"a": GRADIENTS[1]}
+        assert not trials.is_due(start + 2 * TURNS * STEPS - 1)
+        assert trials.is_due(start + 2 * TURNS * STEPS)
+
+
+def test_gradients_are_tried_before_updates() -> None:
+    trials = Trials(UPDATES, 5)
+    tried = [trials.tries_gradients(step) for step in range(5, trials.end)]
+    assert tried == [True] * 2 * TURNS * STEPS + [False] * TURNS * STEPS
+
+
+def test_a_mixture_gets_a_turn_of_its_own() -> None:
+    trials, layout = Trials(GRADIENTS, 0), [("c",), ("b",)]
+    end = trials.end
+    trials.decide([12.0, 5.0, 0.0, 0.9, 0.3, 1.0, 10.0, 3.0], layout)
+    assert trials.choice is None
+    assert trials.end == end + STEPS
+    assert {name: format_spec(one) for name, one in trials.assigned(end, "bc").items()} == {"c": NONE, "b": EIGHT}
+    restored = Trials(GRADIENTS, 0)
+    restored.load_state_dict(trials.state_dict())
+    for one in (trials, restored):
+        one.decide([9.0], layout)
+        assert one.choice is not None
+        assert chosen(one.choice) == [EIGHT, EIGHT]
+
+
+def test_measuring_again_goes_on_as_before_for_one_step() -> None:
+    trials = Trials(GRADIENTS, 0)
+    trials.decide([12.0, 5.0, 0.0, 9.0, 3.0], [("a",)])
+    assert trials.choice is not None
+    trials.again(100, ["a"])
+    assert trials.choice is None
+    assert [trials.assigned(step, ["a"])["a"] for step in (100, 101)] == [GRADIENTS[1], GRADIENTS[0]]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="adapt_every with auto, expected a topk"):
+        Policy("auto", adapt_every=10)
+    with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
+        Policy("none", layers={"head.*": "auto"})
+    with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
+        Synchronizer("topk:ratio=1/64", second="auto")
+    with pytest.raises(ValueError, match="compressor 'automatic' in 'automatic' is unknown"):
+        Synchronizer("automatic")
+
+
+def test_a_policy_keeps_the_word() -> None:
+    policy = replace(Policy("auto", small=10), warmup=[(3, "quantize:bits=8")])
+    assert policy.auto
+    assert policy.describe()["compressor"] == "auto"
+    assert policy.is_dense(3)
+    assert not policy.is_dense(3, {"w": GRADIENTS[1]})
+    policy.check_order()
