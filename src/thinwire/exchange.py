@@ -116,6 +116,8 @@ class Exchange:
     """The buckets as they came, if they were put together otherwise."""
     marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
     """Of each bucket: its names, when it was issued, and its operations, from the first up to the last of `handles`."""
+    _passed_on: list[Tensor] = field(default_factory=list)
+    """Of an optimizer's step, which nobody has looked at so far."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
     _dense: list[DenseParts] = field(default_factory=list)
     """Not issued yet."""
@@ -135,6 +137,22 @@ class Exchange:
             self._issue_dense()
             self._close()
         return future
+
+    def look(self) -> None:
+        """Whether what torch's own all-reduce has summed is finite, once it is there: if not, an optimizer skips the
+        step.
+
+        Every rank has the same sums, so all find the same. It is the caller's thread that looks: in one of torch's, a
+        sum would start as many threads as there are cores.
+        """
+        if self._passed_on and all(handle.get_future().done() for handle in self.handles):
+            passed_on, self._passed_on = self._passed_on, []
+            for handle, tensor in zip(self.handles, passed_on, strict=True):
+                try:
+                    handle.wait()
+                    self.step.deposit(Received(_is_finite(tensor), _ignore, _ignore))
+                except Exception as error:
+                    self.step.fail(error)
 
     def abandon(self, reason: str) -> None:
         """The step will not be finished, as after an error in the middle of a backward pass."""
@@ -186,12 +204,13 @@ class Exchange:
             if self.sync.transform is not None:
                 self.sync.transform.gradient(tensor)
                 self.step.join()
+                self._passed_on.append(tensor)
             tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
             handle = all_reduce_compressed(
                 tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout
             )
             self.handles.append(handle)
-            return handle.get_future().then(self._passed_on)
+            return handle.get_future().then(lambda done: done.value()[0])
 
         plan = self.sync.plan(bucket, self)
         taken_out = [tensor[begin:end] for begin, end in plan.dense]
@@ -204,21 +223,6 @@ class Exchange:
         if sum(parts.taken_out.nbytes for parts in self._dense) >= _DENSE_BYTES:
             self._issue_dense()
         return when_all([*futures, dense.future], tensor, dense.put_back)
-
-    def _passed_on(self, done: "Future[list[Tensor]]") -> Tensor:
-        """What torch's own all-reduce has summed. Optimizers must know whether it is finite: a step is theirs to skip.
-
-        Every rank has the same sum, so all find the same.
-        """
-        if self.sync.transform is None:
-            return done.value()[0]
-        try:
-            tensor = done.value()[0]
-            self.step.deposit(Received(_is_finite(tensor), _ignore, _ignore))
-        except BaseException as error:
-            self.step.fail(error)
-            raise
-        return tensor
 
     def _issue_dense(self) -> None:
         """Those that wait, in one operation for each kind of tensor."""

@@ -383,6 +383,8 @@ class Synchronizer:
     def _account(self) -> None:
         """Once the step is settled, count it."""
         exchange = self._exchange
+        if exchange is not None:
+            exchange.look()
         if exchange is not None and exchange.step.finite is not None:
             self._stats.add(exchange)
             nobody_looked = exchange.passes_on and self.transform is None

@@ -144,7 +144,7 @@ class AdamW(CompressedOptimizer):
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         first, second = 1 - beta1**self._count, 1 - beta2**self._count
-        denominator = (v.sqrt() / second**0.5).add_(group["eps"])
+        denominator = v.sqrt().div_(second**0.5).add_(group["eps"])
         if parameter.dtype == m.dtype:
             parameter.addcdiv_(m, denominator, value=-float(group["lr"]) / first)
         else:
