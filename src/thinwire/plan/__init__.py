@@ -1,10 +1,12 @@
 """`thinwire plan`: will compression help me? Predicts a step by every way there is, and may answer: no.
 
-cluster, work, costs, ways   what is known: links, buckets, the codec, what each way does
-model, simulate              a step's time, by sums and maxima; and event by event, for worlds of thousands
-advice, table, plot          what to make of it
-measure, cluster_run         the numbers, measured under torchrun
-check                        predictions beside what `thinwire bench link` measured
+cluster, work, costs, ways       what is known: links, buckets, the codec, what each way does
+footprint                        bytes, messages and memory
+model, simulate                  a step's time, as a schedule; and event by event, for worlds of thousands
+advice, table, plot              what to make of it
+settings, scenario               all of that from numbers
+cluster_run, findings            and measured under torchrun: `measure` has codec and wire, `alone` the steps of a rank
+check                            predictions beside what `thinwire bench link` measured
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ class Options:
     """Step time, bytes and memory of every compressor and algorithm, and which to use, if any.
 
     By numbers: thinwire plan --params 7e9 --world 64 --bandwidth 1gbit --step-compute 2s
-    Measured:   torchrun --nnodes 2 ... -m thinwire plan --model gpt:layers=4,width=256
+
+    Measured: torchrun --nnodes 2 ... -m thinwire plan --model gpt:layers=4,width=256
     """
 
     params: Annotated[str | None, arg(metavar="COUNT", help_behavior_hint="")] = None
