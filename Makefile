@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit groups programs single bench clean
+.PHONY: help demo test test-all lint types packages unit groups single bench clean
 
 help:
 	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
@@ -39,23 +39,19 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Three rows of tests side by side: those that form groups of processes wait a lot. Those that count bytes on the loopback
+# Tests that form groups of processes, and those that do not, run side by side; those that count bytes on the loopback
 # interface want the machine for themselves.
-GROUPS := tests/distributed
-PROGRAMS := tests/train tests/link tests/plan
+GROUPS := tests/train tests/link tests/plan tests/distributed
 SINGLE := tests/contract tests/fuzz tests/unit tests/browser tests/gpu src
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 MARKS := -m "not slow"
 
 unit: $(READY)
-	$(MAKE) --jobs 3 --output-sync=target groups programs single
+	$(MAKE) --jobs 2 --output-sync=target groups single
 	$(BIN)/python -m pytest $(MARKS) $(ALONE)
 
 groups: $(READY)
 	$(BIN)/python -m pytest $(MARKS) $(GROUPS)
-
-programs: $(READY)
-	$(BIN)/python -m pytest $(MARKS) $(PROGRAMS)
 
 single: $(READY)
 	$(BIN)/python -m pytest $(MARKS) $(SINGLE) $(ALONE:%=--ignore %)
