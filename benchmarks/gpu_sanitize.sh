@@ -20,7 +20,7 @@ for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,
         _, kernel = kernels.select(ct.layout, tensor.device)
         flag = torch.zeros(1, dtype=torch.int32, device="cuda")
         kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
-        if kernels.fused(kernel, ct.layout):
+        if kernels.fuses(kernel, ct.layout):
             m, v = torch.randn_like(tensor), torch.rand_like(tensor)
             for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
                 kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)

@@ -88,7 +88,7 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         kernel.compress(tensor, residual, layout, 0, payload, flag)
         kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
-        if kernels.fused(kernel, layout):
+        if kernels.fuses(kernel, layout):
             m, v = torch.zeros(40_000), torch.zeros(40_000)
             for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
                 kernel.encode_flagged(tensor, residual, layout, 0, payload, flag, update)

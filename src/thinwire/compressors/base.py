@@ -92,7 +92,7 @@ class Compressor(ABC):
     ) -> CompressedTensor:
         """Send the best of tensor + residual, and keep the rest in `residual`, in place.
 
-        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
+        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read, unless there is an update.
         residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
         key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
         out       uint8 buffer of `nbytes` for the payload, else a new one.
@@ -104,14 +104,7 @@ class Compressor(ABC):
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
-        on_device = kernels.on_device(kernel)
-        if on_device is None or residual is None:
-            finite = self._encode(ct, kernel, tensor, residual, update)
-            if finite is True and residual is not None and ct.numel:
-                with torch.no_grad():
-                    kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
-        else:
-            finite = self._compress(ct, kernel, on_device, tensor, residual, update)
+        finite = self._write(ct, kernel, tensor, residual, update, commits=residual is not None)
         self._count(ct, tensor, time.perf_counter() - started, finite)
         return ct
 
@@ -160,7 +153,7 @@ class Compressor(ABC):
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
-        finite = self._encode(ct, kernel, tensor, residual, update)
+        finite = self._write(ct, kernel, tensor, residual, update, commits=False)
         if counted:
             self._count(ct, tensor, time.perf_counter() - started, finite)
         return ct
@@ -196,53 +189,39 @@ class Compressor(ABC):
         return CompressedTensor(self, layout.numel, layout.dtype, self.draw_key(key), payload, name), kernel
 
     @torch.no_grad()
-    def _encode(
+    def _write(
         self,
         ct: CompressedTensor,
         kernel: kernels.Kernel,
         tensor: Tensor,
         residual: Tensor | None,
         update: "Update | None",
+        *,
+        commits: bool,
     ) -> bool | Tensor:
-        """Write the payload. Whether it is finite; where only the device knows, an int32 there that is 1 if not."""
+        """Write the payload, and if it `commits` the residual too.
+
+        Whether it is finite; where only the device knows, an int32 there that is 1 if not.
+        """
         if not ct.numel:
             return True
-        layout, fused = ct.layout, None
-        if update is not None:
-            fused = kernels.fused(kernel, layout)
-            if fused is None:
-                update.apply(tensor)
+        layout = ct.layout
+        with_update = () if update is None else (update,)
+        if update is not None and not kernels.fuses(kernel, layout):
+            update.apply(tensor)
+            with_update = ()
         on_device = kernels.on_device(kernel)
         if on_device is None:
-            return kernel.encode(tensor, residual, layout, ct.key, ct.payload)
-        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
-        if fused is not None:
-            fused.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag, update)
+            finite = kernel.encode(tensor, residual, layout, ct.key, ct.payload)
+            if finite and commits and residual is not None:
+                kernel.commit(tensor, residual, layout, ct.key, ct.payload)
+            return finite
+        if commits and residual is not None:
+            flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # which `compress` begins with
+            on_device.compress(tensor, residual, layout, ct.key, ct.payload, flag, *with_update)
         else:
-            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag)
-        return flag
-
-    @torch.no_grad()
-    def _compress(
-        self,
-        ct: CompressedTensor,
-        kernel: kernels.Kernel,
-        on_device: kernels.DeviceKernel,
-        tensor: Tensor,
-        residual: Tensor,
-        update: "Update | None",
-    ) -> Tensor:
-        """`_encode` and commit in one go."""
-        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
-        if not ct.numel:
-            return flag
-        fused = kernels.fused(kernel, ct.layout) if update is not None else None
-        if fused is not None:
-            fused.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)
-            return flag
-        if update is not None:
-            update.apply(tensor)
-        on_device.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+            flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag, *with_update)
         return flag
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:

@@ -41,14 +41,13 @@ __all__ = [
     "ENVIRONMENT_VARIABLE",
     "AdamKernel",
     "DeviceKernel",
-    "FusedKernel",
     "Kernel",
     "adam",
     "backends",
     "check",
     "force",
     "force_now",
-    "fused",
+    "fuses",
     "on_device",
     "register",
     "select",
@@ -71,33 +70,19 @@ class Kernel(Protocol):
 class DeviceKernel(Protocol):
     """Kernels of a device that works on its own. flag: an int32 there, 1 afterwards if not finite, else 0.
 
-    `encode_flagged` wants it to be 0 before.
+    `encode_flagged` wants it to be 0 before. update: given only where the kernel `fuses`.
     """
 
     def encode_flagged(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None: ...
-
-    def compress(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """encode and commit."""
-
-
-class FusedKernel(DeviceKernel, Protocol):
-    """One that can make an optimizer's update in the same pass."""
-
-    def fuses(self, layout: Layout) -> bool: ...
-
-    def encode_flagged(
         self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor,
-        update: "Update | None" = None,
+        *update: "Update",
     ) -> None: ...  # fmt: skip
 
     def compress(
         self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor,
-        update: "Update | None" = None,
-    ) -> None: ...  # fmt: skip
+        *update: "Update",
+    ) -> None:  # fmt: skip
+        """encode and commit."""
 
 
 class AdamKernel(Protocol):
@@ -203,9 +188,9 @@ def on_device(kernel: Kernel) -> DeviceKernel | None:
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
-def fused(kernel: Kernel, layout: Layout) -> FusedKernel | None:
-    """The kernel, if it can make an optimizer's update in the pass that compresses."""
-    return cast(FusedKernel, kernel) if hasattr(kernel, "fuses") and kernel.fuses(layout) else None
+def fuses(kernel: Kernel, layout: Layout) -> bool:
+    """Whether the kernel makes an optimizer's update in the pass that compresses, if it is given one."""
+    return bool(kernel.fuses(layout)) if hasattr(kernel, "fuses") else False
 
 
 def adam(device: torch.device) -> AdamKernel:

@@ -11,17 +11,11 @@ from torch import Tensor
 
 from ..layout import DenseLayout
 from ..reference import dense as reference
-from .launch import launch, new_flag
+from .launch import launch, waiting_for
 from .marks import mark_if, nan_of
 from .numbers import INFINITY_BITS, magnitude_bits
 
 _TILE = 4096
-
-
-def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> bool:
-    flag = new_flag(tensor)
-    encode_flagged(tensor, residual, layout, key, payload, flag)
-    return not flag.item()
 
 
 def encode_flagged(
@@ -37,6 +31,9 @@ def encode_flagged(
     if values.data_ptr() != payload.data_ptr():
         payload.copy_(values.view(torch.uint8))
     mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.numel)
+
+
+encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor, flag: Tensor) -> None:

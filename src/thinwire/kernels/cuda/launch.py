@@ -1,5 +1,6 @@
 """How kernels are started: on the device of their tensors, without fused multiply-adds."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
         kernel[grid](*args, enable_fp_fusion=False, num_stages=1, **settings)
 
 
-def new_flag(tensor: Tensor) -> Tensor:
-    """A number on the device that kernels raise to 1 if they meet NaN or Inf."""
-    return torch.zeros(1, dtype=torch.int32, device=tensor.device)
+def waiting_for(encode_flagged: Callable[..., None]) -> Callable[[Tensor, Tensor | None, Any, int, Tensor], bool]:
+    """A kernel's `encode`, which waits for the device to say whether the input was finite."""
+
+    def encode(tensor: Tensor, residual: Tensor | None, layout: Any, key: int, payload: Tensor) -> bool:
+        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        encode_flagged(tensor, residual, layout, key, payload, flag)
+        return not flag.item()
+
+    return encode

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..layout import BLOCKS_PER_RECORD, QuantizeLayout
 from ..reference import quantize as reference
-from .launch import GUARDS, REFERENCE_DTYPES, launch, new_flag
+from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
 from .marks import mark_if, marked_by
 from .quantize_kernels import decode_blocks, encode_blocks
 from .topk_decode import ADD, KEEP, SUBTRACT, ZERO
@@ -14,18 +14,15 @@ _TILE = 4096
 """Entries of a program, if a record has as many."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
-    flag = new_flag(tensor)
-    encode_flagged(tensor, residual, layout, key, payload, flag)
-    return not flag.item()
-
-
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
     """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
     _encode(tensor, residual, layout, key, payload, flag, update=False)
     _mark(layout, payload, flag)
+
+
+encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor) -> None:

@@ -11,18 +11,13 @@ from torch import Tensor
 
 from ..layout import RandomKLayout
 from ..reference import randomk as reference
-from .launch import REFERENCE_DTYPES, launch, new_flag
+from ..reference.dense import read_values
+from .launch import REFERENCE_DTYPES, launch, waiting_for
 from .marks import add_unless, mark_if, nan_of
 from .numbers import INFINITY_BITS, draw, magnitude_bits
 
 _TILE = 4096
 _STRATA = 256
-
-
-def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
-    flag = new_flag(tensor)
-    encode_flagged(tensor, residual, layout, key, payload, flag)
-    return not flag.item()
 
 
 def encode_flagged(
@@ -42,11 +37,14 @@ def encode_flagged(
     mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.k)
 
 
+encode = waiting_for(encode_flagged)
+
+
 def compress(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
     """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
     flag.zero_()
     encode_flagged(tensor, residual, layout, key, payload, flag)
-    values = _values(payload.unsqueeze(0), layout)
+    values = read_values(payload.unsqueeze(0), layout.dtype)
     launch(add_unless, (triton.cdiv(layout.numel, _TILE),), residual.view(-1), tensor.view(-1), flag, layout.numel,
            TILE=_TILE, num_warps=4)  # fmt: skip
     launch(
@@ -65,18 +63,11 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
         return reference.decode(payloads, layout, key, out, weight, add)
     if not add:
         out.zero_()
-    values = _values(payloads, layout)
+    values = read_values(payloads, layout.dtype)
     launch(
         add_strata, (triton.cdiv(layout.k, _STRATA),), values, out.view(-1), payloads, payloads.shape[0],
         values.stride(0), weight, *_strata(layout, key), GUARDED=False, STRATA=_STRATA, num_warps=4,
     )  # fmt: skip
-
-
-def _values(payloads: Tensor, layout: RandomKLayout) -> Tensor:
-    """Bytes at any address -> numbers: the same memory where it is aligned, else a copy."""
-    width = layout.dtype.itemsize
-    aligned = payloads.storage_offset() % width == 0 and payloads.data_ptr() % width == 0
-    return (payloads if aligned else payloads.clone()).view(layout.dtype)
 
 
 def _strata(layout: RandomKLayout, key: int) -> tuple[int, int, int, int]:

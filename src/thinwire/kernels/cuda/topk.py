@@ -15,7 +15,7 @@ from ..layout import Part, TopKLayout, TopKRecord
 from ..reference import topk as reference
 from ..updates import Update
 from . import topk_decode, topk_global, topk_sum
-from .launch import GUARDS, REFERENCE_DTYPES, launch, new_flag
+from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
 from .marks import mark_if, marked_by
 from .shared import SHARED_LIMIT
 from .topk_encode import encode_chunks
@@ -37,12 +37,6 @@ _WIDE_LIMIT = 1 << 26
 """Sums of several payloads in 16 bits are added up in float32, this many entries at a time."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
-    flag = new_flag(tensor)
-    encode_flagged(tensor, residual, layout, key, payload, flag)
-    return not flag.item()
-
-
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor,
     update: Update | None = None,
@@ -53,6 +47,9 @@ def encode_flagged(
     """
     _encode(tensor, residual, layout, payload, flag, update, update_residual=False)
     _mark(layout, payload, flag)
+
+
+encode = waiting_for(encode_flagged)
 
 
 def fuses(layout: TopKLayout) -> bool:

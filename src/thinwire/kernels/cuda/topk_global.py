@@ -28,7 +28,8 @@ from ..reference import topk as reference
 from . import topk_decode
 from .launch import launch
 from .marks import add_unless
-from .numbers import INFINITY_BITS, draw, magnitude_bits
+from .numbers import INFINITY_BITS, magnitude_bits
+from .randomk import place_in
 
 _TILE = 4096
 _HISTOGRAM_TILE = 1024
@@ -181,8 +182,7 @@ def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type
 def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """One entry out of each of m strata, drawn, so that no pattern in the tensor can mislead; bits of magnitudes."""
     stratum = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mine = width + (stratum < wider).to(tl.int64)
-    at = stratum * width + tl.minimum(stratum, wider) + ((draw(stratum * 0, stratum) >> 32) * mine >> 31)
+    at, _ = place_in(stratum, width, wider, stratum * 0)
     tl.store(out_ptr + stratum, magnitude_bits(total_at(g_ptr, r_ptr, at, at + 1, HAS_R)), mask=stratum < m)
 
 

@@ -63,7 +63,7 @@ def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
 
 
 def check_update(
-    update: Update, layout: Layout, gradient: Tensor, residual: Tensor, kernel: kernels.FusedKernel
+    update: Update, layout: Layout, gradient: Tensor, residual: Tensor, kernel: kernels.DeviceKernel
 ) -> None:
     """`Mismatch` if a fused pass makes another update than the reference, or compresses it otherwise than by itself."""
     made, kept, apart = gradient.clone(), residual.clone(), residual.clone()

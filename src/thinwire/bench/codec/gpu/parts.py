@@ -38,7 +38,7 @@ def measure(cases: Sequence[Case], in_parts: Collection[str], clock: Clock, samp
             yield one.compressed(None if kept is None else selections[kept])
             if case.label in in_parts:
                 yield from one.parts()
-            fused = kernels.fused(one.kernel, one.layout)
+            fused = kernels.on_device(one.kernel) if kernels.fuses(one.kernel, one.layout) else None
             if fused is not None and not shown:  # one compressor is enough
                 shown = True
                 yield from measure_updates(case.compressor, one.layout, fused, timer, floors)

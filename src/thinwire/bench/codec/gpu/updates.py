@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from thinwire.compressors import Compressor
-from thinwire.kernels import FusedKernel
+from thinwire.kernels import DeviceKernel
 from thinwire.kernels.layout import Layout
 from thinwire.kernels.updates import AdamUpdate, MomentumUpdate, Update
 
@@ -17,7 +17,7 @@ from .timer import Timer
 
 
 def measure_updates(
-    compressor: Compressor, layout: Layout, kernel: FusedKernel, timer: Timer, floors: Floors
+    compressor: Compressor, layout: Layout, kernel: DeviceKernel, timer: Timer, floors: Floors
 ) -> Iterator[Row]:
     """Gradient, moments and residual are read, the update (over the gradient) and the residual are written."""
     buffers, payloads = timer.buffers, timer.buffers.payloads(layout)
