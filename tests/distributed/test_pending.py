@@ -94,19 +94,19 @@ def test_a_rank_that_goes_on_after_an_error_meets_the_others_again(ranks: Ranks,
 def break_inside(rank: int, world_size: int, algorithm: str) -> list[str]:
     """Rank 1 fails by itself in the middle, as it would when memory runs out."""
     start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
+    whole = thinwire.Quantize._write
     if rank == 1:
 
         def fails(*args: Any, **options: Any) -> Any:
             raise MemoryError("no memory left")
 
-        thinwire.Quantize._encode = fails  # type: ignore[method-assign]
+        thinwire.Quantize._write = fails  # type: ignore[method-assign]
     try:
         work, _ = start(5000, algorithm=algorithm, timeout=20.0)
         with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
             work.wait()
     finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
+        thinwire.Quantize._write = whole  # type: ignore[method-assign]
     meet("all have failed", world_size, seconds=15)  # else someone waited for the time-out
     works(world_size)
     return [type(caught.value).__name__, str(caught.value)]
@@ -122,20 +122,20 @@ def test_a_rank_that_fails_inside_tells_the_others(ranks: Ranks, algorithm: str)
 def stick_inside(rank: int, world_size: int, algorithm: str) -> str:
     """Rank 1 stands still in the middle until the others have given up, then goes on."""
     start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
+    whole = thinwire.Quantize._write
     if rank == 1:
 
         def waits(*args: Any, **options: Any) -> Any:
             meet("others gave up", world_size)
             return whole(*args, **options)
 
-        thinwire.Quantize._encode = waits  # type: ignore[method-assign]
+        thinwire.Quantize._write = waits  # type: ignore[method-assign]
     try:
         work, _ = start(5000, algorithm=algorithm, timeout=2.5)
         with pytest.raises(thinwire.CollectiveError) as caught:
             work.wait()
     finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
+        thinwire.Quantize._write = whole  # type: ignore[method-assign]
     if rank != 1:
         meet("others gave up", world_size)
     meet("all have failed", world_size)
@@ -158,8 +158,8 @@ LEAVE = """
     if {rank} == 0:
         if {inside}:  # Python's own end waits for the encoding, after which the exchange must not begin
             from thinwire.collectives.watch import watch
-            encode = thinwire.Quantize._encode
-            thinwire.Quantize._encode = lambda *args, **options: (watch.end_all(), encode(*args, **options))[1]
+            encode = thinwire.Quantize._write
+            thinwire.Quantize._write = lambda *args, **options: (watch.end_all(), encode(*args, **options))[1]
         work = thinwire.all_reduce_compressed(torch.ones(5000), "quantize:bits=8", async_op=True)
         print("left")
     else:
