@@ -83,11 +83,8 @@ class Transform(Protocol):
     def prepare(self, run: Run, tensor: Tensor) -> None:
         """A run is about to be issued: make what `before` needs, where the caller's stream has it in order."""
 
-    def before(self, run: Run, tensor: Tensor) -> Update | None:
-        """Turn gradients into what is to be sent, in place, or say how; without any other effect."""
-
-    def commit(self, run: Run, tensor: Tensor) -> None:
-        """The step counts; `tensor` is as `before`, or what it said, left it."""
+    def before(self, run: Run, tensor: Tensor) -> Update:
+        """How gradients are turned into what is to be sent, and what changes if the step counts; no effect so far."""
 
 
 @dataclass
@@ -132,9 +129,8 @@ class Exchange:
             if last:
                 self._issue_collected()
         else:
-            future = self._issue(bucket)
+            future = self._issue(bucket, last)
         if last:
-            self._issue_dense()
             self._close()
         return future
 
@@ -173,7 +169,7 @@ class Exchange:
         layout, self.shown = self.sync.wanted_layout, [bucket.names for bucket in buckets]
         if layout == self.shown or {name for names in layout for name in names} != parts.keys():
             for bucket, future in self._waiting:
-                pass_result(self._issue(bucket), future, bucket.tensor)
+                pass_result(self._issue(bucket, bucket is buckets[-1]), future, bucket.tensor)
             return
         regrouped = [
             Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
@@ -185,17 +181,18 @@ class Exchange:
                 for name, part in bucket.parts().items():
                     parts[name].copy_(part)
 
-        whole = when_all([self._issue(bucket) for bucket in regrouped], regrouped[0].tensor, put_back)
+        issued = [self._issue(bucket, bucket is regrouped[-1]) for bucket in regrouped]
+        whole = when_all(issued, regrouped[0].tensor, put_back)
         for bucket, future in self._waiting:
             pass_result(whole, future, bucket.tensor)
 
-    def _issue(self, bucket: Bucket) -> "Future[Tensor]":
+    def _issue(self, bucket: Bucket, last: bool) -> "Future[Tensor]":
         issued, first = time.perf_counter(), len(self.handles)
-        future = self._issue_parts(bucket)
+        future = self._issue_parts(bucket, last)
         self.marks.append((bucket.names, issued, first, len(self.handles)))
         return future
 
-    def _issue_parts(self, bucket: Bucket) -> "Future[Tensor]":
+    def _issue_parts(self, bucket: Bucket, last: bool) -> "Future[Tensor]":
         tensor, size = bucket.tensor, self.sync.world_size
         self.layout.append(bucket.names)
         self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
@@ -214,14 +211,15 @@ class Exchange:
 
         plan = self.sync.plan(bucket, self)
         taken_out = [tensor[begin:end] for begin, end in plan.dense]
-        packed = torch.cat(taken_out) if taken_out else None
+        dense = None
+        if taken_out:
+            dense = DenseParts(tensor, plan.dense, torch.cat(taken_out), future_on(tensor.device))
+            self._dense.append(dense)
+        if last or sum(parts.taken_out.nbytes for parts in self._dense) >= _DENSE_BYTES:
+            self._issue_dense()  # first: what need not be compressed can be on its way at once
         futures: list[Future[Any]] = [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
-        if packed is None:
+        if dense is None:
             return when_all(futures, tensor, _nothing)
-        dense = DenseParts(tensor, plan.dense, packed, future_on(tensor.device))
-        self._dense.append(dense)
-        if sum(parts.taken_out.nbytes for parts in self._dense) >= _DENSE_BYTES:
-            self._issue_dense()
         return when_all([*futures, dense.future], tensor, dense.put_back)
 
     def _issue_dense(self) -> None:
@@ -257,12 +255,8 @@ class Exchange:
             transform.gradient(tensor)
             return None
 
-        def commit() -> None:
-            if transform is not None and not self.as_gradients:
-                transform.commit(run, tensor)
-
         salt = zlib.crc32(str(run.names[0]).encode())
-        return self._start(tensor, run.compressor, salt, residual, state, before, commit)
+        return self._start(tensor, run.compressor, salt, residual, state, before)
 
     def _start(
         self,
@@ -272,7 +266,6 @@ class Exchange:
         residual: Tensor | None = None,
         state: ShardState | None = None,
         before: Callable[[], Update | None] = _nothing,
-        commit: Callable[[], None] = _nothing,
     ) -> "Future[list[Tensor]]":
         sync, dense = self.sync, self.flushes or isinstance(compressor, NoCompression)
         key = mix_key(self.number, salt)
@@ -280,15 +273,21 @@ class Exchange:
             key = mix_key(key, sync.rank)  # each rank rounds by draws of its own
         handle = start(
             lambda: Call(
-                tensor, compressor, residual, dist.ReduceOp.AVG, "dense" if dense else sync.algorithm, key,
+                tensor, compressor, residual, dist.ReduceOp.AVG, self._algorithm(compressor, tensor), key,
                 None if dense else sync.second, None if dense else state, _NO_LIMIT,
             ),
-            sync.group, tensor.device, sync.timeout, Part(self.step, before, commit),
+            sync.group, tensor.device, sync.timeout, Part(self.step, before),
         )  # fmt: skip
         self.handles.append(handle)
         if sync.max_bytes is not None:
             self._check_held(sync.max_bytes)
         return handle.get_future()
+
+    def _algorithm(self, compressor: Compressor, tensor: Tensor) -> str:
+        if not isinstance(compressor, NoCompression):
+            return "dense" if self.flushes else self.sync.algorithm
+        # Between two ranks as many bytes go either way, and these in one message; but 16-bit sums would be rounded.
+        return "gather" if self.sync.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _check_held(self, max_bytes: int) -> None:
         held = sum(handle.report.memory for handle in self.handles)

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -39,6 +40,7 @@ class Plan:
     """Of the whole operation; its memory is that of the largest segment."""
 
 
+@lru_cache(maxsize=1024)
 def choose(
     algorithm: str,
     first: Compressor,
@@ -82,6 +84,7 @@ def choose(
     return min(sent, key=sent.__getitem__), why
 
 
+@lru_cache(maxsize=1024)
 def plan(
     algorithm: str,
     reason: str,

@@ -21,7 +21,7 @@ from .hierarchical import hierarchical
 from .job import Job
 from .plan import AT_ONCE
 from .sharded import sharded
-from .stage import COMPUTE, Outcome, Stage
+from .stage import Outcome, Stage, computing
 from .step import Received, Step
 from .values import values
 
@@ -39,10 +39,8 @@ class Part:
 
     step: Step
     before: Callable[[], Update | None] = lambda: None
-    """Called in the operation's thread, before the tensor is read: it writes what is to be sent into it, or says how.
-    """
-    commit: Callable[[], None] = lambda: None
-    """Called if the step counts, while the tensor still holds what `before` left there."""
+    """Called in the operation's thread, before the tensor is read: it writes what is to be sent into it, or says how,
+    and what is to be committed if the step counts."""
 
 
 def submit(job: Job, part: Part | None = None) -> Handle:
@@ -56,14 +54,10 @@ def submit(job: Job, part: Part | None = None) -> Handle:
             if used is not None:
                 used.record_stream(stream)
 
-    def settle(outcome: Outcome, finite: bool) -> None:
+    def settle(outcome: Outcome, update: Update | None, finite: bool) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
-                assert part is not None
-                if finite:
-                    with COMPUTE, job.report.clock("update"):
-                        part.commit()
-                _take(outcome, job.tensor, finite)
+                _take(outcome, job, job.tensor, update, finite)
                 job.report.finite = finite
                 promise.keep([job.result])
         except BaseException as error:
@@ -78,10 +72,10 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                     _run(job)
                     promise.keep([job.result])
                 else:
-                    with COMPUTE, job.report.clock("update"):
+                    with computing(job.tensor), job.report.clock("update"):
                         update = part.before()
                     outcome = _exchange(job, update)
-                    part.step.deposit(Received(outcome.finite, partial(settle, outcome), promise.fail))
+                    part.step.deposit(Received(outcome.finite, partial(settle, outcome, update), promise.fail))
         except BaseException as error:
             if part is not None:
                 part.step.fail(error)  # before anyone can know of it and issue the next one
@@ -146,7 +140,7 @@ def _run(job: Job) -> None:
         if finite:
             outcome = _run_segment(job, index, None)
             finite = outcome.finite
-            _take(outcome, job.tensor[start:stop], finite)
+            _take(outcome, job, job.tensor[start:stop], None, finite)
             del outcome  # its buffers go before those of the next are made
     if not finite:
         job.tensor.fill_(torch.nan)
@@ -163,12 +157,18 @@ def _exchange(job: Job, update: Update | None) -> Outcome:
     return outcome
 
 
-def _take(outcome: Outcome, tensor: Tensor, finite: bool) -> None:
-    if finite:
+def _take(outcome: Outcome, job: Job, tensor: Tensor, update: Update | None, finite: bool) -> None:
+    """`tensor` still holds what was sent; the result takes its place, and everything that is kept changes."""
+    if not finite:
+        tensor.fill_(torch.nan)
+    elif outcome.settle is not None:
+        outcome.settle(update)
+    else:
+        if update is not None:
+            with computing(tensor), job.report.clock("update"):
+                update.commit(tensor)
         outcome.commit()
         outcome.write(tensor)
-    else:
-        tensor.fill_(torch.nan)
 
 
 def _start(job: Job) -> None:
@@ -189,7 +189,7 @@ def _run_segment(job: Job, index: int, update: Update | None) -> Outcome:
     *inside, operation = job.operations
     start, stop = job.plan.segments[index]
     if update is not None and (inside or job.plan.algorithm == "values"):  # which do not begin with `first`
-        with COMPUTE, job.report.clock("update"):
+        with computing(job.tensor), job.report.clock("update"):
             update.apply(job.tensor)
         update = None
     key = mix_key(job.key, index) if job.key is not None and len(job.plan.segments) > 1 else job.key

@@ -25,13 +25,13 @@ _SECOND = 2
 def sharded(stage: Stage) -> Outcome:
     cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
     total, sent = reduce_scatter(stage, cut)
-    finite, commit_second, write = all_gather(stage, cut, total)
+    second = all_gather(stage, cut, total)
 
     def commit() -> None:
         stage.commit(sent, stage.tensor, stage.residual)
-        commit_second()
+        second.commit()
 
-    return Outcome(finite, commit, write)
+    return Outcome(second.finite, commit, second.write)
 
 
 def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTensor]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,14 @@ from ..kernels.updates import Update
 from .handle import Report
 from .operation import Operation
 
-COMPUTE = threading.Lock()
-"""Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave sooner."""
+_COMPUTE = threading.Lock()
+_SMALL = 1 << 16
+
+
+def computing(tensor: Tensor) -> AbstractContextManager[object]:
+    """Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave
+    sooner. What is small need not wait for what is large, since the link would."""
+    return _COMPUTE if tensor.numel() > _SMALL else nullcontext()
 
 
 class Outcome(NamedTuple):
@@ -28,6 +34,8 @@ class Outcome(NamedTuple):
     """Update the residuals. Before `write`, since it needs the tensor as it was."""
     write: Callable[[Tensor], None]
     """Write the result, weighted, into a flat tensor."""
+    settle: Callable[[Update | None], None] | None = None
+    """Commit the update and the residuals, and write the result over the tensor, in one pass; where that is known."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,13 @@ class Stage:
         with self.report.clock("exchange"):
             return self.operation.all_gather(parts)
 
+    def begin_all_gather(self, parts: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """As `all_gather`, which ends when what is returned does."""
+        return self.operation.begin_all_gather(parts)
+
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:
-        with COMPUTE, self.report.clock(phase):
+        with computing(self.tensor), self.report.clock(phase):
             yield
 
     def buffer(self, *shape: int) -> Tensor:

@@ -13,6 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -67,15 +68,7 @@ class Compressor(ABC):
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         """The layout for `numel` entries: this compressor's own, or dense where that would not be larger."""
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
-        if numel < 0:
-            raise ValueError(f"{numel} elements, expected 0 or more")
-        dense = DenseLayout(numel, dtype)
-        if numel == 0:
-            return dense
-        own = self._layout(numel, dtype)
-        return own if own.nbytes < dense.nbytes else dense
+        return _layout_of(self, numel, dtype)
 
     def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact size of the payload for `numel` entries; needs no data and is never above dense."""
@@ -173,6 +166,30 @@ class Compressor(ABC):
             _, kernel = kernels.select(ct.layout, tensor.device)
             with torch.no_grad():
                 kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+
+    @torch.no_grad()
+    def settle(
+        self,
+        ct: CompressedTensor,
+        tensor: Tensor,
+        residual: Tensor | None,
+        payloads: Tensor,
+        own: int,
+        weight: float,
+        update: "Update | None" = None,
+    ) -> None:
+        """commit `ct`, which is payloads[own], and the update that was encoded; then the sum of all payloads, weighted,
+        takes the tensor's place. All of them are finite. In one pass over the memory where a kernel can."""
+        _, kernel = kernels.select(ct.layout, tensor.device)
+        settling = kernels.settling(kernel)
+        if settling is not None and residual is not None and ct.numel:
+            settling.settle(tensor, residual, ct.layout, ct.key, payloads, own, weight, update)
+            return
+        if update is not None:
+            update.commit(tensor)
+        if residual is not None:
+            self.commit(ct, tensor, residual, finite=True)
+        self.decompress(ct, tensor, weight, payloads=payloads)
 
     def _prepare(
         self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
@@ -275,6 +292,20 @@ class Compressor(ABC):
             _check_apart("residual", residual, "tensor", tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(compressor: Compressor, numel: int, dtype: torch.dtype) -> Layout:
+    """Kept, because an exchange asks for it dozens of times, and every step asks again."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
+    if numel < 0:
+        raise ValueError(f"{numel} elements, expected 0 or more")
+    dense = DenseLayout(numel, dtype)
+    if numel == 0:
+        return dense
+    own = compressor._layout(numel, dtype)
+    return own if own.nbytes < dense.nbytes else dense
 
 
 def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "AdamKernel",
     "DeviceKernel",
     "Kernel",
+    "SettlingKernel",
     "adam",
     "backends",
     "check",
@@ -51,6 +52,7 @@ __all__ = [
     "on_device",
     "register",
     "select",
+    "settling",
 ]
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
@@ -85,6 +87,16 @@ class DeviceKernel(Protocol):
         """encode and commit."""
 
 
+class SettlingKernel(Protocol):
+    """Kernels that bring residual and moments up to date in the pass that decodes."""
+
+    def settle(
+        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
+        update: "Update | None",
+    ) -> None:  # fmt: skip
+        """update.commit and commit, of payloads[own], and decode into `tensor`."""
+
+
 class AdamKernel(Protocol):
     """The optimizer's own arithmetic; `reference.adam` says what it is."""
 
@@ -96,6 +108,8 @@ class AdamKernel(Protocol):
     def commit(
         self, u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
     ) -> None: ...
+
+    def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rate: float) -> None: ...
 
 
 class CheckedKernel(Kernel, Protocol):
@@ -191,6 +205,11 @@ def on_device(kernel: Kernel) -> DeviceKernel | None:
 def fuses(kernel: Kernel, layout: Layout) -> bool:
     """Whether the kernel makes an optimizer's update in the pass that compresses, if it is given one."""
     return bool(kernel.fuses(layout)) if hasattr(kernel, "fuses") else False
+
+
+def settling(kernel: Kernel) -> SettlingKernel | None:
+    """The kernel, if it commits and decodes in one pass."""
+    return cast(SettlingKernel, kernel) if hasattr(kernel, "settle") else None
 
 
 def adam(device: torch.device) -> AdamKernel:

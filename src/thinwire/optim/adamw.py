@@ -120,15 +120,9 @@ class AdamW(CompressedOptimizer):
         m, v = self._moments_of(run, tensor)
         scale, floor = self._divisor(group)
         limit = _limit(group, self.sync.world_size)
-        return AdamUpdate(m, v, group["betas"][0], factor, scale, floor, limit, self._rate(group))
-
-    def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
-        m, v = self._moments_of(run, tensor)
         beta1, beta2 = group["betas"]
-        kernels.adam(tensor.device).commit(
-            tensor.to(m.dtype), m, v, beta1, beta2 if self.refresh_every else 1.0, *self._divisor(group),
-            self._rate(group),
-        )  # fmt: skip
+        kept = beta2 if self.refresh_every else 1.0
+        return AdamUpdate(m, v, beta1, factor, scale, floor, limit, self._rate(group), kept)
 
     def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
         """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
@@ -136,19 +130,25 @@ class AdamW(CompressedOptimizer):
         first, second = 1 - beta1 ** (self._count + 1), 1 - beta2 ** max(1, self._squares)
         return first / second**0.5, first * group["eps"]
 
-    def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """torch's AdamW, operation by operation."""
+    def _step_by_gradients(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """torch's AdamW, operation by operation: each for all parameters, which are many and small."""
         beta1, beta2 = self._betas_of_gradients(group)
-        m, v = (self._moment(kind, name, parameter) for kind in self.moments)
-        parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        m.lerp_(gradient, 1 - beta1)
-        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
+        torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
         first, second = 1 - beta1**self._count, 1 - beta2**self._count
-        denominator = v.sqrt().div_(second**0.5).add_(group["eps"])
-        if parameter.dtype == m.dtype:
-            parameter.addcdiv_(m, denominator, value=-float(group["lr"]) / first)
-        else:
-            parameter.sub_((m / denominator).mul_(float(group["lr"]) / first).to(parameter.dtype))
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_div_(denominators, second**0.5)
+        torch._foreach_add_(denominators, group["eps"])
+        if all(parameter.dtype == moment.dtype for parameter, moment in zip(parameters, m, strict=True)):
+            torch._foreach_addcdiv_(parameters, m, denominators, -float(group["lr"]) / first)
+            return
+        for parameter, update in zip(parameters, torch._foreach_div(m, denominators), strict=True):
+            parameter.sub_(update.mul_(float(group["lr"]) / first).to(parameter.dtype))
 
     def _betas_of_gradients(self, group: dict[str, Any]) -> tuple[float, float]:
         """What auto leaves dense is not delayed by error feedback, so nothing acts as momentum but momentum."""
@@ -158,8 +158,8 @@ class AdamW(CompressedOptimizer):
         return beta1, beta2
 
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
-        self._add(group, parameters, updates)
+        keep = 1 - float(group["lr"]) * group["weight_decay"]
+        kernels.adam(parameters[0].device).step(parameters, updates, keep, group["reference_lr"])
 
     def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
         torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])

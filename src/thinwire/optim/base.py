@@ -140,16 +140,14 @@ class CompressedOptimizer(Optimizer):
     # What a subclass says.
 
     @abstractmethod
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update | None:
-        """Write the update over the gradient, which is to be multiplied by `factor`, or say how; no other effect."""
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
+        """How the update is made of the gradient, which is to be multiplied by `factor`; no other effect."""
 
     @abstractmethod
-    def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
-        """Update the momentum from the update in `tensor`."""
-
-    @abstractmethod
-    def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """As torch's optimizer would."""
+    def _step_by_gradients(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """As torch's optimizer would; gradients have the moments' dtype."""
 
     @abstractmethod
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None: ...
@@ -174,17 +172,23 @@ class CompressedOptimizer(Optimizer):
     def _apply(self, group: dict[str, Any]) -> None:
         unscale = 1.0 / self._transform.scale
         updated: list[Tensor] = []
+        names: list[str] = []
+        others: list[Tensor] = []
+        gradients: list[Tensor] = []
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            goes_dense = self._transform.goes_dense(name, parameter.numel())
-            if not goes_dense and not self._transform.as_gradients:
+            if not self._transform.as_gradients and not self._transform.goes_dense(name, parameter.numel()):
                 updated.append(parameter)
                 continue
-            gradient = parameter.grad
             if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
                 gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
-            self._step_by_gradient(group, name, parameter, gradient)
+            names.append(name)
+            others.append(parameter)
+            gradients.append(gradient)
+        if others:
+            self._step_by_gradients(group, names, others, gradients)
         if updated:
             self._step_by_updates(group, updated, [p.grad for p in updated if p.grad is not None])
 

@@ -1,5 +1,6 @@
 """SGD with momentum on each rank, whose momentum is what is compressed (Lin et al. 2018: momentum correction)."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -64,14 +65,16 @@ class SGD(CompressedOptimizer):
             second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
 
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update | None:
+    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
         """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
         (buffer,) = self._moments_of(run, tensor)
         momentum, gain = group["momentum"], 1.0 if group["weight_decay"] else factor
-        share = momentum
-        if group["nesterov"]:
+        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor)
+        divisor = rate if momentum else None
+        if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
             gain, share = gain * (1 + momentum), momentum * momentum
-        update = MomentumUpdate(buffer, gain, share, self._rate(group) * _gain(tensor))
+            keep, divisor = momentum - momentum * momentum / (1 + momentum), (1 + momentum) * rate
+        update = MomentumUpdate(buffer, gain, share, rate, keep, divisor)
         if not group["weight_decay"]:
             return update
         wide = tensor.to(buffer.dtype)  # the same tensor, unless it is of 16 bits
@@ -82,29 +85,21 @@ class SGD(CompressedOptimizer):
             return update
         update.apply(wide)
         tensor.copy_(wide)
-        return None
+        return replace(update, gain=1.0, share=0.0, rate=1.0)  # it is there
 
-    def _commit(self, run: Run, tensor: Tensor, group: dict[str, Any]) -> None:
-        (buffer,) = self._moments_of(run, tensor)
-        momentum, rate = group["momentum"], self._rate(group) * _gain(tensor)
-        if not momentum:
-            return
-        if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
-            buffer.mul_(momentum - momentum * momentum / (1 + momentum)).add_(tensor, alpha=1 / (1 + momentum) / rate)
-        elif tensor.dtype == buffer.dtype:
-            torch.div(tensor, rate, out=buffer)
-        else:  # which would divide in 16 bits
-            buffer.copy_(tensor).div_(rate)
-
-    def _step_by_gradient(self, group: dict[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def _step_by_gradients(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         momentum = group["momentum"]
         if group["weight_decay"]:
-            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
         if momentum:
-            buffer = self._moment("momentum_buffer", name, parameter)
-            buffer.mul_(momentum).add_(gradient)
-            gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-        parameter.add_(gradient.to(parameter.dtype), alpha=-float(group["lr"]))
+            buffers = [self._moment("momentum_buffer", *named) for named in zip(names, parameters, strict=True)]
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, gradients)
+            gradients = list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
+        updates = [gradient.to(parameter.dtype) for parameter, gradient in zip(parameters, gradients, strict=True)]
+        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
     def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
         self._add(group, parameters, updates)

@@ -82,13 +82,10 @@ class UpdateTransform:
     def prepare(self, run: Run, tensor: Tensor) -> None:
         self.optimizer._moments_of(run, tensor)
 
-    def before(self, run: Run, tensor: Tensor) -> Update | None:
+    def before(self, run: Run, tensor: Tensor) -> Update:
         group = self.optimizer.param_groups[run.family]  # type: ignore[call-overload]
         clip = self._clip
         if isinstance(clip, Tensor):
             self._clip_on_device(tensor, clip)
             clip = 1.0
         return self.optimizer._send(run, tensor, group, clip / self.scale)
-
-    def commit(self, run: Run, tensor: Tensor) -> None:
-        self.optimizer._commit(run, tensor, self.optimizer.param_groups[run.family])  # type: ignore[call-overload]

@@ -1,11 +1,17 @@
-"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to send, 20 to commit."""
+"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to send, 20 to commit.
+
+`topk.settle` commits chunk by chunk, where what is read and written is in the cache for what it does itself.
+"""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from ..reference import adam as reference
+from ..updates import AdamUpdate
 from . import threads
 from .jit import as_array, kernel
 
@@ -19,19 +25,45 @@ def send(
 def commit(
     u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
 ) -> None:
-    numbers = [scale / rate, floor / rate]
+    numbers = _commit_numbers(beta1, beta2, scale, floor, rate)
     if beta2 < 1:
-        _spread(commit_both, [u, m, v], [*numbers, beta1, 1 / (1 - beta1), beta2, 1 - beta2])
+        _spread(commit_both, [u, m, v], numbers)
     else:
-        _spread(commit_momentum, [u, m, v], numbers)
+        _spread(commit_momentum, [u, m, v], numbers[:2])
+
+
+def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rate: float) -> None:
+    left = []
+    for parameter, update in zip(parameters, updates, strict=True):
+        alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
+        if alike and parameter.is_contiguous() and update.is_contiguous():
+            _spread(step_entries, [parameter, update], [keep, rate])
+        else:
+            left.append((parameter, update))
+    if left:
+        reference.step([parameter for parameter, _ in left], [update for _, update in left], keep, rate)
+
+
+def commit_numbers(update: AdamUpdate) -> list[float]:
+    """Of `commit_both`."""
+    return _commit_numbers(update.beta1, update.beta2, update.scale, update.floor, update.rate)
+
+
+def _commit_numbers(beta1: float, beta2: float, scale: float, floor: float, rate: float) -> list[float]:
+    return [scale / rate, floor / rate, beta1, 1 / (1 - beta1), beta2, 1 - beta2]
+
+
+def typed(array: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
+    """Else the arithmetic would be float64."""
+    return tuple(array.dtype.type(number) for number in numbers)
 
 
 def _spread(function: Any, tensors: list[Tensor], numbers: list[float]) -> None:
     arrays = [as_array(tensor) for tensor in tensors]
-    typed = [arrays[0].dtype.type(number) for number in numbers]  # else the arithmetic would be float64
+    given = typed(arrays[0], numbers)
 
     def share(first: int, last: int) -> None:
-        function(*(array[first:last] for array in arrays), *typed)
+        function(*(array[first:last] for array in arrays), *given)
 
     threads.run(share, threads.shares(arrays[0].size))
 
@@ -43,6 +75,12 @@ def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate):  # type: igno
         magnitude = abs(update)
         too_large = (magnitude > limit) & (magnitude < np.inf)
         g[i] = rate * (math.copysign(limit, update) if too_large else update)
+
+
+@kernel
+def step_entries(p, u, keep, rate):  # type: ignore[no-untyped-def]
+    for i in range(p.size):
+        p[i] = keep * p[i] - rate * u[i]
 
 
 @kernel

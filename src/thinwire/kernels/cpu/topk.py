@@ -1,4 +1,8 @@
-"""TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`."""
+"""TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`.
+
+`settle` brings moments and residual up to date and decodes, chunk by chunk, while the entries are in the cache.
+(To make Adam's update in the pass that encodes was not quicker: both are bound by arithmetic.)
+"""
 
 from typing import Any
 
@@ -7,7 +11,9 @@ from torch import Tensor
 
 from ..layout import TopKLayout, TopKRecord, residual_dtype
 from ..reference import topk as reference
+from ..updates import AdamUpdate, Update
 from . import threads, topk_global
+from .adam import commit_both, commit_numbers, typed
 from .jit import INFINITY_BITS, as_array, kernel, stage_limit, staged, widen
 from .records import add_entries, read_record, write_record
 from .selection import fill_magnitudes, largest, select, smallest, total_at
@@ -62,6 +68,41 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, paylo
             topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
         else:
             _decode_part(payloads, part.nbytes.start, record, g[part.entries], -1.0, False, r[part.entries])
+
+
+def settle(
+    tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
+    update: Update | None,
+) -> None:  # fmt: skip
+    """update.commit, commit and decode; in one pass unless entries are of 16 bits or chunks do not fit the cache."""
+    fused = layout.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
+    moments, numbers = [], ()
+    if fused and isinstance(update, AdamUpdate) and update.beta2 < 1:
+        moments = [as_array(update.m), as_array(update.v)]
+        numbers = typed(moments[0], commit_numbers(update))
+    elif update is not None:
+        update.commit(tensor)
+    if not fused:
+        commit(tensor, residual, layout, key, payloads[own])
+        decode(payloads, layout, key, tensor, weight, False)
+        return
+    vectors, data = [as_array(tensor), as_array(residual), *moments], payloads.numpy()
+    for record, part in layout.parts(layout.numel):
+        _settle_part(data, own, part.nbytes.start, record, [v[part.entries] for v in vectors], numbers, weight)
+
+
+def _settle_part(
+    payloads: Any, own: int, offset: int, record: TopKRecord, vectors: list[Any], numbers: Any, weight: float
+) -> None:
+    bitmap, factor = record.nbytes - record.high_at, vectors[0].dtype.type(weight)
+
+    def share(first: int, last: int) -> None:
+        entries, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
+        g, r, *moments = (vector[entries] for vector in vectors)
+        given = (*moments, numbers) if moments else None
+        settle_chunks(payloads, own, start, record, bitmap, g, r, given, factor)
+
+    threads.run(share, threads.shares(vectors[0].size // record.n, record.n))
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -132,6 +173,32 @@ def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, w
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
+            add_entries(positions, values, count, weight, chunk)
+
+
+@kernel
+def settle_chunks(
+    payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any
+) -> None:
+    """r <- r + g - payload[own] and g <- weight * each payload, chunk after chunk; with `moments` these follow g first."""
+    n = record.n
+    positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
+    minus_one = r.dtype.type(-1)
+    for row in range(g.size // n):
+        entries = slice(row * n, (row + 1) * n)
+        chunk, kept = g[entries], r[entries]
+        if moments is not None:
+            m, v, numbers = moments
+            commit_both(chunk, m[entries], v[entries], *numbers)
+        for i in range(n):
+            kept[i] += chunk[i]
+            chunk[i] = 0
+        start = offset + row * record.nbytes
+        for p in range(payloads.shape[0]):
+            data = payloads[p][start : start + record.nbytes]
+            count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
+            if p == own:
+                add_entries(positions, values, count, minus_one, kept)
             add_entries(positions, values, count, weight, chunk)
 
 

@@ -38,6 +38,9 @@ def commit(
                1 / (1 - beta1), beta2, 1 - beta2, FOLLOWED=beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
 
 
+step = reference.step  # bound by the memory as it is
+
+
 @triton.jit(do_not_specialize=["beta1", "gain", "scale", "floor", "limit", "rate"])
 def send_entries(g_ptr, m_ptr, v_ptr, n, beta1, gain, scale, floor, limit, rate, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
