@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit groups single bench clean
+.PHONY: help demo test test-all lint types packages unit first second bench clean
 
 help:
 	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
@@ -39,22 +39,22 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Tests that form groups of processes, and those that do not, run side by side; those that count bytes on the loopback
-# interface want the machine for themselves.
-GROUPS := tests/train tests/link tests/plan tests/distributed
-SINGLE := tests/contract tests/fuzz tests/unit tests/browser tests/gpu src
+# Two rows of tests side by side, of about the same length; those that count bytes on the loopback interface want the
+# machine for themselves.
+FIRST := tests/train tests/link tests/plan tests/contract tests/gpu
+SECOND := tests/distributed tests/fuzz tests/unit tests/browser src
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 MARKS := -m "not slow"
 
 unit: $(READY)
-	$(MAKE) --jobs 2 --output-sync=target groups single
+	$(MAKE) --jobs 2 --output-sync=target first second
 	$(BIN)/python -m pytest $(MARKS) $(ALONE)
 
-groups: $(READY)
-	$(BIN)/python -m pytest $(MARKS) $(GROUPS)
+first: $(READY)
+	$(BIN)/python -m pytest $(MARKS) $(FIRST)
 
-single: $(READY)
-	$(BIN)/python -m pytest $(MARKS) $(SINGLE) $(ALONE:%=--ignore %)
+second: $(READY)
+	$(BIN)/python -m pytest $(MARKS) $(SECOND) $(ALONE:%=--ignore %)
 
 test-all:
 	$(MAKE) test MARKS=

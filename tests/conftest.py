@@ -34,10 +34,13 @@ SLOW = (
     "test_optimizers.py::test_replicas_stay_identical[SGD-False-sharded-4-100]",
     "test_pending.py::test_a_process_can_end_while_a_handle_is_under_way[True]",
     "test_plain_loop.py::test_compressed_replicas_stay_identical[topk-3-100]",
+    "test_plan_torchrun.py::test_hosts_with_several_ranks",
     "test_results.py::test_ones_are_counted[8]",
     "test_results.py::test_plain_sums_are_added_in_the_order_of_ranks[8]",
     "test_results.py::test_sixteen_bits_are_the_same_everywhere_and_near_the_sum[8]",
     "test_results.py::test_the_result_is_the_sum_of_what_ranks_sent[8]",
+    "test_train_faults.py::test_a_job_that_is_killed_again_and_again",
+    "test_train_torchrun.py::test_machines_without_a_common_disk_keep_their_own_ranks",
     *(
         f"test_triton.py::test_interpreted_kernels_are_the_reference[{name}]"
         for name in ("topk-bits", "topk-small", "topk-global", "stochastic")

@@ -38,6 +38,26 @@ def test_backends_agree(numel: int, dtype: torch.dtype, beta2: float) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_step_of_many_parameters(dtype: torch.dtype) -> None:
+    """Of any size and stride, and with updates of another dtype's width or order in memory."""
+    shapes = [(0,), (1,), (3, 5), (300, 1001)]
+    parameters = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    parameters.append(torch.randn(7, 5).to(dtype).t())
+    updates = [torch.randn(p.shape, dtype=torch.float64).to(dtype) for p in parameters]
+    stepped = []
+    for backend in ("cpu", "reference"):
+        mine = [p.clone() for p in parameters]
+        with kernels.force(backend):
+            kernels.adam(torch.device("cpu")).step(mine, updates, 0.9, 0.25)
+        stepped.append(mine)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for mine, theirs, parameter, update in zip(*stepped, parameters, updates, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+        expected = (0.9 * parameter.double() - 0.25 * update.double()).to(dtype)
+        torch.testing.assert_close(mine, expected, **tolerance)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_commit_finds_momentum_and_gradient_again(backend: str) -> None:
     """What was worked out from the update is what went into it."""

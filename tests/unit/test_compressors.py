@@ -8,6 +8,7 @@ from cases import ALL_SPECS, KEY, WITH_RESIDUAL, make_input
 from oracle import same_bits
 from thinwire import kernels
 from thinwire.compressors.spec import mix_key
+from thinwire.kernels.updates import AdamUpdate, MomentumUpdate, Update
 
 
 @pytest.mark.parametrize("spec", WITH_RESIDUAL)
@@ -21,6 +22,38 @@ def test_encode_and_commit_are_compress(spec: str) -> None:
     assert same_bits(ct.payload, expected.payload)
     compressor.commit(ct, tensor, halves)
     assert same_bits(halves, whole)
+
+
+@pytest.mark.parametrize("spec", [*WITH_RESIDUAL, "topk:ratio=1/64,bits=2,chunk=none"])
+@pytest.mark.parametrize("optimizer", ["none", "adam", "adam frozen", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_settle_is_commit_and_decode(spec: str, optimizer: str, dtype: torch.dtype) -> None:
+    """In one pass where a kernel can, and bit by bit the same as one after the other."""
+    compressor, numel = thinwire.compressor(spec), 150_001
+    tensor, residual = make_input("normal", numel, dtype)
+    m, v = torch.randn_like(residual), torch.rand_like(residual) + 0.5
+    results = []
+    for in_one in (False, True):
+        sum_, kept, momentum, second = tensor.clone(), residual.clone(), m.clone(), v.clone()
+        update: Update | None = {
+            "none": None,
+            "adam": AdamUpdate(momentum, second, 0.5, 1.0, 1.3, 1e-8, 10.0, 0.5, beta2=0.9),
+            "adam frozen": AdamUpdate(momentum, second, 0.5, 1.0, 1.3, 1e-8, 10.0, 0.5),
+            "sgd": MomentumUpdate(momentum, 1.0, 0.5, 2.0, divisor=2.0),
+        }[optimizer]
+        ct = compressor.encode(sum_, kept, key=KEY, update=update)
+        other = compressor.encode(tensor, key=KEY)
+        payloads = torch.stack([other.payload, ct.payload])
+        if in_one:
+            compressor.settle(ct, sum_, kept, payloads, 1, 0.5, update)
+        else:
+            if update is not None:
+                update.commit(sum_)
+            compressor.commit(ct, sum_, kept)
+            compressor.decompress(ct, sum_, 0.5, payloads=payloads)
+        results.append([sum_, kept, momentum, second])
+    for name, apart, in_one in zip(["sum", "residual", "m", "v"], *results, strict=True):
+        assert same_bits(apart, in_one), name
 
 
 def test_commit_of_what_is_not_finite_does_nothing() -> None:

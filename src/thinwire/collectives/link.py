@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +53,6 @@ class Link(ABC):
     ) -> Seen:
         """Send and receive everything; `waits_for` is told which peer is waited for. `LinkBroken` if one fails."""
 
-    def begin(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Callable[[], Seen]:
-        """`exchange`, of which the first half may be done by now, and the rest when what is returned is called."""
-        return partial(self.exchange, sends, receives, tag, deadline, waits_for)
-
     @abstractmethod
     def close(self) -> None:
         """End all that is under way, here and at the peers, with `LinkBroken`."""
@@ -77,12 +70,6 @@ class GlooLink(Link):
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
     ) -> Seen:
-        return self.begin(sends, receives, tag, deadline, waits_for)()
-
-    def begin(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Callable[[], Seen]:
-        """The bytes are on their way when this returns."""
         different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one may be for all peers
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
@@ -98,21 +85,17 @@ class GlooLink(Link):
                     works.append((peer, self._group.send([outgoing[peer]], peer, tag)))
             except RuntimeError as error:
                 raise LinkBroken(peer, False, str(error)) from error
-
-        def finish() -> Seen:
-            for peer, work in works:
-                waits_for(peer)
-                remaining = deadline - time.monotonic()
-                try:
-                    work.wait(timedelta(seconds=max(0.001, remaining)))
-                except RuntimeError as error:
-                    raise LinkBroken(peer, time.monotonic() >= deadline, str(error)) from error
-            for peer, buffer in incoming.items():
-                if buffer is not receives[peer]:
-                    receives[peer].copy_(buffer, non_blocking=True)
-            return Seen(outgoing, incoming)
-
-        return finish
+        for peer, work in works:
+            waits_for(peer)
+            remaining = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, remaining)))
+            except RuntimeError as error:
+                raise LinkBroken(peer, time.monotonic() >= deadline, str(error)) from error
+        for peer, buffer in incoming.items():
+            if buffer is not receives[peer]:
+                receives[peer].copy_(buffer, non_blocking=True)
+        return Seen(outgoing, incoming)
 
     def close(self) -> None:
         # A wait that runs out of time makes gloo close every connection of its group.

@@ -15,8 +15,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -84,32 +83,12 @@ class Operation:
 
     def exchange(self, sends: Buffers, receives: Buffers) -> Seen:
         """Send and receive everything, or raise a `CollectiveError` on every rank."""
-        return self.begin(sends, receives)()
-
-    def begin(self, sends: Buffers, receives: Buffers) -> Callable[[], Seen]:
-        """`exchange`, begun; it is over when what is returned, to be called in the order of the begins, returns."""
         tag = tag_of(self._record, next(self._exchanges))
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
-            return lambda: Seen(sends, receives)
-        with self._explained():
-            link = self._connection.link(self._deadline)
-            finish_link = link.begin(sends, receives, tag, self._deadline, self._note_peer)
-
-        def finish() -> Seen:
-            with self._explained():
-                seen = finish_link()
-            self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
-            self.bytes_received += sum(buffer.numel() for buffer in receives.values())
-            self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
-            return seen
-
-        return finish
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What a link raises, as a `CollectiveError` that says whose fault it was; it ends the connections."""
+            return Seen(sends, receives)
         try:
-            yield
+            link = self._connection.link(self._deadline)
+            seen = link.exchange(sends, receives, tag, self._deadline, self._note_peer)
         except LinkBroken as broken:
             cause = self._connection.cause or self._connection.told() or self._blame(broken)
             raise self._error(self._connection.fail(cause)) from broken
@@ -117,23 +96,19 @@ class Operation:
             known = self._connection.cause or self._connection.told()
             cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
             raise self._error(self._connection.fail(cause)) from error
+        self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
+        self.bytes_received += sum(buffer.numel() for buffer in receives.values())
+        self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
+        return seen
 
     def all_gather(self, parts: list[Tensor]) -> list[Tensor]:
         """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
-        return self.begin_all_gather(parts)()
-
-    def begin_all_gather(self, parts: list[Tensor]) -> Callable[[], list[Tensor]]:
         others, own = self.channel.others, parts[self.channel.rank]
-        finish = self.begin(dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
-
-        def finish_parts() -> list[Tensor]:
-            sent, received = finish()
-            return [
-                next(iter(sent.values()), own) if part is own else received.get(rank, part)
-                for rank, part in enumerate(parts)
-            ]
-
-        return finish_parts
+        sent, received = self.exchange(dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
+        return [
+            next(iter(sent.values()), own) if part is own else received.get(rank, part)
+            for rank, part in enumerate(parts)
+        ]
 
     def finish(self) -> None:
         watch.end(self)

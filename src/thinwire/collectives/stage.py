@@ -16,13 +16,13 @@ from .handle import Report
 from .operation import Operation
 
 _COMPUTE = threading.Lock()
-_SMALL = 1 << 16
+SMALL = 1 << 16
 
 
 def computing(tensor: Tensor) -> AbstractContextManager[object]:
     """Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave
-    sooner. What is small need not wait for what is large, since the link would."""
-    return _COMPUTE if tensor.numel() > _SMALL else nullcontext()
+    sooner. On a CPU what is small need not wait for what is large, since the link would."""
+    return _COMPUTE if tensor.numel() > SMALL or tensor.is_cuda else nullcontext()
 
 
 class Outcome(NamedTuple):
@@ -94,10 +94,6 @@ class Stage:
         """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
         with self.report.clock("exchange"):
             return self.operation.all_gather(parts)
-
-    def begin_all_gather(self, parts: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """As `all_gather`, which ends when what is returned does."""
-        return self.operation.begin_all_gather(parts)
 
     @contextmanager
     def compute(self, phase: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ Where there is no such kernel, `apply` writes the update over the gradient, and 
 step counts, `commit` brings the moments up to date, from the update that is still in the gradient's place.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ class AdamUpdate:
     rate: float
     beta2: float = 1.0
     """Of `commit`; 1 leaves v as it is."""
-
-    def part(self, start: int, stop: int) -> "AdamUpdate":
-        """Of these entries."""
-        return replace(self, m=self.m.view(-1)[start:stop], v=self.v.view(-1)[start:stop])
 
     def apply(self, tensor: Tensor) -> None:
         wide = tensor.to(self.m.dtype)  # the same tensor, unless it is of 16 bits
@@ -56,10 +52,6 @@ class MomentumUpdate:
     keep: float = 0.0
     divisor: float | None = None
     """None: there is no momentum to keep."""
-
-    def part(self, start: int, stop: int) -> "MomentumUpdate":
-        """Of these entries."""
-        return replace(self, m=self.m.view(-1)[start:stop])
 
     def apply(self, tensor: Tensor) -> None:
         wide = tensor.to(self.m.dtype)

@@ -31,7 +31,7 @@ class Options:
     worlds: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (2,)
     """Numbers of ranks, such as 2 4 8."""
     ways: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("all",)
-    """all, or some, such as "fp16 hook" "thinwire.AdamW topk:ratio=1%"; --ways help lists them."""
+    """all, or some, such as "fp16 hook" "thinwire.AdamW topk:ratio=1%" "attach auto"; --ways help lists them."""
     model: Literal["gpt", "cnn"] = "gpt"
     """Linear layers with the shapes of a GPT's, or convolutions."""
     parameters: float = 7.35e6

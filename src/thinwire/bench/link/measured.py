@@ -9,11 +9,14 @@ from thinwire.workers import Workers
 
 from .network import Network, network
 from .rank import LinkRank
-from .settings import Settings
+from .settings import PEERS, Settings
 from .timeline import Timeline
 
 _BEFORE = 3
 """Steps that are not timed: DDP puts its buckets together anew, and warm-ups end."""
+_COLD = 10
+_TRIALS = 40
+"""At most, of "auto", before it has chosen."""
 _LEAST, _PATIENCE_SECONDS = 5, 15.0
 _TIMEOUT_SECONDS = 120.0
 """For an exchange, beyond what the slowest link needs for it."""
@@ -43,6 +46,8 @@ def measure_all(settings: Settings, progress: Progress, *, timelines: bool = Fal
         with network(world, first, relay=settings.relay) as net, Workers(world) as workers:
             workers.make(world, LinkRank, net.links, timeout(settings))
             workers.ask("join", workers.ask("host")[0])
+            workers.ask("start", PEERS[0], settings.model)
+            workers.ask("steps", _COLD)  # else the first way would pay for fresh memory and idle cores
             for name, rate in settings.rates.items():
                 net.shape(rate)
                 for way in settings.ways:
@@ -62,8 +67,8 @@ def _measure(
 ) -> Row:
     limit = timeout(settings)  # of one step
     workers.ask("start", way, settings.model, limit=limit)
-    before: list[list[float]] = workers.ask("steps", _BEFORE, limit=_BEFORE * limit)
-    steps = min(settings.steps, max(_LEAST, int(1e3 * _PATIENCE_SECONDS / before[0][-1])))
+    last: float = workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)[0]
+    steps = min(settings.steps, max(_LEAST, int(1e3 * _PATIENCE_SECONDS / last)))
     sent = sum(net.sent_bytes())
     taken: list[list[float]] = workers.ask("steps", steps, limit=steps * limit)
     sent = sum(net.sent_bytes()) - sent

@@ -49,6 +49,14 @@ class LinkRank:
         torch.manual_seed(1 + self._rank)
         self._batch = batch(model)
 
+    def warm_up(self, count: int) -> float:
+        """So many steps, and what "auto" needs to choose, at the same step on all ranks; milliseconds of the last."""
+        assert self._way is not None
+        sync, taken = self._way.sync, self.steps(count)
+        while sync is not None and sync.policy.auto and sync.choice is None:
+            taken = self.steps(1)
+        return taken[-1]
+
     def steps(self, count: int) -> list[float]:
         """Milliseconds of so many steps."""
         assert self._way is not None

@@ -18,7 +18,13 @@ PEERS = (
 )  # fmt: skip
 MODES = ("attach", "thinwire.AdamW", "thinwire.SGD")
 """Ways of thinwire's: one of these, then a compressor's spec."""
-OURS = ("attach quantize:bits=8", "attach topk:ratio=1/64,bits=2", "thinwire.AdamW topk:ratio=1/64,bits=2")
+OURS = (
+    "attach quantize:bits=8",
+    "attach topk:ratio=1/64,bits=2",
+    "thinwire.AdamW topk:ratio=1/64,bits=2",
+    "thinwire.AdamW topk:ratio=1/256,bits=2",
+)
+"""The last one for 8 ranks, whose entries together are as many as those of 2 ranks by the one before."""
 
 
 @dataclass(frozen=True)

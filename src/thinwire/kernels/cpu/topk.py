@@ -180,7 +180,7 @@ def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, w
 def settle_chunks(
     payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any
 ) -> None:
-    """r <- r + g - payload[own] and g <- weight * each payload, chunk after chunk; with `moments` these follow g first."""
+    """r <- r + g - payload[own] and g <- weight * each payload; with `moments` (m, v, numbers) these follow g first."""
     n = record.n
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
     minus_one = r.dtype.type(-1)
