@@ -69,6 +69,17 @@ def test_through_a_relay_between_three_ranks_with_a_timeline(tmp_path: Path) -> 
     assert str(page) in printed
 
 
+def test_rounds_and_what_auto_chooses(tmp_path: Path) -> None:
+    """In two rounds; auto is there once it has chosen, and then sends either all of it or a byte for each entry."""
+    ways = ["dense", "attach auto"]
+    _, found = measure(tmp_path / "rows.jsonl", "--rates", "1gbit", "--steps", "7", "--ways", *ways)
+    assert {way: found[way]["steps"] for way in ways} == dict.fromkeys(ways, 7)
+    dense, auto = (found[way]["bytes_per_step"] for way in ways)
+    assert 4 * (WEIGHTS + SMALL) < dense < 1.1 * 4 * (WEIGHTS + SMALL)
+    eighth = thinwire.compressor("quantize:bits=8").nbytes(WEIGHTS, torch.float32)
+    assert eighth < auto < 1.01 * dense
+
+
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_command_can_be_stopped_at_any_time(number: signal.Signals) -> None:

@@ -21,6 +21,7 @@ from thinwire.bench.link.models import batch, build
 from thinwire.bench.link.settings import Model, parse_rate
 from thinwire.bench.tables import print_table
 from thinwire.compressors import NoCompression, compressor
+from thinwire.policy import AUTO
 from thinwire.workers import WorkerError, Workers
 
 from .alone import NOTHING, alone, measure_steps
@@ -109,7 +110,7 @@ def print_check(outcome: Outcome, path: Path) -> None:
 def way_of(name: str, world: int, entries: int) -> Way | None:
     """As `thinwire bench link` calls it; None for what is not thinwire's, nor torch's own all-reduce."""
     mode, _, spec = name.partition(" ")
-    if name in _TORCH or mode not in _MODES:
+    if name in _TORCH or mode not in _MODES or spec == AUTO:  # which chooses by what it measures
         return _TORCH.get(name)
     given = compressor(spec)
     if isinstance(given, NoCompression):
@@ -118,7 +119,7 @@ def way_of(name: str, world: int, entries: int) -> Way | None:
 
 
 def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
-    alone_rows = [row["ms"] / 1e3 for row in rows if row["way"] == NOTHING]
+    alone_rows = {row["rate"]: row["ms"] / 1e3 for row in rows if row["way"] == NOTHING}
     if not alone_rows:
         raise ValueError(
             f'--check {path} has no row "{NOTHING}" with {world} ranks, from which the time of computing is known: run '
@@ -133,15 +134,16 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
     if not names:
         return []
     together = _measure(names, model, world, under)
-    seconds = min(alone_rows)  # the rate does not matter for it: what took longer was disturbed
     nothing = together.nothing
-    work = Work.of_numbers(sum(sizes), seconds, seconds * nothing.optimizer / sum(nothing), sizes)
-    speeds = together.speeds.slower(seconds / sum(nothing))  # as the machine was then
     found = []
     for row in rows:
         way = ways[row["way"]]
         if way is None:
             continue
+        # As fast as the machine was then: the ways at one rate were measured in turns.
+        seconds = alone_rows.get(row["rate"], min(alone_rows.values()))
+        work = Work.of_numbers(sum(sizes), seconds, seconds * nothing.optimizer / sum(nothing), sizes)
+        speeds = together.speeds.slower(seconds / sum(nothing))
         slows = max(0.0, min(1.0, 2 - under["cores"] / world))
         cluster = Cluster(world, parse_rate(row["rate"]), _LATENCY, codec_slows=slows, wire_slows=slows)
         one = Case(work, cluster, speeds).predict(way)

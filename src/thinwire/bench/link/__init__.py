@@ -39,7 +39,7 @@ class Options:
     batch: int = 32
     """Samples for each rank and step."""
     steps: int = 20
-    """Timed steps; fewer where they are slow, down to 5. Three go before."""
+    """Timed steps, in rounds of 5; fewer where they are slow, down to 5. Three go before, in each round."""
     relay: bool = False
     """Links by a relay in place of network namespaces: for where neither root nor a user namespace can make these."""
     timeline: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None

@@ -55,7 +55,7 @@ def nothing(model: nn.Module) -> Way:
 
 
 def dense(model: nn.Module) -> Way:
-    return Way(DDP(model), _adamw(model))
+    return Way(_ddp(model), _adamw(model))
 
 
 def fp16(model: nn.Module) -> Way:
@@ -98,14 +98,14 @@ def powersgd_package(model: nn.Module) -> Way:
 
 def _attached(spec: str, model: nn.Module) -> Way:
     """thinwire compresses the gradients, torch's optimizer steps."""
-    module = DDP(model)
+    module = _ddp(model)
     sync = thinwire.attach(module, spec)
     return Way(module, _adamw(model), sync)
 
 
 def _stepping(optimizer: str, spec: str, model: nn.Module) -> Way:
     """thinwire's optimizer compresses its updates."""
-    module = DDP(model)
+    module = _ddp(model)
     made = getattr(thinwire, optimizer)(module, lr=1e-5, compressor=spec, warmup_steps=_WARMUP_STEPS)
     return Way(module, made, made.sync)
 
@@ -126,8 +126,13 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-5)
 
 
+def _ddp(model: nn.Module, **options: Any) -> DDP:
+    """Without sending the weights around first, which would take longer than the steps: all ranks have the same."""
+    return DDP(model, init_sync=False, **options)
+
+
 def _hooked(model: nn.Module, state: object, hook: Callable[..., Any], **options: Any) -> Way:
-    module = DDP(model, **options)
+    module = _ddp(model, **options)
     module.register_comm_hook(state, hook)
     return Way(module, _adamw(model))
 
