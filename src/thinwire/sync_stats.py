@@ -52,13 +52,14 @@ class SyncStats:
         self._block(handles, started)
 
     def _block(self, handles: Sequence[Handle], since: float) -> None:
-        """All but exchanging is done by one operation at a time, so their times can be added."""
+        """A moment in which two operations worked, as a small one may beside a large one, counts for the first."""
         whole = max((handle.ended or since for handle in handles), default=since) - since
         worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
-        for handle in handles:
-            for phase, start, stop in handle.report.spans:
-                if phase in worked:
-                    worked[phase] += max(0.0, stop - max(start, since))
+        counted = since
+        for start, stop, phase in sorted((s.start, s.stop, s.phase) for handle in handles for s in handle.report.spans):
+            if phase in worked:
+                worked[phase] += max(0.0, stop - max(start, counted))
+                counted = max(counted, stop)
         for phase, seconds in {**worked, "exchange": max(0.0, whole - sum(worked.values()))}.items():
             self.blocked[phase] = self.blocked.get(phase, 0.0) + seconds
 

@@ -283,3 +283,35 @@ def test_nothing_is_left_behind() -> None:
 
 def _bytes(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_compressor_counts_its_own_calls(world: int) -> None:
+    """Equal ones too, whose plans are the same."""
+
+    def work(group: LocalGroup) -> list[int]:
+        mine = [thinwire.TopK("1/64", bits=2) for _ in range(2)]
+        for compressor in (*mine, mine[1]):
+            thinwire.all_reduce_compressed(gradient(group.rank, 0), compressor, group=group)
+        return [compressor.stats.calls for compressor in mine]
+
+    assert LocalWorld(world, timeout=SECONDS).run(work) == [[1, 2]] * world
+
+
+@pytest.mark.parametrize(("world", "messages"), [(2, 1), (3, 4)])
+def test_small_tensors_go_dense_between_two_ranks_in_one_message(world: int, messages: int) -> None:
+    """As many bytes as a ring sends, and the plain average."""
+
+    def work(group: LocalGroup) -> tuple[Tensor, int, int]:
+        bias = torch.nn.Parameter(torch.zeros(300))
+        weight = torch.nn.Parameter(torch.zeros(NUMEL))
+        weight.grad, bias.grad = torch.zeros(NUMEL), torch.arange(300.0) + group.rank
+        sync = thinwire.Synchronizer(TOPK, group=group)
+        sync.all_reduce_gradients([("weight", weight), ("bias", bias)])
+        payload = (world - 1) * thinwire.compressor(TOPK).nbytes(NUMEL)
+        return bias.grad, sync.stats.bytes_sent - payload, sync.stats.messages - (world - 1)
+
+    for average, sent, counted in LocalWorld(world, timeout=SECONDS).run(work):
+        torch.testing.assert_close(average, torch.arange(300.0) + (world - 1) / 2)
+        assert sent == 2 * 4 * 300 * (world - 1) // world
+        assert counted == messages

@@ -47,3 +47,11 @@ def test_a_real_step_has_parts_that_fit_into_it(spec: str) -> None:
         assert sync.stats.seconds.keys() >= ({"encode", "decode"} if spec != "none" else set())
     finally:
         dist.destroy_process_group()
+
+
+def test_a_small_operation_beside_a_large_one_counts_once() -> None:
+    stats = SyncStats()
+    large = operation(10.0, Span("encode", 5.0, 8.0), Span("decode", 9.0, 10.0))
+    small = operation(10.0, Span("encode", 6.0, 7.0), Span("decode", 7.5, 8.5))
+    stats.add_averages([large, small], started=5.0)
+    assert stats.blocked == {"encode": 3.0, "decode": 1.5, "update": 0.0, "exchange": 0.5}

@@ -144,11 +144,14 @@ class AdamW(CompressedOptimizer):
         denominators = torch._foreach_sqrt(v)
         torch._foreach_div_(denominators, second**0.5)
         torch._foreach_add_(denominators, group["eps"])
-        if all(parameter.dtype == moment.dtype for parameter, moment in zip(parameters, m, strict=True)):
-            torch._foreach_addcdiv_(parameters, m, denominators, -float(group["lr"]) / first)
-            return
-        for parameter, update in zip(parameters, torch._foreach_div(m, denominators), strict=True):
-            parameter.sub_(update.mul_(float(group["lr"]) / first).to(parameter.dtype))
+        rate = float(group["lr"]) / first
+        vectors = list(zip(parameters, m, denominators, strict=True))
+        wide = [each for each in vectors if each[0].dtype == each[1].dtype]
+        if wide:
+            torch._foreach_addcdiv_([p for p, _, _ in wide], [m for _, m, _ in wide], [d for *_, d in wide], -rate)
+        for parameter, momentum, denominator in vectors:
+            if parameter.dtype != momentum.dtype:
+                parameter.sub_((momentum / denominator).mul_(rate).to(parameter.dtype))
 
     def _betas_of_gradients(self, group: dict[str, Any]) -> tuple[float, float]:
         """What auto leaves dense is not delayed by error feedback, so nothing acts as momentum but momentum."""

@@ -31,6 +31,9 @@ from .checks import check_groups, check_order, check_replicas, warn_of_averaged
 from .parameters import find
 from .transform import UpdateTransform
 
+_AT_ONCE = 1 << 20
+"""Entries after which those that step by their gradients do: there is no second copy of a whole model."""
+
 
 class CompressedOptimizer(Optimizer):
     """See `AdamW` and `SGD`."""
@@ -187,6 +190,9 @@ class CompressedOptimizer(Optimizer):
             names.append(name)
             others.append(parameter)
             gradients.append(gradient)
+            if sum(each.numel() for each in others) >= _AT_ONCE:
+                self._step_by_gradients(group, names, others, gradients)
+                names, others, gradients = [], [], []
         if others:
             self._step_by_gradients(group, names, others, gradients)
         if updated:

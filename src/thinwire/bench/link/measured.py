@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from thinwire.bench.progress import Progress
 from thinwire.policy import AUTO
-from thinwire.workers import Workers
+from thinwire.workers import WorkerError, Workers
 
 from .network import Network, network
 from .rank import LinkRank
@@ -72,8 +72,9 @@ def measure_all(settings: Settings, progress: Progress, *, timelines: bool = Fal
         with network(world, first, relay=settings.relay) as net, Workers(world) as workers:
             workers.make(world, LinkRank, net.links, timeout(settings))
             workers.ask("join", workers.ask("host")[0])
-            workers.ask("start", PEERS[0], settings.model)
-            workers.ask("steps", _COLD)  # else the first way would pay for fresh memory and idle cores
+            workers.ask("start", PEERS[0], settings.model, limit=timeout(settings))
+            # Else the first way would pay for fresh memory and idle cores.
+            workers.ask("steps", _COLD, limit=_COLD * timeout(settings))
             for name, rate in settings.rates.items():
                 net.shape(rate)
                 yield from _measure_ways(name, world, settings, net, workers, progress, timelines)
@@ -93,7 +94,11 @@ def _measure_ways(
     while left := [way for way in settings.ways if taken[way].left]:
         for way in left:
             progress.start(f"{world} ranks, {rate}, {way}")
-            _take_steps(way, taken[way], settings, net, workers, timelines)
+            try:
+                _take_steps(way, taken[way], settings, net, workers, timelines)
+            except WorkerError:
+                yield from (one.row(rate, world, name) for name, one in taken.items() if one.steps and one.left)
+                raise
             if not taken[way].left:
                 row = taken[way].row(rate, world, way)
                 progress.finish(f"{row.ms:,.1f} ms, {row.bytes_per_step / 1e6:,.3f} MB")

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..reference import adam as reference
 from ..updates import AdamUpdate
 from . import threads
-from .jit import as_array, kernel
+from .jit import as_array, fused_add, kernel
 
 
 def send(
@@ -36,8 +37,9 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rate: flo
     left = []
     for parameter, update in zip(parameters, updates, strict=True):
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
-        if alike and parameter.is_contiguous() and update.is_contiguous():
-            _spread(step_entries, [parameter, update], [keep, rate])
+        if alike and all(each.is_contiguous() and each.device.type == "cpu" for each in (parameter, update)):
+            _spread(step_entries, [parameter, update], [keep, -rate])
+            increment_version(parameter)  # so that a backward pass through it as it was is refused
         else:
             left.append((parameter, update))
     if left:
@@ -78,9 +80,10 @@ def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate):  # type: igno
 
 
 @kernel
-def step_entries(p, u, keep, rate):  # type: ignore[no-untyped-def]
+def step_entries(p, u, keep, gain):  # type: ignore[no-untyped-def]
+    """Rounded as torch's two operations are: replicas of another backend must not drift apart."""
     for i in range(p.size):
-        p[i] = keep * p[i] - rate * u[i]
+        p[i] = fused_add(gain, u[i], keep * p[i])
 
 
 @kernel

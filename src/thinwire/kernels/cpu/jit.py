@@ -174,6 +174,16 @@ def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
 
 
 @_intrinsic
+def fused_add(context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return a(a, a, a), generate
+
+
+@_intrinsic
 def lowest_one(context: Any, mask: Any) -> Any:
     """The place of the lowest set bit."""
 
