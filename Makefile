@@ -39,10 +39,10 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
-# Two rows of tests side by side, of about the same length; those that count bytes on the loopback interface want the
-# machine for themselves.
+# Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
+# as that goes. Those that count bytes on the loopback interface want the machine for themselves.
 FIRST := tests/train tests/link tests/plan tests/contract tests/gpu
-SECOND := tests/distributed tests/fuzz tests/unit tests/browser src
+SECOND := tests/fuzz tests/unit tests/browser src tests/distributed
 ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
 MARKS := -m "not slow"
 

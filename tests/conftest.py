@@ -14,6 +14,7 @@ from thinwire import kernels
 
 SLOW = (
     "test_agreement.py::test_different_calls_are_an_error_that_names_the_rank[3-0-known]",
+    "test_bench_step.py::test_a_small_run",
     "test_budget.py::test_segments_change_no_bit[8]",
     "test_bytes.py::test_the_report_has_the_bytes_of_the_formula[8]",
     "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[SGD ddp sharded]",
@@ -21,6 +22,7 @@ SLOW = (
     "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach ddp sharded]",
     "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach ddp stochastic]",
     "test_checkpoints.py::test_in_new_processes",
+    "test_conservation.py::test_nothing_is_lost_in_200_steps",
     "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[4-60]",
     "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[8-30]",
     "test_ddp.py::test_compressed_replicas_stay_identical[randomk-2-300]",
@@ -34,12 +36,14 @@ SLOW = (
     "test_optimizers.py::test_replicas_stay_identical[SGD-False-sharded-4-100]",
     "test_pending.py::test_a_process_can_end_while_a_handle_is_under_way[True]",
     "test_plain_loop.py::test_compressed_replicas_stay_identical[topk-3-100]",
+    "test_plan_torchrun.py::test_a_model_of_ones_own",
     "test_plan_torchrun.py::test_hosts_with_several_ranks",
     "test_results.py::test_ones_are_counted[8]",
     "test_results.py::test_plain_sums_are_added_in_the_order_of_ranks[8]",
     "test_results.py::test_sixteen_bits_are_the_same_everywhere_and_near_the_sum[8]",
     "test_results.py::test_the_result_is_the_sum_of_what_ranks_sent[8]",
     "test_train_faults.py::test_a_job_that_is_killed_again_and_again",
+    "test_train_torchrun.py::test_told_to_stop_it_leaves_a_checkpoint",
     "test_train_torchrun.py::test_machines_without_a_common_disk_keep_their_own_ranks",
     *(
         f"test_triton.py::test_interpreted_kernels_are_the_reference[{name}]"
