@@ -1,6 +1,6 @@
 """From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -97,6 +97,8 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     made = plan(
         algorithm, reason, first, second, tensor.numel(), tensor.dtype, channel.size, in_node, call.max_bytes
     )  # fmt: skip
+    if algorithm != "dense":  # plans are kept, and may be those of equal compressors; but each counts what it does
+        made = replace(made, first=first, second=second)
     owner_residuals: list[Tensor | None] = [None] * len(made.segments)
     if state is not None and algorithm == "sharded":
         spans = _owned_spans(made, tensor, operations)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
@@ -84,24 +84,8 @@ def choose(
     return min(sent, key=sent.__getitem__), why
 
 
-def plan(
-    algorithm: str,
-    reason: str,
-    first: Compressor,
-    second: Compressor,
-    numel: int,
-    dtype: torch.dtype,
-    ranks: int,
-    ranks_in_node: int,
-    max_bytes: int,
-) -> Plan:
-    """As `_plan`, which is kept from step to step; but with these very compressors, since each counts what it does."""
-    made = _plan(algorithm, reason, first, second, numel, dtype, ranks, ranks_in_node, max_bytes)
-    return made if algorithm == "dense" else replace(made, first=first, second=second)
-
-
 @lru_cache(maxsize=1024)
-def _plan(
+def plan(
     algorithm: str,
     reason: str,
     first: Compressor,

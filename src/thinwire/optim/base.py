@@ -178,6 +178,7 @@ class CompressedOptimizer(Optimizer):
         names: list[str] = []
         others: list[Tensor] = []
         gradients: list[Tensor] = []
+        entries = 0
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -190,9 +191,10 @@ class CompressedOptimizer(Optimizer):
             names.append(name)
             others.append(parameter)
             gradients.append(gradient)
-            if sum(each.numel() for each in others) >= _AT_ONCE:
+            entries += gradient.numel()
+            if entries >= _AT_ONCE:
                 self._step_by_gradients(group, names, others, gradients)
-                names, others, gradients = [], [], []
+                names, others, gradients, entries = [], [], [], 0
         if others:
             self._step_by_gradients(group, names, others, gradients)
         if updated:
