@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 
 from cases import BACKENDS
-from ranks import Ranks
+from ranks import Ranks, server
 from thinwire import kernels
 
 SLOW = (
@@ -61,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.endswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before `thinwire.workers` starts one for itself, whose processes would be slower, and hold on to freed memory."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        server()
 
 
 @pytest.fixture(autouse=True, scope="session")

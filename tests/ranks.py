@@ -72,8 +72,11 @@ class Job(NamedTuple):
 
 
 @cache
-def _server() -> multiprocessing.context.ForkServerContext:
-    """A process that has loaded torch once, and of which workers are copies: each of them costs milliseconds."""
+def server() -> multiprocessing.context.ForkServerContext:
+    """A process that has loaded torch once, and of which workers are copies: each of them costs milliseconds.
+
+    A process has one such server: whoever asks for it first decides what it loads, and in which environment.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     before = dict(os.environ)
@@ -90,7 +93,7 @@ class Worker:
     """One process, and the line to it."""
 
     def __init__(self) -> None:
-        context = _server()
+        context = server()
         self.line, theirs = context.Pipe()
         self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `close`
         self.process = context.Process(target=serve, args=(theirs, self.log.name), daemon=True)
