@@ -40,24 +40,23 @@ packages:
 		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
 
 # Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
-# as that goes. Those that count bytes on the loopback interface want the machine for themselves.
+# as that goes. Then those that want the machine for themselves.
 FIRST := tests/train tests/link tests/plan tests/contract tests/gpu
 SECOND := tests/fuzz tests/unit tests/browser src tests/distributed
-ALONE := tests/unit/test_bench_allreduce.py tests/unit/test_examples.py
-MARKS := -m "not slow"
+WHICH := not slow
 
 unit: $(READY)
 	$(MAKE) --jobs 2 --output-sync=target first second
-	$(BIN)/python -m pytest $(MARKS) $(ALONE)
+	$(BIN)/python -m pytest -m "alone and ($(WHICH))" $(FIRST) $(SECOND)
 
 first: $(READY)
-	$(BIN)/python -m pytest $(MARKS) $(FIRST)
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" $(FIRST)
 
 second: $(READY)
-	$(BIN)/python -m pytest $(MARKS) $(SECOND) $(ALONE:%=--ignore %)
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" $(SECOND)
 
 test-all:
-	$(MAKE) test MARKS=
+	$(MAKE) test WHICH="slow or not slow"
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

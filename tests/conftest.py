@@ -14,18 +14,39 @@ from thinwire import kernels
 
 SLOW = (
     "test_agreement.py::test_different_calls_are_an_error_that_names_the_rank[3-0-known]",
+    "test_auto_ranks.py::test_a_resumed_run_goes_on_with_the_choice[AdamW 0]",
+    "test_auto_ranks.py::test_a_resumed_run_goes_on_with_the_choice[AdamW 2]",
+    "test_auto_ranks.py::test_a_resumed_run_goes_on_with_the_choice[attach 1]",
+    *(
+        f"test_bench_codec_gpu.py::test_in_the_interpreter[{spec}]"
+        for spec in ("quantize:bits=8", "randomk:ratio=1/64")
+    ),
+    "test_bench_recipe.py::test_the_cnn_and_several_seeds",
+    "test_bench_recipe.py::test_threads_in_place_of_processes",
     "test_bench_step.py::test_a_small_run",
     "test_budget.py::test_segments_change_no_bit[8]",
     "test_bytes.py::test_the_report_has_the_bytes_of_the_formula[8]",
-    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[SGD ddp sharded]",
-    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach adaptive]",
-    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach ddp sharded]",
-    "test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[attach ddp stochastic]",
+    *(
+        f"test_checkpoints.py::test_a_resumed_run_is_the_run_that_never_stopped[{name}]"
+        for name in (
+            "AdamW ddp warm-up",
+            "SGD ddp sharded",
+            "SGD plain warm-up",
+            "attach adaptive",
+            "attach ddp sharded",
+            "attach ddp stochastic",
+            "attach plain randomk",
+        )
+    ),
     "test_checkpoints.py::test_in_new_processes",
+    "test_conservation.py::test_nothing_is_lost_between_nodes[2-4-15]",
     "test_conservation.py::test_nothing_is_lost_in_200_steps",
     "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[4-60]",
     "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[8-30]",
+    "test_ddp.py::test_compressed_replicas_stay_identical[quantize-3-100]",
     "test_ddp.py::test_compressed_replicas_stay_identical[randomk-2-300]",
+    "test_examples.py::test_training_examples_learn_with_few_bytes[plain_loop.py]",
+    "test_faults.py::test_all_ranks_raise[namespaces cut dense]",
     "test_failures.py::test_the_others_learn_which_rank_is_late[3-0-True-sharded]",
     "test_failures.py::test_the_others_learn_which_rank_is_late[3-2-False-sharded]",
     "test_failures.py::test_the_others_learn_which_rank_was_killed[8-5-inside-gather-parent]",
@@ -38,11 +59,27 @@ SLOW = (
     "test_plain_loop.py::test_compressed_replicas_stay_identical[topk-3-100]",
     "test_plan_torchrun.py::test_a_model_of_ones_own",
     "test_plan_torchrun.py::test_hosts_with_several_ranks",
+    *(
+        f"test_plan_torchrun.py::test_nonsense_is_told_once[{name}]"
+        for name in ("no model", "world", "host", "no file", "no function", "no module")
+    ),
     "test_results.py::test_ones_are_counted[8]",
     "test_results.py::test_plain_sums_are_added_in_the_order_of_ranks[8]",
     "test_results.py::test_sixteen_bits_are_the_same_everywhere_and_near_the_sum[8]",
     "test_results.py::test_the_result_is_the_sum_of_what_ranks_sent[8]",
+    "test_train_auto.py::test_it_says_what_it_chose_and_goes_on_with_it[adamw]",
     "test_train_faults.py::test_a_job_that_is_killed_again_and_again",
+    *(
+        f"test_train_faults.py::test_a_checkpoint_is_there_or_not_whenever_it_is_killed[{moment}]"
+        for moment in ("after the manifest", "before its name")
+    ),
+    *(
+        f"test_train_resume.py::test_a_resumed_run_is_the_run_that_never_stopped[{name}]"
+        for name in ("batch norm", "dense adamw", "text", "topk sgd, three")
+    ),
+    "test_train_resume.py::test_another_number_of_workers_goes_on_from_the_same_step[2-3]",
+    "test_train_input.py::test_a_limit_of_file_size_is_told_alike",
+    "test_train_torchrun.py::test_a_bug_shows_one_traceback_and_its_rank",
     "test_train_torchrun.py::test_told_to_stop_it_leaves_a_checkpoint",
     "test_train_torchrun.py::test_machines_without_a_common_disk_keep_their_own_ranks",
     *(
@@ -53,6 +90,7 @@ SLOW = (
         f"test_memory.py::test_a_thousand_calls_do_not_grow[reference-5000-{name}]"
         for name in ("topk", "quantize", "randomk", "none")
     ),
+    *(f"test_memory.py::test_a_thousand_calls_do_not_grow[cpu-1000000-{name}]" for name in ("randomk", "none")),
 )
 """Larger or other variants of what smaller tests show too: `make test` leaves them out, `make test-all` does not."""
 

@@ -31,23 +31,24 @@ def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def largest(magnitudes: Tensor, k: int) -> list[int]:
-    """Rising positions of the k largest; a stable sort leaves ties in the order of their positions.
+def largest(magnitudes: Tensor, k: int) -> np.ndarray:
+    """Positions of the k largest of each row, in rising order; of equal ones the first.
 
-    >>> largest(torch.tensor([1.0, 3.0, 1.0, 1.0]), 3)
-    [0, 1, 2]
+    >>> largest(torch.tensor([[1.0, 3.0, 1.0, 1.0]]), 3).tolist()
+    [[0, 1, 2]]
     """
-    order = np.argsort(-magnitudes.numpy(), kind="stable")
-    return np.sort(order[:k]).tolist()
+    order = np.argsort(-magnitudes.numpy(), axis=1, kind="stable")
+    return np.sort(order[:, :k], axis=1)
 
 
 def topk_positions(came_in: Tensor, layout: TopKLayout) -> list[int]:
     """Where the kept entries of the whole tensor are, chunk by chunk."""
-    found: list[int] = []
-    for start, part in zip(range(0, layout.numel, layout.record.n), came_in.abs().split(layout.record.n), strict=True):
-        record = layout.record if len(part) == layout.record.n else layout.tail
-        assert record is not None
-        found += [start + position for position in largest(part, record.k)]
+    magnitudes, found = came_in.abs(), []
+    for start, record, rows in ((0, layout.record, layout.rows), (layout.rows * layout.record.n, layout.tail, 1)):
+        if record is not None and rows:
+            chunks = magnitudes[start : start + rows * record.n].view(rows, record.n)
+            firsts = start + record.n * np.arange(rows)[:, None]
+            found += (firsts + largest(chunks, record.k)).ravel().tolist()
     return found
 
 

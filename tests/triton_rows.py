@@ -113,6 +113,17 @@ def check_row(layout: Layout, key: int, tensor: Tensor, residual: Tensor | None,
                 yield from check_drowned(kernel, layout, key, spoilt, residual)
 
 
+def drowned(spec: str, numel: int) -> list[str]:
+    """`check_drowned` alone, for more entries than the interpreter has time for otherwise."""
+    compressor = thinwire.compressor(spec)
+    layout = compressor.layout(numel, torch.float32)
+    tensor, residual = make_input("normal", numel, torch.float32)
+    tensor[numel // 2] = torch.nan
+    with kernels.force("cuda"):
+        _, kernel = kernels.select(layout, tensor.device)
+    return list(check_drowned(kernel, layout, compressor.draw_key(KEY), tensor, residual))
+
+
 def check_drowned(kernel: Any, layout: Layout, key: int, spoilt: Tensor, residual: Tensor) -> Iterator[str]:
     """A NaN among gradients that are far larger than the residual: it must not be left with their rounding."""
     if spoilt.dtype == torch.float16:

@@ -38,7 +38,7 @@ _NO_LIMIT = 1 << 62
 """For one operation: all are held until the step is settled, so cutting one into segments would save nothing."""
 
 
-_DENSE_BYTES = 1 << 20
+DENSE_BYTES = 1 << 20
 """Dense parts of buckets wait for each other until they are so many: each operation costs, however small."""
 
 
@@ -215,7 +215,7 @@ class Exchange:
         if taken_out:
             dense = DenseParts(tensor, plan.dense, torch.cat(taken_out), future_on(tensor.device))
             self._dense.append(dense)
-        if last or sum(parts.taken_out.nbytes for parts in self._dense) >= _DENSE_BYTES:
+        if last or sum(parts.taken_out.nbytes for parts in self._dense) >= DENSE_BYTES:
             self._issue_dense()  # first: what need not be compressed can be on its way at once
         futures: list[Future[Any]] = [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
         if dense is None:

@@ -79,8 +79,10 @@ def _first(device: torch.device) -> Tensor:
 
 
 def _zero(device: torch.device) -> Tensor:
-    """There for all streams: it is waited for, once."""
+    """There for all streams: it is waited for, once for each compressor."""
     made = torch.zeros(1, dtype=torch.int32, device=device)
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        written = torch.cuda.Event()
+        written.record(torch.cuda.current_stream(device))
+        written.synchronize()
     return made

@@ -433,6 +433,8 @@ class Synchronizer:
         if trials is None:
             return False
         self.choose_if_due(device)
+        if trials.choice is None and device.type == "cuda":  # else who need not wait for the device would seem quick
+            torch.cuda.current_stream(device).synchronize()
         trials.begins(number)
         entries = self.entries or {}
         assigned = trials.assigned(number, entries)

@@ -89,7 +89,7 @@ class Trials:
         if number == len(self.candidates):
             assert self._mixture is not None
             return self._mixture.compressors
-        if len(self._uniform) != len(names) or self.candidates[number] not in set(self._uniform.values()):
+        if len(self._uniform) != len(names) or next(iter(self._uniform.values()), None) is not self.candidates[number]:
             self._uniform = dict.fromkeys(names, self.candidates[number])
         return self._uniform
 

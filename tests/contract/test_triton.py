@@ -32,6 +32,18 @@ def test_interpreted_kernels_are_the_reference(name: str) -> None:
     run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 
+def test_a_residual_is_what_it_was_after_gradients_that_exploded() -> None:
+    """Also where an entry is small, and the level that was sent for it is not."""
+    code = """
+        import triton_rows
+        from thinwire import kernels
+        kernels._DEVICES["cuda"] = "cpu"
+        for spec, numel in (("quantize:bits=1,block=32", 6000), ("topk:ratio=1,bits=2,chunk=64", 3000)):
+            assert triton_rows.drowned(spec, numel) == []
+        """
+    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+
+
 def test_candidates_by_a_sample() -> None:
     """The exact top-k of a large tensor, here with a sample so small that this one is large."""
     code = f"""

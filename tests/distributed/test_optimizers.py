@@ -186,13 +186,13 @@ def test_adamw_that_sends_everything_is_dense_adamw(ranks: Ranks, ddp: bool, bet
     ranks.run(constant_gradients, 2, ddp, betas)
 
 
-def clip(rank: int, world_size: int, ddp: bool, spec: str) -> None:
+def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype) -> None:
     """Each rank's own gradient, to the limit times the root of the number of ranks."""
-    limit, model = 0.7, wrapped(Given(), ddp)
+    limit, model = 0.7, wrapped(Given().to(dtype), ddp)
     optimizer = make("SGD", model, policy(spec), lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=limit)
     expected = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in plain(model).weights]
     for step in range(3):
-        given = gradients(plain(model), rank, step)
+        given = [part.to(dtype) for part in gradients(plain(model), rank, step)]
         if step == 2:  # a short one is left as it is
             given = [1e-4 * part for part in given]
         norm = torch.cat(given).double().norm()
@@ -209,8 +209,9 @@ def clip(rank: int, world_size: int, ddp: bool, spec: str) -> None:
 
 @WAYS
 @pytest.mark.parametrize("spec", ["topk:ratio=1,bits=32", "none"])
-def test_max_grad_norm(ranks: Ranks, ddp: bool, spec: str) -> None:
-    ranks.run(clip, 3, ddp, spec)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_max_grad_norm(ranks: Ranks, ddp: bool, spec: str, dtype: torch.dtype) -> None:
+    ranks.run(clip, 3, ddp, spec, dtype)
 
 
 def skip(rank: int, world_size: int, kind: str, ddp: bool, options: dict[str, Any]) -> None:

@@ -24,5 +24,5 @@ def case(
 ) -> Case:
     """`changes` are to the cluster. No parameter is small."""
     work = Work.of_numbers(params, seconds)
-    work = replace(work, buckets=tuple(Bucket(bucket.entries) for bucket in work.buckets))
+    work = replace(work, buckets=tuple(Bucket(bucket.entries, bucket.entries) for bucket in work.buckets))
     return Case(work, replace(cluster, **changes), speeds)  # type: ignore[arg-type]

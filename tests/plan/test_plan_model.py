@@ -98,11 +98,23 @@ def test_the_dense_ways_keep_nothing() -> None:
 
 
 def test_small_parameters_go_dense() -> None:
-    """A byte for each entry of the large one, and two for each of the small ones' four, there and back again."""
-    work = Work((Bucket(1_000_000, small=3000),), 0.1, 0.1, 0.1)
-    found = Case(work, replace(PLAIN, world=2), FREE).predict(Way(EIGHT, "gather", False, "attach")).footprint
-    assert found.sent == MADE[EIGHT].nbytes(1_000_000) + 4 * 3000
-    assert found.messages == 1 + 2
+    """A byte for each entry of the large one, and four for each of the small ones: to one other rank at once, to
+    several in shares, which come back as sums."""
+    work = Work((Bucket(1_000_000, 1_000_000, small=3000),), 0.1, 0.1, 0.1)
+    for world, small, messages in ((2, 4 * 3000, 1), (4, 2 * 3 / 4 * 4 * 3000, 6)):
+        given = Case(work, replace(PLAIN, world=world), FREE)
+        found = given.predict(Way(EIGHT, "gather", False, "attach")).footprint
+        assert found.sent == (world - 1) * MADE[EIGHT].nbytes(1_000_000) + small
+        assert found.messages == world - 1 + messages
+
+
+def test_small_parameters_wait_for_each_other() -> None:
+    """Until there are a megabyte of them, or the step has no further bucket."""
+    first, last = of_sizes([8_000_000, *[1000] * 300])  # the last ones first
+    assert (first.compressed, first.small, last.small) == (0, 263_000, 37_000)
+    few = of_sizes([8_000_000, 100, 8_000_000, 200, 8_000_000])
+    assert [bucket.small for bucket in few] == [0, 0, 300]
+    assert [bucket.compressed for bucket in few] == [8_000_000, 8_000_200, 8_000_100]
 
 
 def test_buckets_are_those_of_ddp() -> None:
@@ -117,7 +129,7 @@ def test_buckets_are_those_of_ddp() -> None:
 
 def test_buckets_of_a_number() -> None:
     assert sum(bucket.entries for bucket in of_count(123_456_789)) == 123_456_789
-    assert of_count(5) == (Bucket(5),)
+    assert of_count(5) == (Bucket(5, 5),)
 
 
 def test_a_world_has_two_ranks_at_least() -> None:

@@ -129,7 +129,7 @@ def test_hosts_with_several_ranks(tmp_path: Path) -> None:
         (("--model", "mine.py:absent"), 2, "mine.py has no function 'absent'"),
         (("--model", "mine.py:nonsense"), 2, "returned int, expected (module, loss)"),
     ],
-    ids=str,
+    ids=["no model", "one rank", "world", "host", "unknown model", "no file", "no function", "no module"],
 )
 def test_nonsense_is_told_once(arguments: tuple[str, ...], ranks: int, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)

@@ -34,6 +34,7 @@ def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in record.read(path) if line["kind"] == f"allreduce {kind}"]
 
 
+@pytest.mark.alone
 def test_the_installed_command_counts_times_and_simulates(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     result = subprocess.run(
@@ -88,6 +89,7 @@ def test_the_installed_command_counts_times_and_simulates(tmp_path: Path) -> Non
     assert "\x1b" not in result.stdout + result.stderr
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("spec", [RANDOMK, "quantize:bits=1,rounding=stochastic", "none"])
 def test_any_compressor(spec: str, tmp_path: Path) -> None:
     """One whose values are summed, one that takes no residual, and none."""
@@ -99,6 +101,7 @@ def test_any_compressor(spec: str, tmp_path: Path) -> None:
     assert flat in {line["algorithm"] for line in lines_of(path, "simulation")}
 
 
+@pytest.mark.alone
 def test_bytes_that_are_off_their_formula_end_in_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -222,6 +225,7 @@ def test_framing_is_what_a_message_takes_beyond_its_bytes() -> None:
     assert byte_row(10_000, None).framing is None
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not loopback.is_counted(), reason="Linux counts")
 def test_the_loopback_interface_counts_what_is_sent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:

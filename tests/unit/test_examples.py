@@ -24,6 +24,7 @@ def run_file(path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.alone
 def test_all_reduce_example_counts_the_bytes() -> None:
     """The kernel's own counter of the loopback interface must see 190 times fewer bytes than a dense all-reduce."""
     output = run_file(ROOT / "examples" / "all_reduce.py")
@@ -77,6 +78,7 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
         assert "bytes instead of 4000000" in run_file(script)
 
 
+@pytest.mark.alone
 def test_commands_in_the_readme_run(tmp_path: Path) -> None:
     """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

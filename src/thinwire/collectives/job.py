@@ -1,6 +1,7 @@
 """From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,8 +64,12 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
     tensor, residual, state = call.tensor, call.residual, call.state
     *nodes, channel = [operation.channel for operation in operations]
     in_node = nodes[0].size if nodes else 1
-    first = parsed(call.compressor)
-    second = first.for_sum(channel.size) if call.second is None else parsed(call.second, "second")
+    first = _made(call.compressor)
+    if call.second is None:
+        made_of_first = first.for_sum(channel.size)
+        second = first if made_of_first is first else _kept(made_of_first)
+    else:
+        second = _made(call.second, "second")
     passes_on = (
         isinstance(first, NoCompression)
         and residual is None
@@ -131,6 +136,18 @@ def prepare(call: Call, operations: list[Operation]) -> Job:
         passes_on,
         Report(("hierarchical, " if nodes else "") + algorithm, reason, len(made.segments), made.cost.memory),
     )
+
+
+def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
+    """Of a spec, always the same object."""
+    made = parsed(given, name)
+    return made if made is given else _kept(made)
+
+
+@lru_cache(maxsize=256)
+def _kept(made: Compressor) -> Compressor:
+    """One for all equal ones, which nobody but us can see: on a GPU each begins with waiting for its counters."""
+    return made
 
 
 def _op_name(op: object, passes_on: bool) -> str:

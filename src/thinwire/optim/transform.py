@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Bucket, Run
+from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class UpdateTransform:
         if self.max_grad_norm is None:
             return
         parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
-        norms = [torch.linalg.vector_norm(parts[name], dtype=torch.float32) for name in sorted(parts)]
+        wide = ((part, residual_dtype(part.dtype)) for _, part in sorted(parts.items()))
+        norms = [torch.linalg.vector_norm(part, dtype=dtype).float() for part, dtype in wide]
         limit = self.max_grad_norm * self.optimizer.sync.world_size**0.5
         if {norm.device for norm in norms} == {norms[0].device} and norms[0].is_cuda:
             total = torch.linalg.vector_norm(torch.stack(norms)) / self.scale
@@ -74,7 +76,7 @@ class UpdateTransform:
             tensor.mul_(self._clip)
 
     def _clip_on_device(self, tensor: Tensor, clip: Tensor) -> None:
-        if tensor.dtype == clip.dtype:
+        if tensor.dtype.itemsize >= clip.dtype.itemsize:
             tensor.mul_(clip)
         else:  # which would round the factor to 16 bits
             tensor.copy_(tensor.to(clip.dtype).mul_(clip))

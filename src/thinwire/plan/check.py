@@ -22,13 +22,14 @@ from thinwire.bench.link.settings import Model, parse_rate
 from thinwire.bench.tables import print_table
 from thinwire.compressors import NoCompression, compressor
 from thinwire.policy import AUTO
+from thinwire.record import cores
 from thinwire.workers import WorkerError, Workers
 
 from .alone import NOTHING, alone, measure_steps
 from .check_rows import CONDITIONS, Row, read_rows
 from .cluster import Cluster
 from .combine import Measured, Together, combine
-from .measure import Bench, cores, measure_codecs
+from .measure import Bench, measure_codecs
 from .model import Case
 from .ways import DENSE, HALVES, Way, auto
 from .work import Work, of_sizes

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.link.settings import parse_rate
-from thinwire.record import cpu_model, read
-
-from .measure import cores
+from thinwire.record import cores, cpu_model, read
 
 Row = dict[str, Any]
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.compressors import Compressor
+from thinwire.record import cores
 from thinwire.train.place import Place, pick_backend, pick_device
 
 from . import Options
@@ -16,7 +17,7 @@ from .alone import Steps, alone, measure_steps, names_of
 from .combine import Measured
 from .findings import Answer, case_of
 from .host import Host, parse_host
-from .measure import ENTRIES, Bench, Wire, cores, measure_codecs, measure_wire
+from .measure import ENTRIES, Bench, Wire, measure_codecs, measure_wire
 from .scenario import compressors
 from .settings import refuse_others
 from .show import show

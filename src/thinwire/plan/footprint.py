@@ -7,6 +7,7 @@ import torch
 from thinwire.collectives import cost
 from thinwire.collectives.plan import plan
 from thinwire.compressors import Compressor
+from thinwire.policy import DENSE
 
 from .cluster import Cluster
 from .ways import GLOO_AT_ONCE, HALVES, Way
@@ -55,14 +56,15 @@ def footprint(way: Way, given: Compressor | None, work: Work, cluster: Cluster) 
 
 def _cost(way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster) -> cost.Cost:
     """Of a bucket; of the dense ways, that of the ring."""
-    entries, small, world, inside = bucket.entries, bucket.small, cluster.world, cluster.ranks_per_host
+    world, inside = cluster.world, cluster.ranks_per_host
     if given is None:
-        nbytes = entries * (2 if way.spec in HALVES else 4)
+        nbytes = bucket.entries * (2 if way.spec in HALVES else 4)
         return cost.Cost(cost.ring(nbytes, world), 2 * (world - 1), 0)
     in_node, ranks = (inside, world // inside) if way.in_hosts else (1, world)
     made = [cost.Cost(0, 0, 0)]
-    for count, algorithm in ((small, "dense"), (entries if entries > small else 0, way.algorithm)):
+    small_by = "gather" if world == 2 else "dense"  # see exchange.py
+    for first, count, algorithm in ((DENSE, bucket.small, small_by), (given, bucket.compressed, way.algorithm)):
         if count:
-            second = given.for_sum(ranks)
-            made.append(plan(algorithm, "", given, second, count, _FLOAT, ranks, in_node, _NO_LIMIT).cost)
+            second = first.for_sum(ranks)
+            made.append(plan(algorithm, "", first, second, count, _FLOAT, ranks, in_node, _NO_LIMIT).cost)
     return cost.Cost(sum(one.sent for one in made), sum(one.messages for one in made), sum(one.memory for one in made))

@@ -5,7 +5,6 @@ of a rank with one thread is counted in the processor's time, which other progra
 share a core; that of others by the clock.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,10 +97,6 @@ class Wire:
     """The processor's part of it."""
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """With so many threads of torch's, and of the kernels that follow it."""
@@ -131,13 +126,13 @@ def measure_codecs(
     def costs(given: Compressor) -> Costs:
         residual = torch.zeros(entries, device=device) if given.contracts else None
         key = 1 if given.draws else None
-        sent = given.compress(tensors[0], key=key)
+        sent = given.encode(tensors[0], residual, key=key)
         rows = torch.stack([sent.payload] * _PAYLOADS)
-        encode = seconds(lambda: given.compress(gradient(), key=key))
-        whole = seconds(lambda: given.compress(gradient(), residual, key=key))
+        encode = seconds(lambda: given.encode(gradient(), residual, key=key))
+        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, tensors[0], residual, finite=True))
         one = seconds(lambda: given.decompress(sent, out))
         many = seconds(lambda: given.decompress(sent, out, payloads=rows))
-        return Costs(encode, max(0.0, whole - encode), one, max(0.0, many - one) / (_PAYLOADS - 1))
+        return Costs(encode, commit, one, max(0.0, many - one) / (_PAYLOADS - 1))
 
     found = {spec: costs(given) for spec, given in made.items()}
     half = tensors[0].to(torch.float16)

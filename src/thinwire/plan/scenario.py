@@ -6,6 +6,7 @@ from types import MappingProxyType
 import torch
 
 from thinwire.compressors import Compressor, compressor, format_spec
+from thinwire.record import cores
 
 from . import Options
 from .cluster import Cluster
@@ -58,7 +59,7 @@ def _on_cores(base: Speeds, host: Host) -> Speeds:
 
 
 def _measured_here(made: dict[str, Compressor], host: Host) -> Speeds:
-    from .measure import Bench, cores, measure_codecs, threads
+    from .measure import Bench, measure_codecs, threads
 
     base = per_core(made).by_accelerator() if host.cores is None else per_core(made)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

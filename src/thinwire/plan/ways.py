@@ -119,7 +119,7 @@ def operations(
     """A bucket's exchanges, in the order in which they are issued."""
     if given is None:
         return (_ring(way, bucket, cluster, speeds),)
-    parts = ((bucket.small, "dense"), (bucket.entries if bucket.entries > bucket.small else 0, way.algorithm))
+    parts = ((bucket.small, "once" if cluster.world == 2 else "dense"), (bucket.compressed, way.algorithm))
     make = _in_hosts if way.in_hosts else _flat
     costs = speeds.codecs[way.spec]
     return tuple(make(algorithm, given, count, cluster, costs, speeds) for count, algorithm in parts if count)
@@ -144,6 +144,8 @@ def _stage(
     algorithm: str, given: Compressor, entries: int, ranks: int, route: Route, costs: Costs, speeds: Speeds
 ) -> Operation:
     """One algorithm between so many ranks: see collectives/gather.py, sharded.py and values.py."""
+    if algorithm == "once":  # small parameters between two ranks: each sends all of them
+        return Operation((Compute(speeds.operation), _transfer(route, _FLOAT.itemsize * entries, ranks, speeds)))
     second = given.for_sum(ranks)
     sent = cost.of(algorithm, given, second, entries, _FLOAT, ranks).sent
     begin = Compute(speeds.operation + costs.encode * entries)
@@ -157,7 +159,7 @@ def _stage(
         summed = Compute(speeds.halves.write * kept)
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((begin, half, summed, half), costs.commit * entries, costs.write * entries)
-    if algorithm == "dense":  # small parameters, or so few entries that compression would not pay
+    if algorithm == "dense":  # small parameters
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((Compute(speeds.operation), half, half))
     assert algorithm == "sharded", algorithm

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.buckets import BUCKET_BYTES
+from thinwire.exchange import DENSE_BYTES
 from thinwire.policy import Policy
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -18,8 +19,10 @@ _BACKWARD_SHARE = 2 / 3
 
 class Bucket(NamedTuple):
     entries: int
+    compressed: int
+    """All of them, with zeros in place of small parameters; none if all are small."""
     small: int = 0
-    """How many of them go dense, since their parameters are small."""
+    """Entries of small parameters, which go dense beside it: its own, and those that waited for them."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +58,39 @@ class Work:
 def of_count(entries: int) -> tuple[Bucket, ...]:
     """A thousandth of the entries are biases and norms, as in a GPT of width 1,024, some of them in every bucket.
 
-    >>> of_count(10_000_000)[-1], [bucket.entries for bucket in of_count(10_000_000)]
-    (Bucket(entries=3184256, small=3184), [262144, 6553600, 3184256])
+    >>> [bucket.entries for bucket in of_count(10_000_000)], of_count(10_000_000)[-1].small
+    ([262144, 6553600, 3184256], 9999)
     """
     first = min(entries, FIRST_BUCKET_BYTES // _ENTRY_BYTES)
     whole, rest = divmod(entries - first, BUCKET_BYTES // _ENTRY_BYTES)
     sizes = [first, *[BUCKET_BYTES // _ENTRY_BYTES] * whole, *([rest] if rest else [])]
-    return tuple(Bucket(size, size // _PER_SMALL) for size in sizes)
+    return _together([(size, size // _PER_SMALL) for size in sizes])
 
 
 def of_sizes(sizes: Iterable[int]) -> tuple[Bucket, ...]:
     """As DDP puts whole parameters together, the last ones first: a bucket is full once it has reached its size.
 
     >>> of_sizes([5_000_000, 300, 8_000_000])
-    (Bucket(entries=8000000, small=0), Bucket(entries=5000300, small=300))
+    (Bucket(entries=8000000, compressed=8000000, small=0), Bucket(entries=5000300, compressed=5000300, small=300))
     """
-    made: list[Bucket] = []
+    made: list[tuple[int, int]] = []
     entries = small = 0
     for size in reversed(list(sizes)):
         entries, small = entries + size, small + (size if size < SMALL else 0)
         if _ENTRY_BYTES * entries >= (BUCKET_BYTES if made else FIRST_BUCKET_BYTES):
-            made.append(Bucket(entries, small))
+            made.append((entries, small))
             entries = small = 0
-    return tuple([*made, Bucket(entries, small)] if entries else made)
+    return _together([*made, (entries, small)] if entries else made)
+
+
+def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
+    """Buckets of so many entries, and so many in small parameters: those wait for each other, until they are many or
+    the step's last (see exchange.py)."""
+    made: list[Bucket] = []
+    waiting = 0
+    for number, (entries, small) in enumerate(counts):
+        waiting += small
+        goes = _ENTRY_BYTES * waiting >= DENSE_BYTES or number == len(counts) - 1
+        made.append(Bucket(entries, entries if entries > small else 0, waiting if goes else 0))
+        waiting = 0 if goes else waiting
+    return tuple(made)

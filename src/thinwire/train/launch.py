@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from thinwire.record import cores
 from thinwire.workers import WorkerError, Workers, is_echo
 
 from .checks import check
@@ -36,10 +37,9 @@ def launch(config: Config) -> int:
     """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
     check(config)
     _fetch(config)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     signals = _Signals()
     try:
-        with signals, Workers(config.workers, max(1, cores // config.workers), LIMIT_SECONDS) as workers:
+        with signals, Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers:
             workers.form(config.workers, Rank, config)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)

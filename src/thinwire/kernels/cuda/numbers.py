@@ -68,15 +68,15 @@ def draw(key, counter):  # type: ignore[no-untyped-def]
     return ((z ^ (z >> 31)) >> 1).to(tl.int64)
 
 
-_DROWNED = tl.constexpr(2.0**-20)
+_DROWNED = tl.constexpr(2.0**-22)
 
 
 @triton.jit
-def taken_back(total, g):  # type: ignore[no-untyped-def]
-    """What a residual r was, from total = (r + g) as it was rounded: total - g, or 0 where g has drowned it.
+def taken_back(total, g, level):  # type: ignore[no-untyped-def]
+    """What a residual r was, from total = (r + g - level) + level as it was rounded: total - g, or 0 where it drowned.
 
-    If g is a million times larger, what comes out is the rounding of r + g and little of r: noise, which after a
-    gradient of 1e20 would be 1e12.
+    If g, or the level that was sent for it, is four million times larger, what comes out is the rounding of those sums
+    and little of r: noise, which after a gradient of 1e20 would be 1e12. `level` may be that of a larger entry.
     """
     was = total - g
-    return tl.where(tl.abs(was) > tl.abs(g) * _DROWNED, was, 0.0)
+    return tl.where(tl.abs(was) > tl.maximum(tl.abs(g), tl.abs(level)) * _DROWNED, was, 0.0)

@@ -176,6 +176,7 @@ def decode_tile(  # type: ignore[no-untyped-def]
             given = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
         if START == 2:
             total += given
+        largest = tl.zeros((ROWS, BLOCK), tl.float32)
     place = row[:, None] * (BLOCK // each) + tl.arange(0, BLOCK // each)[None, :]
     p = 0 * payloads
     while p < payloads:
@@ -193,10 +194,11 @@ def decode_tile(  # type: ignore[no-untyped-def]
         if START == 3:
             inside = inside & (step == step)
             level = tl.where(step == step, level, 0.0)
+            largest = tl.maximum(largest, tl.abs(level))
         total += level * weight
         p += 1
     if START == 3:
-        total = taken_back(total, given)
+        total = taken_back(total, given, largest)
     if plain:
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
     else:

@@ -95,9 +95,9 @@ def add_entries(out, positions, value_bits, weight, read):  # type: ignore[no-un
 
 @triton.jit
 def fill(  # type: ignore[no-untyped-def]
-    out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+    out, g, n, level, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out <- 0, out + g or out - g, one chunk."""
+    """out <- 0, out + g or out - g, one chunk; `level` is the largest one of the chunk that was added before."""
     entries = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
@@ -108,7 +108,7 @@ def fill(  # type: ignore[no-untyped-def]
         else:
             total = tl.load(out + entries)
             given = tl.load(g + entries).to(tl.float32)
-        total = total + given if START == 2 else taken_back(total, given)
+        total = total + given if START == 2 else taken_back(total, given, level)
     if MASKED:
         tl.store(out + entries, total.to(out.dtype.element_ty), mask=entries < n)
     else:
@@ -121,6 +121,18 @@ def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     at: tl.constexpr = 2 if BITS == 32 else 0
     high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
     return (high_half & 0x7FFF) > 0x7F80
+
+
+@triton.jit
+def largest_level(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a record; 0 if values are what they were."""
+    if BITS == 32:
+        level = 0.0
+    else:
+        level = read_bfloat16(record, True)
+        if BITS > 1:
+            level += ((1 << (BITS - 1)) - 1) * read_bfloat16(record + 2, True)
+    return level
 
 
 @triton.jit
@@ -149,7 +161,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
         skip = is_marked(first, BITS)
     if not skip:
         if (START == 0) or (START == 2):
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+            fill(out, g_ptr + row * CHUNK, n, 0.0, START, MASKED, CHUNK, WIDTH)
             tl.debug_barrier()
         p = 0 * payloads
         while p < payloads:
@@ -165,7 +177,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
                 place += TILE
             p += AT_ONCE
         if START == 3:
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+            fill(out, g_ptr + row * CHUNK, n, largest_level(first, BITS), START, MASKED, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
