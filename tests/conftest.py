@@ -92,7 +92,7 @@ SLOW = (
     ),
     *(f"test_memory.py::test_a_thousand_calls_do_not_grow[cpu-1000000-{name}]" for name in ("randomk", "none")),
 )
-"""Larger or other variants of what smaller tests show too: `make test` leaves them out, `make test-all` does not."""
+"""Larger or other variants of what smaller tests show: `make test` leaves them out, `make test-all` does not."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,15 +102,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before `thinwire.workers` starts one for itself, whose processes would be slower, and hold on to freed memory."""
+    """The server of ranks starts before `thinwire.workers` starts one for itself, whose processes would be slower, and
+    hold on to freed memory. A variable in the developer's shell must not change which kernels any of them have."""
+    os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         server()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _default_kernels() -> None:
-    """A variable in the developer's shell must not change which kernels the tests think they test."""
-    os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
 
 
 @pytest.fixture(scope="session")

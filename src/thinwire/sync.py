@@ -433,7 +433,7 @@ class Synchronizer:
         if trials is None:
             return False
         self.choose_if_due(device)
-        if trials.choice is None and device.type == "cuda":  # else who need not wait for the device would seem quick
+        if device.type == "cuda" and trials.is_timed(number):  # else who need not wait for the device would seem quick
             torch.cuda.current_stream(device).synchronize()
         trials.begins(number)
         entries = self.entries or {}

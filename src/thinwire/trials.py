@@ -99,6 +99,10 @@ class Trials:
         number = None if self.choice is not None else self._candidate(step)
         return number is not None and number < len(self.candidates) and not self.candidates[number].sparse
 
+    def is_timed(self, step: int) -> bool:
+        """Whether a time begins or ends with this step."""
+        return self.choice is None and step > self._start
+
     def begins(self, step: int) -> None:
         """The first bucket of a step is there."""
         now = time.perf_counter()

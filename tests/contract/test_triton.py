@@ -32,14 +32,16 @@ def test_interpreted_kernels_are_the_reference(name: str) -> None:
     run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 
-def test_a_residual_is_what_it_was_after_gradients_that_exploded() -> None:
-    """Also where an entry is small, and the level that was sent for it is not."""
+def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -> None:
+    """Also where an entry is small, and the level that was sent for it is not; but those beside it are left alone."""
     code = """
         import triton_rows
         from thinwire import kernels
         kernels._DEVICES["cuda"] = "cpu"
         for spec, numel in (("quantize:bits=1,block=32", 6000), ("topk:ratio=1,bits=2,chunk=64", 3000)):
             assert triton_rows.drowned(spec, numel) == []
+        for spec in ("topk:ratio=1/64,bits=2,chunk=64", "quantize:bits=8,block=32"):
+            assert triton_rows.spared(spec) == []
         """
     run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 

@@ -106,6 +106,10 @@ def test_small_parameters_go_dense() -> None:
         found = given.predict(Way(EIGHT, "gather", False, "attach")).footprint
         assert found.sent == (world - 1) * MADE[EIGHT].nbytes(1_000_000) + small
         assert found.messages == world - 1 + messages
+    slow = Case(work, replace(PLAIN, world=2, rate=1e6), FREE)
+    without = replace(slow, work=Work((Bucket(1_000_000, 1_000_000),), 0.1, 0.1, 0.1))
+    way = Way(EIGHT, "gather", False, "attach")
+    assert slow.seconds(way) - without.seconds(way) == pytest.approx(8 * 4 * 3000 / 1e6, rel=0.2)  # once, and headers
 
 
 def test_small_parameters_wait_for_each_other() -> None:

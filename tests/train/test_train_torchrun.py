@@ -18,7 +18,6 @@ from training_runs import (
     assert_same_weights,
     changed,
     checkpoints,
-    cores,
     logged_steps,
     newest,
     planted,
@@ -27,6 +26,7 @@ from training_runs import (
 )
 
 from ranks import Ranks
+from thinwire.record import cores
 from thinwire.train.config import Config
 
 RUN = Path("run")

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ranks import Ranks
+from thinwire.record import cores
 from thinwire.train.config import Config
 from thinwire.train.rank import Rank
 
@@ -48,10 +49,6 @@ def arguments(config: Config) -> list[str]:
             words = [] if value is True else value if isinstance(value, tuple) else [value]
             made += [f"--{field.name.replace('_', '-')}", *map(str, words)]
     return made
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -93,7 +93,7 @@ class Compressor(ABC):
 
         If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
         `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
-        residual is taken back, to the rounding of the addition (where the tensor drowned it, to 0).
+        residual is taken back, to the rounding of the addition (where the tensor or what was sent drowned it, to 0).
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)

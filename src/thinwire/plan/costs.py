@@ -80,12 +80,12 @@ PER_CORE = {
 }
 """One core, by kind; `add` is for each entry that was kept. `thinwire plan --codec here` measures where it runs."""
 ACCELERATOR = {
-    "topk": Costs(encode=3.30e-12, commit=2.86e-12, write=1.07e-12, add=64 * 0.198e-12),
-    "quantize": Costs(encode=3.07e-12, commit=2.86e-12, write=3.07e-12, add=3.07e-12),
+    "topk": Costs(encode=2.81e-12, commit=2.85e-12, write=0.97e-12, add=64 * 0.0233e-12),
+    "quantize": Costs(encode=3.07e-12, commit=2.85e-12, write=3.07e-12, add=3.07e-12),
 }
-"""An H200: docs/gpu.md, and docs/log.md for the two halves of topk's compress. Those of quantize were not measured: the
-first is taken to be as slow as both in one pass, the second as topk's, and decoding as compressing, which moves more
-bytes."""
+"""An H200: docs/gpu.md, benchmarks/results/codec-h200.jsonl. The halves of quantize's compress, and its decoding, were
+not measured: encoding and decoding are taken to be as slow as both halves in one pass, which moves more bytes, and the
+second half as topk's."""
 _CORE_NAME, _ACCELERATOR_NAME = "as measured on one core of an AMD EPYC", "as measured on an H200"
 _HALVES_PER_CORE, _HALVES_ACCELERATOR = Costs(0.34e-9, 0.0, 0.21e-9), Costs(2.9e-12, 0.0, 2.9e-12)
 """On an accelerator a copy from float32 to float32, which moves more."""

@@ -7,7 +7,6 @@ import torch
 from thinwire.collectives import cost
 from thinwire.collectives.plan import plan
 from thinwire.compressors import Compressor
-from thinwire.policy import DENSE
 
 from .cluster import Cluster
 from .ways import GLOO_AT_ONCE, HALVES, Way
@@ -63,7 +62,7 @@ def _cost(way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster) 
     in_node, ranks = (inside, world // inside) if way.in_hosts else (1, world)
     made = [cost.Cost(0, 0, 0)]
     small_by = "gather" if world == 2 else "dense"  # see exchange.py
-    for first, count, algorithm in ((DENSE, bucket.small, small_by), (given, bucket.compressed, way.algorithm)):
+    for first, count, algorithm in ((cost.DENSE, bucket.small, small_by), (given, bucket.compressed, way.algorithm)):
         if count:
             second = first.for_sum(ranks)
             made.append(plan(algorithm, "", first, second, count, _FLOAT, ranks, in_node, _NO_LIMIT).cost)

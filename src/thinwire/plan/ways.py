@@ -159,7 +159,7 @@ def _stage(
         summed = Compute(speeds.halves.write * kept)
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((begin, half, summed, half), costs.commit * entries, costs.write * entries)
-    if algorithm == "dense":  # small parameters
+    if algorithm == "dense":  # small parameters, or so few entries that compression would not pay
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((Compute(speeds.operation), half, half))
     assert algorithm == "sharded", algorithm

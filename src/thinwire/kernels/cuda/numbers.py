@@ -72,11 +72,10 @@ _DROWNED = tl.constexpr(2.0**-22)
 
 
 @triton.jit
-def taken_back(total, g, level):  # type: ignore[no-untyped-def]
-    """What a residual r was, from total = (r + g - level) + level as it was rounded: total - g, or 0 where it drowned.
+def is_drowned(was, g, level):  # type: ignore[no-untyped-def]
+    """Whether was = (r + g - level) + level - g, as it was rounded, says little of the residual r.
 
-    If g, or the level that was sent for it, is four million times larger, what comes out is the rounding of those sums
-    and little of r: noise, which after a gradient of 1e20 would be 1e12. `level` may be that of a larger entry.
+    If g, or the level that was sent for it, is four million times larger, it is the rounding of those sums: noise,
+    which after a gradient of 1e20 would be 1e12.
     """
-    was = total - g
-    return tl.where(tl.abs(was) > tl.maximum(tl.abs(g), tl.abs(level)) * _DROWNED, was, 0.0)
+    return tl.abs(was) <= tl.maximum(tl.abs(g), tl.abs(level)) * _DROWNED

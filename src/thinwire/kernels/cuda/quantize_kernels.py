@@ -21,11 +21,11 @@ from .numbers import (
     draw,
     from_bfloat16,
     inverse,
+    is_drowned,
     magnitude_bits,
     nearest_integer,
     read_bfloat16,
     signed_level,
-    taken_back,
 )
 
 _PER_RECORD = tl.constexpr(16)
@@ -176,7 +176,8 @@ def decode_tile(  # type: ignore[no-untyped-def]
             given = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
         if START == 2:
             total += given
-        largest = tl.zeros((ROWS, BLOCK), tl.float32)
+        else:
+            sent = tl.zeros((ROWS, BLOCK), tl.float32)
     place = row[:, None] * (BLOCK // each) + tl.arange(0, BLOCK // each)[None, :]
     p = 0 * payloads
     while p < payloads:
@@ -194,11 +195,11 @@ def decode_tile(  # type: ignore[no-untyped-def]
         if START == 3:
             inside = inside & (step == step)
             level = tl.where(step == step, level, 0.0)
-            largest = tl.maximum(largest, tl.abs(level))
+            sent += level
         total += level * weight
         p += 1
     if START == 3:
-        total = taken_back(total, given, largest)
+        total = tl.where(is_drowned(total - given, given, sent), 0.0, total - given)
     if plain:
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
     else:

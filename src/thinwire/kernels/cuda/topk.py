@@ -64,7 +64,7 @@ def compress(
     """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
 
     A chunk that is not finite leaves its residual as it is. The others have written theirs when that is found, so it is
-    taken back: the residual is then what it was, to the rounding of an addition (`numbers.taken_back`).
+    taken back: the residual is then what it was, to the rounding of an addition (`numbers.is_drowned`).
 
     update: as for `encode_flagged`.
     """

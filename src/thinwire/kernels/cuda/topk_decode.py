@@ -18,7 +18,7 @@ What a damaged payload says about entries that do not exist is passed over.
 import triton
 import triton.language as tl
 
-from .numbers import from_bfloat16, read_bfloat16, signed_level, taken_back
+from .numbers import from_bfloat16, is_drowned, read_bfloat16, signed_level
 
 SIZES = [
     "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
@@ -85,19 +85,26 @@ def column_of(values, column, COLUMNS: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def add_entries(out, positions, value_bits, weight, read):  # type: ignore[no-untyped-def]
-    """out += weight * values. Where it is known to be zero it need not be read."""
+def add_entries(out, g, positions, value_bits, weight, read, START: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out += weight * values. Where it is known to be zero it need not be read.
+
+    START 3: where the residual has drowned, g is left, which `fill` then takes back.
+    """
     there = positions >= 0
     values = tl.load(out + positions, mask=there & read, other=0.0).to(tl.float32)
-    values += value_bits.to(tl.float32, bitcast=True) * weight
+    sent = value_bits.to(tl.float32, bitcast=True) * weight
+    values += sent
+    if START == 3:
+        given = tl.load(g + positions, mask=there, other=0.0).to(tl.float32)
+        values = tl.where(is_drowned(values - given, given, sent), given, values)
     tl.store(out + positions, values.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def fill(  # type: ignore[no-untyped-def]
-    out, g, n, level, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+    out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out <- 0, out + g or out - g, one chunk; `level` is the largest one of the chunk that was added before."""
+    """out <- 0, out + g or out - g, one chunk."""
     entries = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
@@ -108,7 +115,10 @@ def fill(  # type: ignore[no-untyped-def]
         else:
             total = tl.load(out + entries)
             given = tl.load(g + entries).to(tl.float32)
-        total = total + given if START == 2 else taken_back(total, given, level)
+        if START == 2:
+            total += given
+        else:
+            total = tl.where(is_drowned(total - given, given, given), 0.0, total - given)
     if MASKED:
         tl.store(out + entries, total.to(out.dtype.element_ty), mask=entries < n)
     else:
@@ -124,25 +134,13 @@ def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def largest_level(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a record; 0 if values are what they were."""
-    if BITS == 32:
-        level = 0.0
-    else:
-        level = read_bfloat16(record, True)
-        if BITS > 1:
-            level += ((1 << (BITS - 1)) - 1) * read_bfloat16(record + 2, True)
-    return level
-
-
-@triton.jit
 def add_columns(  # type: ignore[no-untyped-def]
-    out, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr
+    out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """One payload after the other, with a barrier in between; `before` have been added already."""
     for i in tl.static_range(AT_ONCE):
         read = (START > 0) | (before + i > 0)
-        add_entries(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
+        add_entries(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
         tl.debug_barrier()
 
 
@@ -161,7 +159,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
         skip = is_marked(first, BITS)
     if not skip:
         if (START == 0) or (START == 2):
-            fill(out, g_ptr + row * CHUNK, n, 0.0, START, MASKED, CHUNK, WIDTH)
+            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
             tl.debug_barrier()
         p = 0 * payloads
         while p < payloads:
@@ -173,11 +171,11 @@ def decode_chunk(  # type: ignore[no-untyped-def]
                     first + which.to(tl.int64) * stride, which < payloads, place, rank,
                     n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
                 )  # fmt: skip
-                add_columns(out, positions, values, weight, p, START, AT_ONCE)
+                add_columns(out, g_ptr + row * CHUNK, positions, values, weight, p, START, AT_ONCE)
                 place += TILE
             p += AT_ONCE
         if START == 3:
-            fill(out, g_ptr + row * CHUNK, n, largest_level(first, BITS), START, MASKED, CHUNK, WIDTH)
+            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -237,4 +235,4 @@ def decode_tiles(  # type: ignore[no-untyped-def]
         record, rank >= 0, tile * TILE, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
         BITS, LOW_SPAN, TILE, False, tl.int64,
     )  # fmt: skip
-    add_entries(out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True)
+    add_entries(out_ptr, out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True, 1)
