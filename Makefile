@@ -42,7 +42,7 @@ packages:
 # Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
 # as that goes. Then those that want the machine for themselves.
 FIRST := tests/train tests/link tests/plan tests/contract tests/gpu
-SECOND := $(wildcard tests/*.py) tests/fuzz tests/unit tests/browser src tests/distributed
+SECOND := tests/cases.py tests/framing.py tests/oracle.py tests/processes.py tests/fuzz tests/unit tests/browser src tests/distributed
 WHICH := not slow
 
 unit: $(READY)
