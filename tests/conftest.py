@@ -45,6 +45,7 @@ SLOW = (
     "test_conservation.py::test_nothing_is_lost_in_a_small_or_a_larger_world[8-30]",
     "test_ddp.py::test_compressed_replicas_stay_identical[quantize-3-100]",
     "test_ddp.py::test_compressed_replicas_stay_identical[randomk-2-300]",
+    "test_examples.py::test_the_resume_example_goes_on_with_another_number_of_ranks",
     "test_examples.py::test_training_examples_learn_with_few_bytes[plain_loop.py]",
     "test_faults.py::test_all_ranks_raise[namespaces cut dense]",
     "test_failures.py::test_the_others_learn_which_rank_is_late[3-0-True-sharded]",
@@ -61,7 +62,7 @@ SLOW = (
     "test_plan_torchrun.py::test_hosts_with_several_ranks",
     *(
         f"test_plan_torchrun.py::test_nonsense_is_told_once[{name}]"
-        for name in ("no model", "world", "host", "no file", "no function", "no module")
+        for name in ("no model", "one rank", "world", "host", "no file", "no function", "no module")
     ),
     "test_results.py::test_ones_are_counted[8]",
     "test_results.py::test_plain_sums_are_added_in_the_order_of_ranks[8]",
