@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from thinwire.collectives.errors import PeerError
 from thinwire.collectives.step import Received, Step
 
 
@@ -63,7 +64,7 @@ def test_one_failure_fails_all_that_were_exchanged() -> None:
     step.fail(ValueError("the wire is cut"))
     assert step.finite is None
     (error,) = part.told
-    assert isinstance(error, RuntimeError)
+    assert isinstance(error, ValueError)
     assert "the wire is cut" in str(error)
 
 
@@ -159,3 +160,19 @@ def test_many_threads() -> None:
                 thread.join(10)
             assert step.finite is finite
             assert [part.told for part in parts] == [[finite]] * 16
+
+
+def test_who_fails_with_another_gets_an_error_of_the_same_kind() -> None:
+    """Whoever catches a CollectiveError need not know which exchange of a step it was, nor how fast it failed."""
+    step, part = Step(), Watched()
+    step.join()
+    step.join()
+    step.deposit(part.received)
+    step.fail(PeerError("rank 3 is late", [3]))
+    with pytest.raises(PeerError, match="rank 3 is late") as caught:
+        step.join()
+    assert caught.value.ranks == (3,)
+    step.close()
+    (told,) = part.told
+    assert isinstance(told, PeerError)
+    assert told.ranks == (3,)

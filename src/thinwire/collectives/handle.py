@@ -90,7 +90,7 @@ class Promise:
             if error.__traceback__ is not None:
                 error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
             self.error = error
-            self.future.set_exception(_copied(_without_frames(error)))  # type: ignore[arg-type]
+            self.future.set_exception(copied(_without_frames(error)))  # type: ignore[arg-type]
             self.done.set()
 
     def _is_first(self) -> bool:
@@ -141,7 +141,8 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _copied(error: BaseException) -> BaseException:
+def copied(error: BaseException) -> BaseException:
+    """An error of the same kind, to be raised elsewhere too."""
     try:
         return copy.copy(error)
     except Exception:  # one that cannot be made from its arguments

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .handle import copied
+
 
 class Received(NamedTuple):
     """An operation after its exchange, on which nothing depends yet."""
@@ -32,10 +34,10 @@ class Step:
         self._error: BaseException | None = None
 
     def join(self) -> None:
-        """An operation is issued. RuntimeError if another one failed: this one would wait for ranks that have left."""
+        """An operation is issued. If another one failed, its error: this one would wait for ranks that have left."""
         with self._lock:
             if self._error is not None:
-                raise RuntimeError(f"another exchange of this step failed: {self._error}") from self._error
+                raise copied(self._error) from self._error
             assert not self._closed
             self._under_way += 1
 
@@ -80,4 +82,4 @@ class Step:
             if self._error is None:
                 part.settle(finite)
             else:
-                part.fail(RuntimeError(f"another exchange of this step failed: {self._error}"))
+                part.fail(copied(self._error))
