@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from namespaces import FOLDER, ours, wait_until
 
 import thinwire
 from thinwire import cli, record
-from thinwire.bench.link import Options
+from thinwire.bench.link import Options, measured
 from thinwire.bench.link.command import command
+from thinwire.bench.link.settings import Model, Settings
+from thinwire.bench.progress import Progress
+from thinwire.workers import WorkerError
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"
@@ -78,6 +82,23 @@ def test_rounds_and_what_auto_chooses(tmp_path: Path) -> None:
     assert 4 * (WEIGHTS + SMALL) < dense < 1.1 * 4 * (WEIGHTS + SMALL)
     eighth = thinwire.compressor("quantize:bits=8").nbytes(WEIGHTS, torch.float32)
     assert eighth < auto < 1.01 * dense
+
+
+def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dense was done after one round, but told after the way before it, which fails in its second."""
+
+    def take(way: str, taken: measured.Taken, *_: object) -> None:
+        if taken.steps:
+            raise WorkerError("rank 1 of 2 was killed")
+        taken.samples, taken.steps, taken.left = [1.0], 1, int(way != "dense")
+
+    monkeypatch.setattr(measured, "_take_steps", take)
+    given = Settings({"1gbit": 1e9}, (2,), ("no communication", "dense"), (), Model("gpt", 4e5, 4), 2, False)
+    nobody: Any = None
+    rows = measured._measure_ways("1gbit", 2, given, nobody, nobody, Progress(2), False)
+    assert [next(rows).way, next(rows).way] == ["no communication", "dense"]
+    with pytest.raises(WorkerError):
+        next(rows)
 
 
 @pytest.mark.usefixtures("untouched")

@@ -89,22 +89,21 @@ def _measure_ways(
     rate: str, world: int, settings: Settings, net: Network, workers: Workers, progress: Progress, timelines: bool
 ) -> Iterator[Row]:
     taken = {way: Taken(settings.steps) for way in settings.ways}
-    told = iter(settings.ways)
-    next_one: str | None = next(told)
+    untold = list(settings.ways)  # rows come in the order of the ways
     while left := [way for way in settings.ways if taken[way].left]:
         for way in left:
             progress.start(f"{world} ranks, {rate}, {way}")
             try:
                 _take_steps(way, taken[way], settings, net, workers, timelines)
             except WorkerError:
-                yield from (one.row(rate, world, name) for name, one in taken.items() if one.steps and one.left)
+                yield from (taken[name].row(rate, world, name) for name in untold if taken[name].steps)
                 raise
             if not taken[way].left:
                 row = taken[way].row(rate, world, way)
                 progress.finish(f"{row.ms:,.1f} ms, {row.bytes_per_step / 1e6:,.3f} MB")
-            while next_one is not None and not taken[next_one].left:
-                yield taken[next_one].row(rate, world, next_one)  # in the order of the ways
-                next_one = next(told, None)
+            while untold and not taken[untold[0]].left:
+                name = untold.pop(0)
+                yield taken[name].row(rate, world, name)
 
 
 def _take_steps(way: str, taken: Taken, settings: Settings, net: Network, workers: Workers, timelines: bool) -> None:
