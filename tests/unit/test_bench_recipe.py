@@ -248,7 +248,7 @@ def test_threads_tell_who_failed() -> None:
 
 
 class Odd:
-    def __init__(self, rank: int, size: int, group: object) -> None:
+    def __init__(self, rank: int, size: int, group: object, ranks: object) -> None:
         self.rank = rank
 
     def give(self, number: int) -> int:

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -31,7 +32,7 @@ class Channel(ABC):
         ranks: list[int],
         timeout: float,
         board: Board,
-        pool: ThreadPoolExecutor,
+        pool: ThreadPoolExecutor | None,
     ) -> None:
         self.group, self.backend = group, backend
         """`group` is None where torch knows of none: the ranks are threads."""
@@ -41,6 +42,7 @@ class Channel(ABC):
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout = timeout
         self.board, self.pool = board, pool
+        """Without a pool an operation runs at once, in the thread and on the stream of its caller."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
@@ -55,9 +57,17 @@ class Channel(ABC):
 
     def close(self) -> None:
         """What is under way may end; nothing new begins."""
-        if self.backend != "nccl":
+        if self.pool is not None and self.backend != "nccl":
             self.pool.shutdown(wait=False)
         self._connection = None
+
+    def pause(self, seconds: float) -> None:
+        """Let the other ranks get on."""
+        time.sleep(seconds)
+
+    def once(self, number: int, look: Callable[[], bool]) -> bool:
+        """Return what `look` finds in operation `number`; ranks that share a device need not all look."""
+        return look()
 
     @abstractmethod
     def connect(self, number: int, deadline: float) -> Link:
@@ -126,7 +136,7 @@ class Connection:
         while (word := board.read(decision)) is None and board.lost is None:
             if self.cause is not None or self.told() is not None or time.monotonic() > deadline:
                 board.write_once(decision, "no")
-            time.sleep(pause)
+            self._channel.pause(pause)
             pause = min(0.02, 1.5 * pause)
         if word != "yes":
             raise RuntimeError("not all ranks came to connect" if board.lost is None else board.lost)

@@ -7,7 +7,7 @@ wins in small ones: (P - 1) payloads sent by each of P ranks.
 from torch import Tensor
 
 from ..kernels.updates import Update
-from .stage import Outcome, Stage, no_mark
+from .stage import Outcome, Stage
 
 
 def gather(stage: Stage) -> Outcome:
@@ -27,4 +27,4 @@ def gather(stage: Stage) -> Outcome:
         with stage.compute("decode"):
             stage.first.settle(own, stage.tensor, stage.residual, payloads, stage.rank, stage.weight, update)
 
-    return Outcome(no_mark(seen, [layout] * stage.size), commit, write, settle)
+    return Outcome(stage.no_mark(seen, [layout] * stage.size), commit, write, settle)

@@ -1,58 +1,91 @@
-"""Messages between threads of one process: a receiver copies straight out of its sender's buffer.
+"""Messages between threads of one process: copied straight from the sender's buffer into the receiver's.
 
-A message is posted in its receiver's box and found there by sender and tag. The sender then waits until everybody has
-taken what it posted, so that nothing is copied twice and a buffer is free again when `exchange` returns, as with gloo.
+Each rank posts what it sends and where it wants what it receives. Of two ranks that have messages for each other, the
+one that comes later copies them, all in one call; then both go on. So nothing is copied twice, and a buffer is free
+again when `exchange` returns, as with gloo.
 
-On CUDA nobody waits for the device. The sender's stream records an event behind what wrote the buffer, and the
-receiver's stream waits for it before it copies; the receiver records one behind its copy, and the sender's stream waits
-for that. So the buffer, and memory that is freed and used again on the sender's stream, change after the copy only.
+On CUDA nobody waits for the device. Ranks on one stream need nothing more, since what is queued first runs first. Ranks
+on streams of their own leave an event with what they post; who copies waits for it, and leaves one for them.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .link import Buffers, Link, LinkBroken, Seen
+from .turns import Turns
 
 
 @dataclass
-class Parcel:
-    """One message under way."""
+class Post:
+    """What one rank sends and receives under one tag."""
 
-    buffer: Tensor
+    sends: dict[int, Tensor]
+    receives: dict[int, Tensor]
+    stream: torch.cuda.Stream | None
     filled: torch.cuda.Event | None
-    """The buffer holds the message, for streams that wait for this."""
-    copied: torch.cuda.Event | None = None
-    taken: bool = False
-
-
-class Box:
-    """What was posted to one rank and not yet taken, and who waits for it."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.parcels: dict[tuple[int, int], Parcel] = {}
-        """By sender and tag."""
+    """Recorded behind what wrote the buffers that are sent, and behind what last read those that are received."""
+    waits_for: set[int] = field(default_factory=set)
+    """Peers whose messages have not been copied to this rank, or from it."""
+    copied: list[torch.cuda.Event] = field(default_factory=list)
+    """Recorded on other ranks' streams behind their copies from and to this rank's buffers."""
+    fault: LinkBroken | None = None
 
 
 class Switchboard:
-    """The boxes of all ranks, which the links of one connection share. Closed by any of them, it is for all."""
+    """The posts of all ranks, which the links of one connection share. If one of them closes it, it is closed for all.
 
-    def __init__(self, size: int) -> None:
-        self.boxes = [Box() for _ in range(size)]
+    turns   who may run; by default everybody.
+    """
+
+    def __init__(self, size: int, turns: Turns | None = None) -> None:
+        self.size = size
+        self.turns = turns or Turns(size)
         self.closed_by: int | None = None
+        self._lock = threading.Lock()
+        self._posts: dict[tuple[int, int], Post] = {}
+        """By tag and rank."""
 
     def close(self, rank: int) -> None:
-        if self.closed_by is None:
-            self.closed_by = rank
-        for box in self.boxes:
-            with box.changed:
-                box.parcels.clear()
-                box.changed.notify_all()
+        """End all that is under way."""
+        with self._lock:
+            if self.closed_by is None:
+                self.closed_by = rank
+            self._posts.clear()
+        self.turns.changed()
+
+    def post(self, rank: int, tag: int, post: Post) -> None:
+        """Copy all messages between this rank and those that have posted before it."""
+        with self._lock:
+            if self.closed_by is not None:
+                return
+            sources, targets = [], []
+            for peer in sorted(post.waits_for, key=lambda peer: (peer - rank) % self.size):
+                theirs = self._posts.get((tag, peer))
+                if theirs is None or rank not in theirs.waits_for:
+                    continue
+                mine = [(post.sends.get(peer), theirs.receives.get(rank), theirs, rank)]
+                mine += [(theirs.sends.get(rank), post.receives.get(peer), post, peer)]
+                if all(_fits(*message) for message in mine):
+                    sources += [source for source, target, _, _ in mine if source is not None and target is not None]
+                    targets += [target for source, target, _, _ in mine if source is not None and target is not None]
+                    _order(post, theirs)
+                    post.waits_for.discard(peer)
+                    theirs.waits_for.discard(rank)
+            if targets:
+                torch._foreach_copy_(targets, sources)
+                _leave_event(post)
+            self._posts[tag, rank] = post
+        self.turns.changed()
+
+    def take(self, rank: int, tag: int) -> None:
+        """Forget what was posted."""
+        with self._lock:
+            self._posts.pop((tag, rank), None)
 
 
 class LocalLink(Link):
@@ -61,80 +94,78 @@ class LocalLink(Link):
     ordered = False
 
     def __init__(self, board: Switchboard, rank: int) -> None:
-        super().__init__(rank, len(board.boxes))
+        super().__init__(rank, board.size)
         self._board = board
 
     def exchange(
         self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
     ) -> Seen:
-        posted = self._post(sends, tag)
-        # Each rank begins with its right neighbour, so that not all of them copy from the same rank at once.
-        peers = sorted({*posted, *receives}, key=lambda peer: (peer - self.rank) % self.size)
-        for peer in peers:
-            if peer in receives and receives[peer].numel():
-                waits_for(peer)
-                self._take(peer, tag, receives[peer], deadline)
-        for peer in peers:
-            if peer in posted:
-                waits_for(peer)
-                self._until_taken(peer, posted[peer], deadline)
+        post = _post(sends, receives)
+        self._board.post(self.rank, tag, post)
+        if post.waits_for:
+            waits_for(min(post.waits_for, key=lambda peer: (peer - self.rank) % self.size))
+            self._wait(post, deadline)
+        self._board.take(self.rank, tag)
+        for copied in post.copied:
+            copied.wait(post.stream)
         return Seen(sends, receives)
 
     def close(self) -> None:
         self._board.close(self.rank)
 
-    def _post(self, sends: Buffers, tag: int) -> dict[int, Parcel]:
-        filled = None
-        posted = {}
-        for peer, buffer in sends.items():
-            if buffer.numel():
-                filled = filled or _event_on(buffer)
-                posted[peer] = Parcel(buffer, filled)
-        for peer, parcel in posted.items():
-            box = self._board.boxes[peer]
-            with box.changed:
-                if self._board.closed_by is None:
-                    box.parcels[self.rank, tag] = parcel
-                    box.changed.notify_all()
-        return posted
-
-    def _take(self, peer: int, tag: int, into: Tensor, deadline: float) -> None:
-        box, key = self._board.boxes[self.rank], (peer, tag)
-        with box.changed:
-            self._wait(box, lambda: key in box.parcels, peer, deadline)
-            parcel = box.parcels.pop(key)
-        if parcel.buffer.numel() != into.numel():
-            raise LinkBroken(peer, False, f"{parcel.buffer.numel()} bytes came, expected {into.numel()}")
-        if parcel.filled is not None:
-            parcel.filled.wait(torch.cuda.current_stream(into.device))
-        into.copy_(parcel.buffer, non_blocking=True)
-        parcel.copied = _event_on(into)
-        with box.changed:
-            parcel.taken = True
-            box.changed.notify_all()
-
-    def _until_taken(self, peer: int, parcel: Parcel, deadline: float) -> None:
-        box = self._board.boxes[peer]
-        with box.changed:
-            self._wait(box, lambda: parcel.taken, peer, deadline)
-        if parcel.copied is not None:
-            parcel.copied.wait(torch.cuda.current_stream(parcel.buffer.device))
-
-    def _wait(self, box: Box, done: Callable[[], bool], peer: int, deadline: float) -> None:
-        """With the box's lock held."""
+    def _wait(self, post: Post, deadline: float) -> None:
         board = self._board
-        box.changed.wait_for(lambda: done() or board.closed_by is not None, max(0.0, deadline - time.monotonic()))
-        if done():
+
+        def ready() -> bool:
+            return not post.waits_for or post.fault is not None or board.closed_by is not None
+
+        board.turns.wait(self.rank, ready, max(0.0, deadline - time.monotonic()))
+        if not post.waits_for:
             return
+        if post.fault is not None:
+            raise post.fault
+        peer = min(post.waits_for, key=lambda peer: (peer - self.rank) % self.size)
         if board.closed_by is not None:
             raise LinkBroken(peer, False, f"rank {board.closed_by} closed the connection")
         raise LinkBroken(peer, True, "no message in time")
 
 
-def _event_on(tensor: Tensor) -> torch.cuda.Event | None:
-    """Behind everything that was queued so far; None where nothing is queued."""
-    if tensor.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
+def _post(sends: Buffers, receives: Buffers) -> Post:
+    out = {peer: buffer for peer, buffer in sends.items() if buffer.numel()}
+    into = {peer: buffer for peer, buffer in receives.items() if buffer.numel()}
+    stream = filled = None
+    device = next(iter([*out.values(), *into.values()])).device
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        filled = torch.cuda.Event()
+        filled.record(stream)
+    return Post(out, into, stream, filled, {*out, *into})
+
+
+def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:
+    """Tell whether a message has the length that its receiver expects; if not, the receiver gets an error."""
+    if source is None and target is None:
+        return True
+    if source is not None and target is not None and source.numel() == target.numel():
+        return True
+    if target is not None and source is not None:
+        receiver.fault = LinkBroken(sender, False, f"{source.numel()} bytes came, expected {target.numel()}")
+    return False
+
+
+def _order(post: Post, theirs: Post) -> None:
+    """Let this rank's copies come after what the other has queued."""
+    if post.stream is not None and theirs.filled is not None and theirs.stream != post.stream:
+        theirs.filled.wait(post.stream)
+        theirs.copied.append(_event_of(post))
+
+
+def _event_of(post: Post) -> torch.cuda.Event:
+    """The event that will be recorded behind this rank's copies."""
+    assert post.filled is not None
+    return post.filled
+
+
+def _leave_event(post: Post) -> None:
+    if post.filled is not None and post.stream is not None:
+        post.filled.record(post.stream)

@@ -110,6 +110,10 @@ class Operation:
             for rank, part in enumerate(parts)
         ]
 
+    def once(self, look: Callable[[], bool]) -> bool:
+        """Return what `look` finds in what was just exchanged, which is the same on all ranks."""
+        return self.channel.once(self.number, look)
+
     def finish(self) -> None:
         watch.end(self)
 
@@ -142,7 +146,7 @@ class Operation:
         self._write_here()
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (gone := self._absent()) and time.monotonic() < end and self.channel.board.lost is None:
-            time.sleep(0.02)
+            self.channel.pause(0.02)
         if not gone or self.channel.board.lost is not None:
             return found
         return PeerError(f"{rank_list(gone)} lost: {found}", gone)
@@ -178,7 +182,7 @@ class Operation:
                 cause = self._missing()
             if cause is not None:
                 raise self._error(self._connection.fail(cause))
-            time.sleep(pause)
+            self.channel.pause(pause)
             pause = min(0.02, 1.5 * pause)
         if board.count(f"read/{self.number}") == self.channel.size:
             board.delete(f"verdict/{self.number}")

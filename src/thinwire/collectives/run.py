@@ -46,7 +46,8 @@ class Part:
 def submit(job: Job, part: Part | None = None) -> Handle:
     """Run the job in a thread. As a part of a step, which it has joined, its result is taken when that is settled."""
     promise, stream, queued = Promise(job.tensor.device), None, None
-    if job.tensor.device.type == "cuda":
+    pool = job.operations[-1].channel.pool
+    if job.tensor.device.type == "cuda" and pool is not None:
         # The work waits for what the caller has queued so far, and frees nothing that the caller's stream still uses.
         stream, queued = _side_stream(job.tensor.device), torch.cuda.Event()
         queued.record(torch.cuda.current_stream(job.tensor.device))
@@ -83,7 +84,10 @@ def submit(job: Job, part: Part | None = None) -> Handle:
                 operation.give_up(error)
             promise.fail(error)
 
-    job.operations[-1].channel.pool.submit(work)
+    if pool is None:
+        work()
+    else:
+        pool.submit(work)
     return Handle(promise, job.report)
 
 
@@ -120,6 +124,7 @@ def pass_on(job: Job, op: dist.ReduceOp.RedOpType) -> Handle:
             done.value()  # raises what the all-reduce raised
         except Exception as error:
             caught = error  # explained in another thread, since it may take a while
+            assert operation.channel.pool is not None  # torch's own all-reduce is between processes
             operation.channel.pool.submit(lambda: promise.fail(operation.explain(caught)))
             return
         operation.finish()

@@ -16,7 +16,7 @@ from ..compressors import CompressedTensor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.layout import DenseLayout, Layout, residual_dtype
 from .cost import Span, dtype_of_sum, owned
-from .stage import Outcome, Stage, no_mark
+from .stage import Outcome, Stage
 
 _SECOND = 2
 """Mixed into the key of the second stage's draws."""
@@ -60,7 +60,8 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
         return _all_gather_dense(stage, cut, total)
     total = total.to(dtype_of_sum(second, stage.tensor.dtype))
     layouts = [second.layout(stop - start, total.dtype) for start, stop in cut]
-    sums = list(stage.buffer(sum(layout.nbytes for layout in layouts)).split([layout.nbytes for layout in layouts]))
+    everything = stage.buffer(sum(layout.nbytes for layout in layouts))
+    sums = list(everything.split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
     own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
     seen = stage.all_gather(sums)
@@ -69,12 +70,15 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
         stage.commit(own, total, stage.owner_residual)
 
     def write(out: Tensor) -> None:
+        pieces = list(zip(cut, sums, strict=True))
+        if everything.numel() == second.nbytes(out.numel(), total.dtype):  # one behind the other they are one payload
+            pieces = [((0, out.numel()), everything)]
         with stage.compute("decode"):
-            for (start, stop), payload in zip(cut, sums, strict=True):
+            for (start, stop), payload in pieces:
                 part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
                 second.decompress(part, out[start:stop], stage.weight)
 
-    return Outcome(no_mark(seen, layouts), commit, write)
+    return Outcome(stage.no_mark(seen, layouts), commit, write)
 
 
 def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
@@ -93,4 +97,4 @@ def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
             for (start, stop), part in zip(cut, sums, strict=True):
                 out[start:stop].copy_(part)
 
-    return Outcome(no_mark(seen, layouts), lambda: None, write)
+    return Outcome(stage.no_mark(seen, layouts), lambda: None, write)

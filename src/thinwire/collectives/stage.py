@@ -100,11 +100,15 @@ class Stage:
         with computing(self.tensor), self.report.clock(phase):
             yield
 
+    def no_mark(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
+        """Tell whether no rank's payload is that of an input that was not finite; all ranks have all of them."""
+        return self.operation.once(lambda: _no_mark(payloads, layouts))
+
     def buffer(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self.tensor.device)
 
 
-def no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:
+def _no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:
     """Whether none of the payloads is that of an input that was not finite: each begins with a float, or with NaN."""
     leading = [
         payload[: layout.leading_float.itemsize].clone().view(layout.leading_float).float()

@@ -48,6 +48,8 @@ class Options:
     """Where the model is."""
     simulate: bool = False
     """Workers are threads of one process, so that many fit on one device. torch's own hooks are left out."""
+    bf16: bool = False
+    """The model computes in bfloat16 (autocast); with --simulate."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write JSON lines to this file: the conditions, then a row for each recipe and seed."""
 

@@ -10,7 +10,7 @@ are what a ring sends for what is all-reduced: 2 (P - 1) / P times its bytes, of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from thinwire.buckets import Bucket
 from thinwire.collectives.local import LocalGroup
 
 _ONE_BUCKET_MB = 1 << 14
@@ -38,6 +39,8 @@ class Setup:
     size: int
     group: LocalGroup | None
     """This rank's, if ranks are threads; else it is the default group of torch.distributed."""
+    bucket: Bucket | None = None
+    """This rank's gradient, if ranks are threads."""
 
     def make(self, parameters: object, **more: object) -> torch.optim.Optimizer:
         """The optimizer; what the recipe was given comes before `more`."""
@@ -110,12 +113,7 @@ def synchronized(setup: Setup, compressor: str, warmup: Sequence[tuple[int, str]
         sync = thinwire.attach(module, policy, **given)
         return Exchange(module, optimizer, lambda steps: float(sync.stats.bytes_sent))
     sync = thinwire.Synchronizer(policy, group=setup.group, **given)
-    return Exchange(
-        setup.model,
-        optimizer,
-        lambda steps: float(sync.stats.bytes_sent),
-        lambda: sync.all_reduce_gradients(setup.model.named_parameters()),
-    )
+    return Exchange(setup.model, optimizer, lambda steps: float(sync.stats.bytes_sent), _reduced_by(sync, setup.bucket))
 
 
 def in_optimizer(setup: Setup) -> Exchange:
@@ -123,4 +121,18 @@ def in_optimizer(setup: Setup) -> Exchange:
     module = DDP(setup.model) if setup.group is None else setup.model
     more = {} if setup.group is None else {"group": setup.group}
     optimizer: Any = setup.make(module, warmup_steps=setup.warmup_steps, **more)
-    return Exchange(module, optimizer, lambda steps: float(optimizer.sync.stats.bytes_sent))
+    exchange = Exchange(module, optimizer, lambda steps: float(optimizer.sync.stats.bytes_sent))
+    if setup.bucket is not None:
+        exchange = replace(exchange, after_backward=_reduced_by(optimizer.sync, setup.bucket))
+    return exchange
+
+
+def _reduced_by(sync: thinwire.Synchronizer, bucket: Bucket | None) -> Callable[[], None]:
+    """Return what hands a rank's whole gradient to its synchronizer, as DDP's hook does."""
+    assert bucket is not None
+
+    def reduce() -> None:
+        sync.reduce(bucket, first=True, last=True)
+        sync.wait()
+
+    return reduce

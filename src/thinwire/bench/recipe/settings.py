@@ -44,6 +44,7 @@ class Settings:
     """By family of optimizers."""
     device: str
     simulate: bool
+    bf16: bool
 
     def build(self, seed: int) -> nn.Module:
         return self.config.build(seed)
@@ -73,6 +74,7 @@ class Settings:
             "lr": self.lr,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "simulate": self.simulate,
+            "bf16": self.bf16,
             "left_out": list(self.left_out),
         }
 
@@ -100,6 +102,8 @@ def settings(options: Options) -> Settings:
     lr = options.lr or LEARNING_RATES[type(config)]
     if not all(0 < rate < float("inf") for rate in lr):
         raise ValueError(f"--lr {lr[0]:g} {lr[1]:g}, expected two numbers above 0")
+    if options.bf16 and not options.simulate:
+        raise ValueError("--bf16 without --simulate, which alone computes so; add --simulate, or leave --bf16 out")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu")
     return Settings(
@@ -113,4 +117,5 @@ def settings(options: Options) -> Settings:
         dict(zip(("adamw", "sgd"), lr, strict=True)),
         options.device,
         options.simulate,
+        options.bf16,
     )

@@ -9,15 +9,17 @@ from thinwire.workers import Actor, WorkerError
 
 
 class Threads:
-    """In place of `Workers`; an actor also gets its `group`."""
+    """Takes the place of `Workers`; an actor also gets its `group`, and the list of all ranks' actors."""
 
     def __init__(self) -> None:
         self._world: LocalWorld | None = None
         self._actors: list[Any] = []
 
     def form(self, size: int, actor: Actor, *args: object) -> None:
-        self._world = LocalWorld(size)
-        self._actors = [actor(group.rank, size, *args, group=group) for group in self._world.groups]
+        self._world = LocalWorld(size, turns=True)
+        self._actors.clear()
+        for group in self._world.groups:
+            self._actors.append(actor(group.rank, size, *args, group=group, ranks=self._actors))
 
     def ask(self, method: str, *args: object) -> list[Any]:
         assert self._world is not None
