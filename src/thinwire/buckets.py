@@ -1,11 +1,12 @@
-"""How a bucket, the flat gradient of some parameters, is cut into what is compressed and what goes dense.
+"""How a bucket, the flat gradient of some parameters, is cut into what is compressed and what is packed.
 
 Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
-message each. Small dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out, zeros
-take their place, and they come back when the run is done. Dense tensors of several buckets are exchanged together.
+message each. Small and dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out,
+zeros take their place, and they come back when the run is done. Those of several buckets are packed into one tensor
+and exchanged together.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 from .compressors import Compressor, NoCompression
 
 _TAKEN_OUT = 1 << 16
-"""Dense parameters of more entries than this interrupt a run: zeros would cost more than a second one."""
+"""Packed parameters of more entries than this interrupt a run: zeros would cost more than a second one."""
 
 
 class Bucket(NamedTuple):
@@ -40,7 +41,7 @@ class Run:
     compressor: Compressor
     family: Hashable
     names: tuple[str | None, ...]
-    """None for a dense parameter in the middle."""
+    """None for a packed parameter in the middle."""
     sizes: tuple[int, ...]
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -49,34 +50,52 @@ class Run:
         return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
 
 
+class Packed(NamedTuple):
+    """A parameter that is sent together with others of its kind."""
+
+    name: str
+    start: int
+    stop: int
+    compressor: Compressor
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     runs: tuple[Run, ...]
-    dense: tuple[tuple[int, int], ...]
-    """Entries of the bucket that go dense."""
+    packed: tuple[Packed, ...]
 
 
 def plan_bucket(
-    names: Sequence[str], sizes: Sequence[int], compressors: Sequence[Compressor], families: Sequence[Hashable]
+    names: Sequence[str],
+    sizes: Sequence[int],
+    compressors: Sequence[Compressor],
+    families: Sequence[Hashable],
+    small: Collection[str] = (),
 ) -> BucketPlan:
-    """
+    """Cut a bucket.
+
     families    parameters of different ones are never in the same run.
+    small       names of those that are packed; those without compression are, too.
 
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
     >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
-    >>> plan.dense, [(run.start, run.stop, run.gaps()) for run in plan.runs]
-    (((8000, 8010),), [(0, 17010, [(8000, 8010)])])
+    >>> [(one.name, one.start) for one in plan.packed], [(run.start, run.stop, run.gaps()) for run in plan.runs]
+    ([('b', 8000)], [(0, 17010, [(8000, 8010)])])
     """
-    dense: list[tuple[int, int]] = []
+    packed: list[Packed] = []
     runs: list[Run] = []
-    waiting: list[int] = []  # sizes of dense parameters that lie in a run if it goes on behind them
+    waiting: list[int] = []  # sizes of packed parameters that lie in a run if it goes on behind them
     start = 0
     for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
         stop = start + size
         last = runs[-1] if runs else None
-        if isinstance(compressor, NoCompression):
-            dense.append((start, stop))
+        if isinstance(compressor, NoCompression) or name in small:
+            packed.append(Packed(name, start, stop, compressor))
             waiting.append(size)
         elif (
             last is not None
@@ -90,7 +109,7 @@ def plan_bucket(
             runs.append(Run(start, stop, compressor, family, (name,), (size,)))
             waiting = []
         start = stop
-    return BucketPlan(tuple(runs), tuple(dense))
+    return BucketPlan(tuple(runs), tuple(packed))
 
 
 BUCKET_BYTES = 25 << 20
@@ -104,14 +123,17 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
     if len({name for name, _ in named}) < len(named):
         names = [name for name, _ in named]
         raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, parameter in reversed(named):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
         key = parameter.dtype, parameter.device
         group = open_groups.get(key)
-        if group is None or sum(p.nbytes for _, p in group) + parameter.nbytes > BUCKET_BYTES:
-            group = open_groups[key] = []
+        if group is None or parameter.nbytes > room[key]:
+            group, room[key] = [], BUCKET_BYTES
+            open_groups[key] = group
             groups.append(group)
+        room[key] -= parameter.nbytes
         group.append((name, parameter))
     return groups
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .buckets import Bucket, Run
+from .buckets import Bucket, Packed, Run
 from .collectives import Handle, ShardState
 from .collectives.all_reduce import all_reduce_compressed, start
 from .collectives.cost import ring
@@ -38,8 +38,8 @@ _NO_LIMIT = 1 << 62
 """For one operation: all are held until the step is settled, so cutting one into segments would save nothing."""
 
 
-DENSE_BYTES = 1 << 20
-"""Dense parts of buckets wait for each other until they are so many: each operation costs, however small."""
+PACKED_BYTES = 1 << 20
+"""Packed parts of buckets wait for each other until they are so many: each operation costs, however small."""
 
 
 def _nothing() -> None:
@@ -47,19 +47,19 @@ def _nothing() -> None:
 
 
 @dataclass
-class DenseParts:
-    """What of one bucket goes dense, together with that of others."""
+class PackedParts:
+    """The parameters of one bucket that are sent by one compressor, together with those of other buckets."""
 
     tensor: Tensor
-    spans: tuple[tuple[int, int], ...]
+    compressor: Compressor
+    parts: list[Packed]
     taken_out: Tensor
-    """The entries, packed: a copy, since zeros take their place in the bucket; then their average."""
+    """The elements, packed: a copy, since zeros take their place in the bucket; then their average."""
     future: "Future[Tensor]"
 
     def put_back(self) -> None:
-        parts = self.taken_out.split([end - begin for begin, end in self.spans])
-        for (begin, end), part in zip(self.spans, parts, strict=True):
-            self.tensor[begin:end] = part
+        averages = self.taken_out.split([part.numel for part in self.parts])
+        torch._foreach_copy_([self.tensor[part.start : part.stop] for part in self.parts], list(averages))
 
 
 class Transform(Protocol):
@@ -76,6 +76,9 @@ class Transform(Protocol):
 
     def family(self, name: str) -> Hashable:
         """Parameters of different families are never in the same run."""
+
+    def sample(self, run: Run, tensor: Tensor) -> None:
+        """The gradient of a run, as it is."""
 
     def gradient(self, tensor: Tensor) -> None:
         """Prepare what is sent as a gradient, in place."""
@@ -116,7 +119,7 @@ class Exchange:
     _passed_on: list[Tensor] = field(default_factory=list)
     """Of an optimizer's step, which nobody has looked at so far."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
-    _dense: list[DenseParts] = field(default_factory=list)
+    _packed: list[PackedParts] = field(default_factory=list)
     """Not issued yet."""
 
     def reduce(self, bucket: Bucket, *, last: bool) -> "Future[Tensor]":
@@ -153,7 +156,7 @@ class Exchange:
     def abandon(self, reason: str) -> None:
         """The step will not be finished, as after an error in the middle of a backward pass."""
         if self.step.abandon(reason):
-            for future in [*(parts.future for parts in self._dense), *(future for _, future in self._waiting)]:
+            for future in [*(parts.future for parts in self._packed), *(future for _, future in self._waiting)]:
                 fail(future, RuntimeError(reason))
 
     def _close(self) -> None:
@@ -210,34 +213,45 @@ class Exchange:
             return handle.get_future().then(lambda done: done.value()[0])
 
         plan = self.sync.plan(bucket, self)
-        taken_out = [tensor[begin:end] for begin, end in plan.dense]
-        dense = None
-        if taken_out:
-            dense = DenseParts(tensor, plan.dense, torch.cat(taken_out), future_on(tensor.device))
-            self._dense.append(dense)
-        if last or sum(parts.taken_out.nbytes for parts in self._dense) >= DENSE_BYTES:
-            self._issue_dense()  # first: what need not be compressed can be on its way at once
+        mine = []
+        for compressor in dict.fromkeys(part.compressor for part in plan.packed):
+            parts = [part for part in plan.packed if part.compressor == compressor]
+            taken_out = torch.cat([tensor[part.start : part.stop] for part in parts])
+            mine.append(PackedParts(tensor, compressor, parts, taken_out, future_on(tensor.device)))
+        self._packed += mine
+        if last or sum(parts.taken_out.nbytes for parts in self._packed) >= PACKED_BYTES:
+            self._issue_packed()  # first: what is compressed little can be on its way at once
         futures: list[Future[Any]] = [self._start_run(tensor[run.start : run.stop], run) for run in plan.runs]
-        if dense is None:
-            return when_all(futures, tensor, _nothing)
-        return when_all([*futures, dense.future], tensor, dense.put_back)
 
-    def _issue_dense(self) -> None:
-        """Those that wait, in one operation for each kind of tensor."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[DenseParts]] = {}
-        for parts in self._dense:
-            kinds.setdefault((parts.tensor.dtype, parts.tensor.device), []).append(parts)
-        for group in kinds.values():
+        def put_back() -> None:
+            for parts in mine:
+                parts.put_back()
+
+        return when_all([*futures, *(parts.future for parts in mine)], tensor, put_back if mine else _nothing)
+
+    def _issue_packed(self) -> None:
+        """Issue those that wait, in one operation for each kind of tensor and compressor."""
+        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[PackedParts]] = {}
+        for parts in self._packed:
+            kinds.setdefault((parts.tensor.dtype, parts.tensor.device, parts.compressor), []).append(parts)
+        for (_, _, compressor), group in kinds.items():
             packed = torch.cat([parts.taken_out for parts in group])
             shares = packed.split([parts.taken_out.numel() for parts in group])
             for parts, share in zip(group, shares, strict=True):
                 parts.taken_out = share
             transform = self.sync.transform
             prepare = partial(transform.gradient, packed) if transform is not None else _nothing
-            done = self._start(packed, DENSE, 0, before=prepare)
+            residual, state = None, None
+            if not isinstance(compressor, NoCompression):
+                members = [part for parts in group for part in parts.parts]
+                names, sizes = tuple(part.name for part in members), tuple(part.numel for part in members)
+                run = Run(0, packed.numel(), compressor, None, names, sizes)
+                residual, state = self.sync.keep(run, packed)
+            salt = zlib.crc32(group[0].parts[0].name.encode())
+            done = self._start(packed, compressor, salt, residual, state, prepare, packs=True)
             for parts in group:
                 pass_result(done, parts.future, parts.tensor)
-        self._dense = []
+        self._packed = []
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
         transform, gaps = self.sync.transform, run.gaps()
@@ -250,6 +264,7 @@ class Exchange:
                 tensor[begin:end] = 0
             if transform is None:
                 return None
+            transform.sample(run, tensor)
             if not self.as_gradients:
                 return transform.before(run, tensor)
             transform.gradient(tensor)
@@ -266,6 +281,8 @@ class Exchange:
         residual: Tensor | None = None,
         state: ShardState | None = None,
         before: Callable[[], Update | None] = _nothing,
+        *,
+        packs: bool = False,
     ) -> "Future[list[Tensor]]":
         sync, dense = self.sync, self.flushes or isinstance(compressor, NoCompression)
         key = mix_key(self.number, salt)
@@ -273,8 +290,8 @@ class Exchange:
             key = mix_key(key, sync.rank)  # each rank rounds by draws of its own
         handle = start(
             lambda: Call(
-                tensor, compressor, residual, dist.ReduceOp.AVG, self._algorithm(compressor, tensor), key,
-                None if dense else sync.second, None if dense else state, _NO_LIMIT,
+                tensor, compressor, residual, dist.ReduceOp.AVG, self._algorithm(compressor, tensor, packs), key,
+                None if dense or packs else sync.second, None if dense else state, _NO_LIMIT,
             ),
             sync.group, tensor.device, sync.timeout, Part(self.step, before),
         )  # fmt: skip
@@ -283,9 +300,9 @@ class Exchange:
             self._check_held(sync.max_bytes)
         return handle.get_future()
 
-    def _algorithm(self, compressor: Compressor, tensor: Tensor) -> str:
+    def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            return "dense" if self.flushes else self.sync.algorithm
+            return "dense" if self.flushes else "auto" if packs else self.sync.algorithm
         # Between two ranks as many bytes go either way, and these in one message; but 16-bit sums would be rounded.
         return "gather" if self.sync.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 

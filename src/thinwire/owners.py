@@ -47,9 +47,10 @@ class Owners:
             for name, begin, owed in _pieces(key, state):
                 residuals[name][begin : begin + owed.numel()].add_(owed)
 
-    def scale(self, factor: float) -> None:
-        for _, state in self._states.values():
-            if state.residual is not None:
+    def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
+        """Multiply the residuals of runs whose names are chosen: those of a run all are, or none."""
+        for key, (_, state) in self._states.items():
+            if state.residual is not None and all(chosen(name) for name, _ in key if name is not None):
                 state.residual.mul_(factor)
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from .compressors import compressor as parsed
 DENSE = NoCompression()
 AUTO = "auto"
 """In place of a spec: what sends each bucket is measured, and chosen then."""
+DEFAULT = "default"
+"""In place of a spec: `default_compressor` of the number of ranks."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -24,10 +26,11 @@ Warmup = Sequence[tuple[int, Spec]]
 class Policy:
     """The compressor of each parameter at each step.
 
-    compressor   for everything that is compressed and not named in `layers`; "auto": what the first steps show to be
-                 quickest, for each bucket.
-    small        parameters with fewer entries, such as biases and norms, go dense and together: they cost little, and
-                 matter much.
+    compressor   for everything that is compressed and not named in `layers`; "default": `default_compressor` of the
+                 number of ranks; "auto": what the first steps show to be quickest, for each bucket.
+    small        parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`: they
+                 cost little, and matter much.
+    small_compressor  "quantize:bits=8", with a residual; "none" sends them as they are.
     include      patterns, as in a shell, of the names that may be compressed.
     exclude      patterns of those that may not, and go dense.
     layers       a compressor by pattern; the first that fits counts.
@@ -44,17 +47,24 @@ class Policy:
 
     compressor: Spec
     small: int = 4096
+    small_compressor: Spec = "quantize:bits=8"
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     layers: Mapping[str, Spec] = field(default_factory=dict)
     warmup: Warmup = ()
     adapt_every: int = 0
+    ranks: int | None = None
+    """For which "default" stands; set by the synchronizer, and no part of a checkpoint."""
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_("compressor", self.compressor if self.auto else parsed(self.compressor))
+        set_("compressor", self.compressor if self.auto or self.by_ranks else parsed(self.compressor))
+        set_("small_compressor", parsed(self.small_compressor))
+        if parsed(self.small_compressor).sparse:
+            given = format_spec(parsed(self.small_compressor))
+            raise ValueError(f"small_compressor {given}, expected quantize or none: small tensors are sent whole")
         set_("include", _patterns("include", self.include))
         set_("exclude", _patterns("exclude", self.exclude))
         if not isinstance(self.layers, Mapping):
@@ -66,7 +76,7 @@ class Policy:
             given = getattr(self, name)
             if type(given) is not int or given < 0:
                 raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
-        if self.adapt_every and not isinstance(self.compressor, TopK):
+        if self.adapt_every and not isinstance(self.final, TopK):
             given = AUTO if self.auto else format_spec(self.final)
             raise ValueError(f"adapt_every with {given}, expected a topk: it is ratios that are shared")
 
@@ -76,8 +86,19 @@ class Policy:
         return self.compressor == AUTO
 
     @property
+    def by_ranks(self) -> bool:
+        """Whether the compressor is chosen by the number of ranks."""
+        return self.compressor == DEFAULT
+
+    def for_ranks(self, ranks: int) -> "Policy":
+        """Return the policy of so many ranks."""
+        return replace(self, ranks=ranks) if self.by_ranks else self
+
+    @property
     def final(self) -> Compressor:
         """What compresses after the warm-up; with "auto" `DENSE`, where nothing else has been chosen."""
+        if self.by_ranks:
+            return default_compressor(self.ranks or 2)
         return DENSE if self.auto else parsed(self.compressor)
 
     @property
@@ -101,11 +122,17 @@ class Policy:
         given = (self.final, *(shared or {}).values(), *self.layers.values())
         return all(isinstance(one, NoCompression) for one in given)
 
-    def goes_dense(self, name: str, numel: int) -> bool:
+    def goes_dense(self, name: str) -> bool:
         """Whether this parameter is never compressed, in the warm-up neither."""
-        if numel < self.small or not _fits(name, self.include) or _fits(name, self.exclude):
-            return True
-        return isinstance(self._of_layer(name), NoCompression)
+        return (
+            not _fits(name, self.include)
+            or _fits(name, self.exclude)
+            or isinstance(self._of_layer(name), NoCompression)
+        )
+
+    def is_small(self, name: str, numel: int) -> bool:
+        """Whether this parameter is sent together with other small ones, and never by an optimizer's update."""
+        return numel < self.small and not self.goes_dense(name)
 
     def _of_layer(self, name: str) -> Compressor | None:
         return next((parsed(given) for pattern, given in self.layers.items() if fnmatchcase(name, pattern)), None)
@@ -114,8 +141,10 @@ class Policy:
         self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
     ) -> Compressor:
         """`DENSE`, or what compresses this parameter at this step; `shared` is what `share_bytes` or auto gave it."""
-        if self.goes_dense(name, numel):
+        if self.goes_dense(name):
             return DENSE
+        if self.is_small(name, numel):
+            return DENSE if self.is_dense(step, shared) else parsed(self.small_compressor)
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
@@ -123,7 +152,8 @@ class Policy:
 
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
-        return bool(self.adapt_every) and not self.goes_dense(name, numel) and self._of_layer(name) is None
+        compressed = not self.goes_dense(name) and not self.is_small(name, numel)
+        return bool(self.adapt_every) and compressed and self._of_layer(name) is None
 
     def check_order(self) -> None:
         """ValueError if residuals would be left behind. (What auto leaves dense is sent its residual first.)"""
@@ -142,14 +172,26 @@ class Policy:
     def describe(self) -> dict[str, object]:
         """What a checkpoint records, and a resumed run must have again."""
         return {
-            "compressor": AUTO if self.auto else format_spec(self.final),
+            "compressor": self.compressor if self.auto or self.by_ranks else format_spec(self.final),
             "small": self.small,
+            "small_compressor": format_spec(parsed(self.small_compressor)),
             "include": list(self.include),
             "exclude": list(self.exclude),
             "layers": {pattern: format_spec(parsed(given)) for pattern, given in self.layers.items()},
             "warmup": [[steps, format_spec(parsed(given))] for steps, given in self.warmup],
             "adapt_every": self.adapt_every,
         }
+
+
+def default_compressor(ranks: int) -> TopK:
+    """Return what thinwire's optimizers compress with by default: fewer elements of each rank, the more ranks there are.
+
+    What moves the weights is the union of what all ranks send, so each can send less.
+
+    >>> [str(default_compressor(ranks).ratio) for ranks in (2, 4, 8, 64)]
+    ['1/64', '1/128', '1/128', '1/128']
+    """
+    return TopK(ratio=Fraction(1, 64 if ranks <= 2 else 128), bits=2)
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:

@@ -5,7 +5,7 @@ have other buckets. So a parameter's part is found by its name, and moves when i
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ class NamedVectors:
         self._parts = {name: tensor.detach().clone().view(-1) for name, tensor in named.items()}
         self._slices = {}
 
-    def scale(self, factor: float) -> None:
-        """Multiply everything, as when the scale of the loss changes."""
-        for part in self._parts.values():
-            part.mul_(factor)
+    def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
+        """Multiply the vectors of the chosen names, as when the scale of the loss changes."""
+        for name, part in self._parts.items():
+            if chosen(name):
+                part.mul_(factor)

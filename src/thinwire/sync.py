@@ -26,6 +26,7 @@ from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bu
 from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
 from .collectives.groups import check_kind, place
+from .collectives.local import LocalGroup
 from .collectives.plan import ALGORITHMS
 from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
@@ -78,6 +79,8 @@ class Synchronizer:
         transform: Transform | None = None,
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
+        if isinstance(group, LocalGroup) or dist.is_initialized():
+            self.policy = self.policy.for_ranks(place(group)[1])
         if error_feedback and transform is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
@@ -195,6 +198,7 @@ class Synchronizer:
             "residuals": self.residuals,
             "owners": self._owners.state_dict(),
             "shared": {name: str(made.ratio) for name, made in self._shared.items() if isinstance(made, TopK)},
+            "compressor": None if self.policy.auto else format_spec(self.policy.final),
             **({} if self._trials is None else {"auto": self._trials.state_dict()}),
         }
 
@@ -304,13 +308,22 @@ class Synchronizer:
                 for name, size in zip(bucket.names, bucket.sizes, strict=True)
             ]
             families = [None if self.transform is None else self.transform.family(name) for name in bucket.names]
-            made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families)
+            small = {
+                name
+                for name, size, made in zip(bucket.names, bucket.sizes, compressors, strict=True)
+                if self.policy.is_small(name, size) and (self.transform is not None or made != self.policy.final)
+            }
+            made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families, small)
         return made
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
         """Whether this parameter is not compressed at this step, which is the one under way or the next."""
         shared = self._shared if self._trials is None else self._trials.assigned(step, self.entries or {})
         return isinstance(self.policy.compressor_of(name, numel, step, shared), NoCompression)
+
+    def sends_gradient(self, name: str, numel: int, step: int) -> bool:
+        """Whether an optimizer's gradient is sent for this parameter at this step, though updates are for others."""
+        return self.policy.is_small(name, numel) or self.sends_dense(name, numel, step)
 
     def tries_gradients(self, step: int) -> bool:
         """Whether auto tries something at this step by which an optimizer sends gradients, not updates."""
@@ -352,6 +365,8 @@ class Synchronizer:
 
     def _begin(self, device: torch.device) -> None:
         self._account()
+        if self.policy.ranks is None:
+            self.policy = self.policy.for_ranks(self.world_size)
         if self._loaded:
             self._compare_steps(device)
         if self._exchange is not None:
@@ -406,12 +421,16 @@ class Synchronizer:
                 )
 
     def _follow_scale(self) -> None:
-        enabled = self.transform is None and self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        """Let residuals of gradients follow the scale of the loss; those of updates have none."""
+        enabled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
         scale = float(self.grad_scaler.get_scale()) if enabled else 1.0
         if scale != self._scale:
-            self._vectors.scale(scale / self._scale)
-            self._owners.scale(scale / self._scale)
+            self._vectors.scale(scale / self._scale, self._is_gradient)
+            self._owners.scale(scale / self._scale, self._is_gradient)
         self._scale = scale
+
+    def _is_gradient(self, name: str) -> bool:
+        return self.transform is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
 
     def _share_anew(self, number: int) -> None:
         """Adaptive: share the bytes by what all ranks' residuals owe."""
@@ -457,5 +476,5 @@ class Synchronizer:
         self._vectors.load(left)
 
     def _base(self) -> TopK:
-        assert isinstance(self.policy.compressor, TopK)
-        return self.policy.compressor
+        assert isinstance(self.policy.final, TopK)
+        return self.policy.final

@@ -64,7 +64,7 @@ def test_a_backward_pass_through_weights_that_have_changed_is_refused(backend: s
     loss = weight.square().sum()
     loss.backward(retain_graph=True)
     with kernels.force(backend), torch.no_grad():
-        kernels.adam(weight.device).step([weight], [torch.ones(100)], 1.0, 0.1)
+        kernels.adam(weight.device).step([weight], [torch.ones(100)], 1.0, [0.1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -1,11 +1,12 @@
 """AdamW whose update, not whose gradient, is compressed.
 
-Error feedback delivers an entry late and in lumps. In the gradient that ruins Adam: its second moment sees the lumps.
+Error feedback delivers an element late and in lumps. In the gradient that ruins Adam: its second moment sees the lumps.
 So each rank makes its update, momentum / sqrt(second moment), from its own gradients, and that is what is compressed.
 
 The second moment is dense and cannot be sent every step. Each rank follows its own gradients with it, which costs no
 bytes, and now and then the ranks average theirs: often while the training is young, then every `refresh_every` steps.
-Second moments span many orders of magnitude, so it is their logarithms that are sent, in 4 bits each.
+Second moments span many orders of magnitude, so it is their logarithms that are sent, in 4 bits each. A rank's own
+second moment is larger than that of the averaged gradient: `second_moment.py` says how much, and what is done about it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,16 +21,16 @@ from ..buckets import Run
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate, Update
-from ..policy import Policy, Spec
+from ..policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer
+from .second_moment import for_ranks, measure
 from .settings import checked, policy_of
 
-_BETAS, _DENSE_BETA1 = (0.5, 0.999), 0.9
 _FIRST_REFRESH = 16
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
-"""Of the mean second moment of its tensor that an entry has at least, when it is averaged; when it is frozen."""
+"""Of the mean second moment of its tensor that an element has at least, when it is averaged; when it is frozen."""
 _PIECE, _AT_ONCE = 1 << 20, 8
-"""Second moments are averaged in pieces of so many entries, so many at a time: there is no second copy of all."""
+"""Second moments are averaged in pieces of so many elements, so many at a time: there is no second copy of all."""
 _FOUR_BITS = Quantize(bits=4)
 
 
@@ -38,11 +39,13 @@ class AdamW(CompressedOptimizer):
 
     params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
                    them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
-    lr, eps, weight_decay   as torch's. What was not sent keeps the lr of its own step.
-    betas          (0.5, 0.999) by default. beta1 is not 0.9: error feedback delays an entry, which acts as momentum by
-                   itself, and more on top of it overshoots. (What "auto" leaves dense has 0.9, unless betas are given.)
-    compressor     a spec, a `Compressor`, a `Policy` with all its rules, or "auto": dense, 8 bits or this class's
-                   default, for each bucket, by what the first steps show to be quickest; `sync.choice` says why.
+    lr, betas, eps, weight_decay   as torch's. `betas` are those of what is sent as a gradient: the warm-up, and small
+                   and excluded tensors.
+    compressed_betas  those of what is compressed. beta1 is 0.5, not 0.9: error feedback delays an element, which acts as
+                   momentum by itself, and more on top of it overshoots.
+    compressor     a spec, a `Compressor`, a `Policy` with all its rules, "default": top-k that keeps less of each rank
+                   the more ranks there are (`default_compressor`), or "auto": dense, 8 bits or top-k, for each bucket,
+                   by what the first steps show to be quickest; `sync.choice` says why.
     warmup_steps   steps in which gradients are sent by `warmup`, and which are those of torch's AdamW.
     refresh_every  steps from one average of the ranks' second moments to the next, but the first few come at 16, 32,
                    64 ... steps; 0: the second moment is frozen after the warm-up, which should be 100 steps or more.
@@ -50,7 +53,8 @@ class AdamW(CompressedOptimizer):
     grad_scaler    the `GradScaler` in use, if any.
     group, algorithm, second, max_bytes, timeout   as for `Synchronizer`.
 
-    If any rank's gradient holds NaN or Inf, `step` changes nothing on any rank, and `skipped` counts it.
+    If any rank's gradient holds NaN or Inf, or is so large that its square would be infinite, `step` changes nothing on
+    any rank, and `skipped` counts it.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -72,12 +76,13 @@ class AdamW(CompressedOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        compressor: Spec | Policy = "topk:ratio=1/64,bits=2",
-        warmup_steps: int = 10,
+        compressed_betas: tuple[float, float] = (0.5, 0.999),
+        compressor: Spec | Policy = DEFAULT,
+        warmup_steps: int = 4,
         warmup: Spec = "quantize:bits=8",
         refresh_every: int = 200,
         max_grad_norm: float | None = None,
@@ -90,12 +95,11 @@ class AdamW(CompressedOptimizer):
         timeout: float | timedelta | None = None,
     ) -> None:
         checked("lr", lr, 0.0, float("inf"))
-        self._is_default = betas is None
-        betas = _BETAS if betas is None else betas
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"betas {betas!r}, expected two numbers")
-        checked("beta1", betas[0], 0.0, 1.0)
-        checked("beta2", betas[1], 0.0, 1.0)
+        for name, given in (("betas", betas), ("compressed_betas", compressed_betas)):
+            if not isinstance(given, (tuple, list)) or len(given) != 2:
+                raise ValueError(f"{name} {given!r}, expected two numbers")
+            checked(f"beta1 of {name}", given[0], 0.0, 1.0)
+            checked(f"beta2 of {name}", given[1], 0.0, 1.0)
         checked("eps", eps, 0.0, float("inf"))
         checked("weight_decay", weight_decay, 0.0, float("inf"))
         if type(refresh_every) is not int or refresh_every < 0:
@@ -105,36 +109,58 @@ class AdamW(CompressedOptimizer):
         if (not policy.warmup or first.sparse) and not isinstance(first, NoCompression):
             raise ValueError(
                 f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
-                "they are: give warmup_steps, 10 or more, or a Policy whose warm-up begins with quantize:bits=8 or none"
+                "they are: give warmup_steps, 1 or more, or a Policy whose warm-up begins with quantize:bits=8 or none"
             )
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compressed_betas": tuple(compressed_betas),
+        }
         super().__init__(
             params, defaults, policy, ddp=ddp, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler, group=group,
             algorithm=algorithm, second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
         self.refresh_every = refresh_every
-        self._squares = 0
-        """Steps that the second moment has seen."""
+        self._scales: dict[str, float] = {}
+        """c of every tensor whose second moment is that of this rank's own gradient; that of others needs none."""
+        self._weights = [(0.0, 0.0) for _ in self.param_groups]
+        """Of each group: the sum of the weights with which gradients, and their squares, are in the moments of what is
+        compressed. With constant betas 1 - beta ** steps."""
+        self._found: dict[str, float] = {}
+        """c as measured, also of tensors that do not need it yet."""
+        self._measures_next = False
+        """Whether c is to be measured at the next step, as after a resume with another number of ranks."""
+
+    @property
+    def second_moment_scale(self) -> dict[str, float]:
+        """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed; 1 for others."""
+        return dict(self._scales)
 
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
         m, v = self._moments_of(run, tensor)
         scale, floor = self._divisor(group)
         limit = _limit(group, self.sync.world_size)
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = group["compressed_betas"]
         kept = beta2 if self.refresh_every else 1.0
         return AdamUpdate(m, v, beta1, factor, scale, floor, limit, self._rate(group), kept)
 
     def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
         """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
-        beta1, beta2 = group["betas"]
-        first, second = 1 - beta1 ** (self._count + 1), 1 - beta2 ** max(1, self._squares)
-        return first / second**0.5, first * group["eps"]
+        first, second = self._weights[self._number_of(group)]
+        beta1, _ = group["compressed_betas"]
+        first = beta1 * first + 1 - beta1
+        return first / (second or 1.0) ** 0.5, first * group["eps"]
+
+    def _number_of(self, group: dict[str, Any]) -> int:
+        return next(number for number, other in enumerate(self.param_groups) if other is group)
 
     def _step_by_gradients(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
         """torch's AdamW, operation by operation: each for all parameters, which are many and small."""
-        beta1, beta2 = self._betas_of_gradients(group)
+        beta1, beta2 = group["betas"]
         m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
         torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
         torch._foreach_lerp_(m, gradients, 1 - beta1)
@@ -153,30 +179,75 @@ class AdamW(CompressedOptimizer):
             if parameter.dtype != momentum.dtype:
                 parameter.sub_((momentum / denominator).mul_(rate).to(parameter.dtype))
 
-    def _betas_of_gradients(self, group: dict[str, Any]) -> tuple[float, float]:
-        """What auto leaves dense is not delayed by error feedback, so nothing acts as momentum but momentum."""
-        beta1, beta2 = group["betas"]
-        if self.sync.choice is not None and self._is_default and group["betas"] == _BETAS:
-            beta1 = _DENSE_BETA1
-        return beta1, beta2
-
-    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+    def _step_by_updates(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
+    ) -> None:
         keep = 1 - float(group["lr"]) * group["weight_decay"]
-        kernels.adam(parameters[0].device).step(parameters, updates, keep, group["reference_lr"])
+        rates = [self._rate_of(group, name) for name in names]
+        kernels.adam(parameters[0].device).step(parameters, updates, keep, rates)
 
-    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])
+    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+        parameter.add_(update, alpha=-self._rate_of(group, name))
+
+    def _rate_of(self, group: dict[str, Any], name: str) -> float:
+        """What an averaged update is multiplied by: it was divided by sqrt(v), but sqrt(c v) was meant."""
+        return float(group["reference_lr"] / self._scales.get(name, 1.0) ** 0.5)
+
+    def _to_gradient(self, name: str) -> None:
+        scale = self._scales.pop(name, None)
+        if scale is not None:
+            self._vectors["exp_avg_sq"][name].mul_(scale)
+
+    def _wants_samples(self) -> bool:
+        if not self.refresh_every or self.sync.world_size == 1:
+            return False
+        number = self._transform.number
+        if self._transform.as_gradients:
+            return not self._warms_up(number + 1)
+        return self._is_refresh(self._count + 1) or self._measures_next
 
     def _after_step(self) -> None:
-        warms_up = self._transform.as_gradients
-        self._squares += warms_up or self.refresh_every > 0
-        if warms_up and not self._warms_up(self._count):
-            seconds = list(self._second_moments())
-            mean = _mean_of(seconds)
-            for v in seconds:
-                _raise_small(v, mean, _SMALLEST_SHARE if self.refresh_every else _SMALLEST_FROZEN_SHARE)
-        elif not warms_up and self._is_refresh(self._count):
+        as_gradients = self._transform.as_gradients
+        self._follow_weights(as_gradients)
+        if self._transform.samples:
+            self._measure()
+        if as_gradients and not self._warms_up(self._count):
+            self._begin_updates()
+        elif not as_gradients and self._is_refresh(self._count):
             self._refresh()
+
+    def _follow_weights(self, as_gradients: bool) -> None:
+        kind = "betas" if as_gradients else "compressed_betas"
+        made = []
+        for group, (first, second) in zip(self.param_groups, self._weights, strict=True):
+            beta1, beta2 = group[kind]
+            followed = as_gradients or self.refresh_every > 0
+            made.append((beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second))
+        self._weights = made
+
+    def _measure(self) -> None:
+        """c of all tensors of which this step has samples: half of it what it was, half what is found."""
+        samples = self._transform.samples
+        ordered = {name: samples[name] for name, _ in self.named_parameters() if name in samples}
+        for part in ordered.values():
+            if part.is_cuda:  # made on the stream of its exchange
+                part.record_stream(torch.cuda.current_stream(part.device))
+        for name, found in measure(self.sync, ordered).items():
+            known = self._scales.get(name)
+            self._found[name] = found if known is None else (known + found) / 2
+        self._transform.samples = {}
+        self._measures_next = False
+        self._scales |= {name: self._found[name] for name in self._scales if name in self._found}
+
+    def _begin_updates(self) -> None:
+        """From the next step on updates are sent: second moments become those of a rank's own gradient."""
+        seconds = dict(self._second_moments())
+        mean = _mean_of(list(seconds.values()))
+        for name, v in seconds.items():
+            _raise_small(v, mean, _SMALLEST_SHARE if self.refresh_every else _SMALLEST_FROZEN_SHARE)
+            if self.refresh_every and name not in self._scales:
+                self._scales[name] = self._found.get(name, 1.0)
+                v.div_(self._scales[name])
 
     def _is_refresh(self, count: int) -> bool:
         if not self.refresh_every:
@@ -186,7 +257,7 @@ class AdamW(CompressedOptimizer):
 
     def _refresh(self) -> None:
         """Average the logarithms of the second moments over ranks."""
-        pieces = [piece for v in self._second_moments() for piece in v.split(_PIECE)]
+        pieces = [piece for _, v in self._second_moments() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)
         for start in range(0, len(pieces), _AT_ONCE):
             some = pieces[start : start + _AT_ONCE]
@@ -199,19 +270,23 @@ class AdamW(CompressedOptimizer):
             for piece, logarithm, centre in zip(some, logarithms, centres, strict=True):
                 piece.copy_(logarithm.add_(centre).exp2_())
 
-    def _second_moments(self) -> Iterator[Tensor]:
+    def _second_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Those of all parameters that are compressed from now on: the same, in the same order, on all ranks."""
-        for name, parameter in self.named_parameters():
-            dense = self.sync.sends_dense(name, parameter.numel(), self.sync.steps)
-            if not dense and name in self._vectors["exp_avg_sq"]:
-                yield self._vectors["exp_avg_sq"][name]
+        by_gradient = self._sent_as_gradients(self.sync.steps)
+        for name, _ in self.named_parameters():
+            if name not in by_gradient and name in self._vectors["exp_avg_sq"]:
+                yield name, self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "squares": self._squares}
+        return {**super()._own_state(), "weights": list(self._weights), "scales": dict(self._scales)}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
-        self._squares = int(state["squares"])
+        self._weights = [(float(first), float(second)) for first, second in state["weights"]]
+        saved, here = int(state["world_size"]), self.sync.world_size
+        self._scales = {name: for_ranks(float(c), saved, here) for name, c in state["scales"].items()}
+        self._found = {}
+        self._measures_next = saved != here
 
 
 def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
@@ -231,5 +306,5 @@ def _mean_of(seconds: Sequence[Tensor]) -> float:
 
 def _limit(group: dict[str, Any], ranks: int) -> float:
     """What a rank's part of Adam's own update cannot exceed: with a second moment that lags behind, ours could."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = group["compressed_betas"]
     return float(ranks * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

@@ -70,6 +70,7 @@ class CompressedOptimizer(Optimizer):
             name: number for number, group in enumerate(self.param_groups) for name in group["param_names"]
         }
         self._vectors = {kind: NamedVectors() for kind in self.moments}
+        self._gradients_in_phase: dict[int, set[str]] = {}
         self._count = 0
         """Steps taken."""
         self._exchanged = 0
@@ -135,6 +136,10 @@ class CompressedOptimizer(Optimizer):
             self._follow_choice()
         return loss
 
+    def _wants_samples(self) -> bool:
+        """Whether samples of the gradients of the step that begins are to be kept."""
+        return False
+
     @property
     def skipped(self) -> int:
         """Steps that were not taken, because a rank's gradient was not finite."""
@@ -153,11 +158,17 @@ class CompressedOptimizer(Optimizer):
         """As torch's optimizer would; gradients have the moments' dtype."""
 
     @abstractmethod
-    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None: ...
+    def _step_by_updates(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
+    ) -> None:
+        """Apply the averaged updates, and what else a step does to a parameter."""
 
     @abstractmethod
-    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
-        """Change parameters by their updates, and by nothing else."""
+    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+        """Change a parameter by its update, and by nothing else."""
+
+    def _to_gradient(self, name: str) -> None:
+        """A parameter whose updates were sent goes on by gradients; its moments are the averages over ranks."""
 
     def _after_step(self) -> None:
         """A step was taken."""
@@ -175,16 +186,19 @@ class CompressedOptimizer(Optimizer):
     def _apply(self, group: dict[str, Any]) -> None:
         unscale = 1.0 / self._transform.scale
         updated: list[Tensor] = []
+        updated_names: list[str] = []
         names: list[str] = []
         others: list[Tensor] = []
         gradients: list[Tensor] = []
         entries = 0
+        by_gradient = self._sent_as_gradients(self._transform.number)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if not self._transform.as_gradients and not self._transform.goes_dense(name, parameter.numel()):
+            if not self._transform.as_gradients and name not in by_gradient:
                 updated.append(parameter)
+                updated_names.append(name)
                 continue
             if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
                 gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
@@ -198,7 +212,7 @@ class CompressedOptimizer(Optimizer):
         if others:
             self._step_by_gradients(group, names, others, gradients)
         if updated:
-            self._step_by_updates(group, updated, [p.grad for p in updated if p.grad is not None])
+            self._step_by_updates(group, updated_names, updated, [p.grad for p in updated if p.grad is not None])
 
     def _follow_choice(self) -> None:
         """Under auto: whose updates were sent, and who goes on by gradients, gets what it is owed, and one momentum."""
@@ -215,8 +229,20 @@ class CompressedOptimizer(Optimizer):
     def _sent_as_updates(self, step: int) -> list[str]:
         if self._warms_up(step):
             return []
-        sends_dense = self.sync.sends_dense
-        return [name for name, p in self.named_parameters() if not sends_dense(name, p.numel(), step)]
+        by_gradient = self._sent_as_gradients(step)
+        return [name for name, _ in self.named_parameters() if name not in by_gradient]
+
+    def _sent_as_gradients(self, step: int) -> set[str]:
+        """Names of those whose gradients are sent at a step though updates of others are; kept until that changes."""
+        policy = self.sync.policy
+        key = None if policy.auto else policy.phase(step)
+        if key is None or key not in self._gradients_in_phase:
+            sends = self.sync.sends_gradient
+            found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
+            if key is None:
+                return found
+            self._gradients_in_phase[key] = found
+        return self._gradients_in_phase[key]
 
     def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
         """The residuals of all ranks are applied, and their momenta, which differ, averaged: in order, on all ranks."""
@@ -224,10 +250,11 @@ class CompressedOptimizer(Optimizer):
         for name, parameter in named:
             if name in owed:
                 self.sync.average([owed[name]], DENSE)
-                self._add(group, [parameter], [shaped(owed[name], parameter).to(parameter.dtype)])
+                self._add(group, name, parameter, shaped(owed[name], parameter).to(parameter.dtype))
             self.sync.average(
                 [self._vectors[kind][name] for kind in self.moments if name in self._vectors[kind]], DENSE
             )
+            self._to_gradient(name)
 
     def _rate(self, group: dict[str, Any]) -> float:
         """What an update is multiplied by when it is sent; never 0, since momentum is worked out from what was sent."""

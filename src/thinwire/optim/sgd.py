@@ -9,9 +9,12 @@ from torch import Tensor
 
 from ..buckets import Run, shaped
 from ..kernels.updates import MomentumUpdate, Update
-from ..policy import Policy, Spec
+from ..policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
+
+
+_COMPRESSED_MOMENTUM = 0.5
 
 
 class SGD(CompressedOptimizer):
@@ -19,11 +22,15 @@ class SGD(CompressedOptimizer):
 
     params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
                    them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
-    lr, weight_decay, nesterov   as torch's.
-    momentum       0.5 here: error feedback delays an entry, which acts as momentum by itself. In place of torch's SGD
-                   with momentum 0.9 take 5 times its lr: lr / (1 - momentum), the step in the long run, is the same.
-    compressor     a spec, a `Compressor`, a `Policy` with all its rules, or "auto": dense, 8 bits or this class's
-                   default, for each bucket, by what the first steps show to be quickest; `sync.choice` says why.
+    lr, momentum, weight_decay, nesterov   as torch's. `momentum` is that of what is sent as a gradient: the warm-up, and
+                   small and excluded tensors.
+    compressed_momentum  that of what is compressed; by default `momentum`, but 0.5 at most: error feedback delays an
+                   element, which acts as momentum by itself. What is sent is then (1 - compressed_momentum) /
+                   (1 - momentum) times as large, so that a gradient moves the weights as far in the long run as with
+                   torch's SGD: by lr / (1 - momentum).
+    compressor     a spec, a `Compressor`, a `Policy` with all its rules, "default": top-k that keeps less of each rank
+                   the more ranks there are (`default_compressor`), or "auto": dense, 8 bits or top-k, for each bucket,
+                   by what the first steps show to be quickest; `sync.choice` says why.
     warmup_steps   steps in which gradients are sent by `warmup` and momentum is that of torch.
     max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
     grad_scaler    the `GradScaler` in use, if any.
@@ -38,10 +45,11 @@ class SGD(CompressedOptimizer):
         params: Any,
         lr: float = 1e-3,
         *,
-        momentum: float = 0.5,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        compressor: Spec | Policy = "topk:ratio=1/64,bits=2",
+        compressed_momentum: float | None = None,
+        compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 0,
         warmup: Spec = "quantize:bits=8",
         max_grad_norm: float | None = None,
@@ -58,7 +66,15 @@ class SGD(CompressedOptimizer):
         checked("weight_decay", weight_decay, 0.0, float("inf"))
         if nesterov and not momentum:
             raise ValueError("nesterov with momentum 0, expected a momentum above 0")
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        compressed = min(momentum, _COMPRESSED_MOMENTUM) if compressed_momentum is None else compressed_momentum
+        checked("compressed_momentum", compressed, 0.0, 1.0)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "compressed_momentum": compressed,
+        }
         super().__init__(
             params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler, group=group, algorithm=algorithm,
@@ -68,8 +84,8 @@ class SGD(CompressedOptimizer):
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
         """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
         (buffer,) = self._moments_of(run, tensor)
-        momentum, gain = group["momentum"], 1.0 if group["weight_decay"] else factor
-        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor)
+        momentum, gain = group["compressed_momentum"], 1.0 if group["weight_decay"] else factor
+        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor) * _longer(group)
         divisor = rate if momentum else None
         if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
             gain, share = gain * (1 + momentum), momentum * momentum
@@ -101,10 +117,26 @@ class SGD(CompressedOptimizer):
         updates = [gradient.to(parameter.dtype) for parameter, gradient in zip(parameters, gradients, strict=True)]
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
-    def _step_by_updates(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
-        self._add(group, parameters, updates)
+    def _after_step(self) -> None:
+        if not self._transform.as_gradients or self._warms_up(self._count):
+            return
+        by_gradient = self._sent_as_gradients(self.sync.steps)
+        for group in self.param_groups:  # from the next step on updates are sent, with another momentum
+            for name in group["param_names"]:
+                if name not in by_gradient and name in self._vectors["momentum_buffer"]:
+                    self._vectors["momentum_buffer"][name].div_(_longer(group))
 
-    def _add(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+    def _to_gradient(self, name: str) -> None:
+        group = self.param_groups[self._families[name]]
+        if name in self._vectors["momentum_buffer"]:
+            self._vectors["momentum_buffer"][name].mul_(_longer(group))
+
+    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+        self._step_by_updates(group, [name], [parameter], [update])
+
+    def _step_by_updates(
+        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
+    ) -> None:
         for gain in {_gain(update) for update in updates}:
             mine = [pair for pair in zip(parameters, updates, strict=True) if _gain(pair[1]) == gain]
             torch._foreach_add_([p for p, _ in mine], [u for _, u in mine], alpha=-group["reference_lr"] / gain)
@@ -114,6 +146,11 @@ class SGD(CompressedOptimizer):
         for name, part in zip(run.names, update.split(list(run.sizes)), strict=True):
             if name is not None:
                 shaped(part, parameters[name]).add_(parameters[name].detach(), alpha=decay)
+
+
+def _longer(group: dict[str, Any]) -> float:
+    """How much longer an update is than its momentum, so that momenta of different decay go as far in the long run."""
+    return float((1 - group["compressed_momentum"]) / (1 - group["momentum"]))
 
 
 def _gain(sent: Tensor) -> float:

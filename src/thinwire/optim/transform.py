@@ -9,6 +9,7 @@ from torch import Tensor
 from ..buckets import Bucket, Run
 from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
+from .second_moment import sample
 
 if TYPE_CHECKING:
     from .base import CompressedOptimizer
@@ -22,9 +23,12 @@ class UpdateTransform:
             raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.whole = max_grad_norm is not None
-        self.as_gradients, self._number = True, 0
+        self.as_gradients, self.number = True, 0
+        self.samples: dict[str, Tensor] = {}
+        """Of this rank's gradient, by parameter, if the optimizer wants them of this step."""
         self.scale = 1.0
         """What GradScaler multiplied the loss by."""
+        self._samples = False
         self._clip: float | Tensor = 1.0
         """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
 
@@ -43,25 +47,30 @@ class UpdateTransform:
         scaler = optimizer.sync.grad_scaler
         self.scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         self._clip = 1.0
-        self._number = optimizer.sync.steps
-        self.as_gradients = optimizer._warms_up(self._number)
+        self.number = optimizer.sync.steps
+        self.as_gradients = optimizer._warms_up(self.number)
+        self.samples, self._samples = {}, optimizer._wants_samples()
         return self.as_gradients
 
-    def goes_dense(self, name: str, numel: int) -> bool:
-        """Whether this parameter was not to be compressed in the last exchange."""
-        return self.optimizer.sync.sends_dense(name, numel, self._number)
+    def sample(self, run: Run, tensor: Tensor) -> None:
+        """Keep samples of the gradients of a run, if they are wanted."""
+        if self._samples:
+            factor = self._clip / self.scale
+            for name, part in zip(run.names, tensor.split(list(run.sizes)), strict=True):
+                if name is not None and part.numel():
+                    self.samples[name] = sample(part, self.number, name, factor)
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""
         if self.max_grad_norm is None:
             return
         parts = {name: part for bucket in buckets for name, part in bucket.parts().items()}
-        wide = ((part, residual_dtype(part.dtype)) for _, part in sorted(parts.items()))
-        norms = [torch.linalg.vector_norm(part, dtype=dtype).float() for part, dtype in wide]
+        # In float64, since the square of a large float32 overflows.
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for _, part in sorted(parts.items())]
         limit = self.max_grad_norm * self.optimizer.sync.world_size**0.5
         if {norm.device for norm in norms} == {norms[0].device} and norms[0].is_cuda:
             total = torch.linalg.vector_norm(torch.stack(norms)) / self.scale
-            self._clip = torch.where(total.isfinite(), (limit / (total + 1e-6)).clamp(max=1.0), 1.0)
+            self._clip = torch.where(total.isfinite(), (limit / (total + 1e-6)).clamp(max=1.0), 1.0).float()
             return
         norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / self.scale
         self._clip = min(1.0, limit / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same in whatever buckets
@@ -70,10 +79,14 @@ class UpdateTransform:
         return self.optimizer._families[name]
 
     def gradient(self, tensor: Tensor) -> None:
+        """Clip a gradient; if its square would overflow the second moment, make it NaN, so that the step is void."""
         if isinstance(self._clip, Tensor):
             self._clip_on_device(tensor, self._clip)
         elif self._clip != 1.0:
             tensor.mul_(self._clip)
+        limit = self.scale * torch.finfo(residual_dtype(tensor.dtype)).max ** 0.5
+        if tensor.numel() and limit < torch.finfo(tensor.dtype).max:
+            tensor.masked_fill_(torch.linalg.vector_norm(tensor, float("inf")) > limit, torch.nan)
 
     def _clip_on_device(self, tensor: Tensor, clip: Tensor) -> None:
         if tensor.dtype.itemsize >= clip.dtype.itemsize:

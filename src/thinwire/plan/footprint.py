@@ -9,8 +9,8 @@ from thinwire.collectives.plan import plan
 from thinwire.compressors import Compressor
 
 from .cluster import Cluster
-from .ways import GLOO_AT_ONCE, HALVES, Way
-from .work import Bucket, Work
+from .ways import GLOO_AT_ONCE, HALVES, Way, auto
+from .work import SMALL_COMPRESSOR, Bucket, Work
 
 _FLOAT, _NO_LIMIT = torch.float32, 1 << 62
 
@@ -61,8 +61,9 @@ def _cost(way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster) 
         return cost.Cost(cost.ring(nbytes, world), 2 * (world - 1), 0)
     in_node, ranks = (inside, world // inside) if way.in_hosts else (1, world)
     made = [cost.Cost(0, 0, 0)]
-    small_by = "gather" if world == 2 else "dense"  # see exchange.py
-    for first, count, algorithm in ((cost.DENSE, bucket.small, small_by), (given, bucket.compressed, way.algorithm)):
+    small_by = auto(SMALL_COMPRESSOR, ranks, bucket.small)
+    parts = ((SMALL_COMPRESSOR, bucket.small, small_by), (given, bucket.compressed, way.algorithm))
+    for first, count, algorithm in parts:
         if count:
             second = first.for_sum(ranks)
             made.append(plan(algorithm, "", first, second, count, _FLOAT, ranks, in_node, _NO_LIMIT).cost)

@@ -16,7 +16,7 @@ from thinwire.compressors import Compressor
 
 from .cluster import Cluster
 from .costs import Costs, Speeds, density
-from .work import Bucket, Work
+from .work import SMALL_COMPRESSOR, Bucket, Work
 
 DENSE, FP16, BF16 = "dense", "fp16 hook", "bf16"
 """DDP's own all-reduce, and with hooks that send 16 bits; named as `thinwire bench link` names them."""
@@ -119,7 +119,7 @@ def operations(
     """A bucket's exchanges, in the order in which they are issued."""
     if given is None:
         return (_ring(way, bucket, cluster, speeds),)
-    parts = ((bucket.small, "once" if cluster.world == 2 else "dense"), (bucket.compressed, way.algorithm))
+    parts = ((bucket.small, "small"), (bucket.compressed, way.algorithm))
     make = _in_hosts if way.in_hosts else _flat
     costs = speeds.codecs[way.spec]
     return tuple(make(algorithm, given, count, cluster, costs, speeds) for count, algorithm in parts if count)
@@ -144,8 +144,13 @@ def _stage(
     algorithm: str, given: Compressor, entries: int, ranks: int, route: Route, costs: Costs, speeds: Speeds
 ) -> Operation:
     """One algorithm between so many ranks: see collectives/gather.py, sharded.py and values.py."""
-    if algorithm == "once":  # small parameters between two ranks: each sends all of them
-        return Operation((Compute(speeds.operation), _transfer(route, _FLOAT.itemsize * entries, ranks, speeds)))
+    if algorithm == "small":  # parameters so small that encoding them takes no time
+        by = auto(SMALL_COMPRESSOR, ranks, entries)
+        nbytes = cost.of(by, SMALL_COMPRESSOR, SMALL_COMPRESSOR, entries, _FLOAT, ranks).sent
+        if by == "gather":
+            return Operation((Compute(speeds.operation), _transfer(route, nbytes, ranks, speeds)))
+        half = _transfer(route, nbytes / 2, ranks, speeds)
+        return Operation((Compute(speeds.operation), half, half))
     second = given.for_sum(ranks)
     sent = cost.of(algorithm, given, second, entries, _FLOAT, ranks).sent
     begin = Compute(speeds.operation + costs.encode * entries)
@@ -159,7 +164,7 @@ def _stage(
         summed = Compute(speeds.halves.write * kept)
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((begin, half, summed, half), costs.commit * entries, costs.write * entries)
-    if algorithm == "dense":  # small parameters, or so few entries that compression would not pay
+    if algorithm == "dense":  # so few entries that compression would not pay
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((Compute(speeds.operation), half, half))
     assert algorithm == "sharded", algorithm

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.buckets import BUCKET_BYTES
-from thinwire.exchange import DENSE_BYTES
+from thinwire.exchange import PACKED_BYTES
+from thinwire.compressors import compressor
 from thinwire.policy import Policy
 
 FIRST_BUCKET_BYTES = 1 << 20
 """DDP's first bucket is small, so that the exchange begins early; the others are as large as thinwire's own."""
 SMALL = Policy.small
-"""Parameters with fewer entries go dense."""
+"""Parameters with fewer entries are sent together, by `SMALL_COMPRESSOR`."""
+SMALL_COMPRESSOR = compressor(Policy.small_compressor)
 _ENTRY_BYTES = 4
 _PER_SMALL = 1000
 _BACKWARD_SHARE = 2 / 3
@@ -22,7 +24,7 @@ class Bucket(NamedTuple):
     compressed: int
     """All of them, with zeros in place of small parameters; none if all are small."""
     small: int = 0
-    """Entries of small parameters, which go dense beside it: its own, and those that waited for them."""
+    """Entries of small parameters, which are sent beside it: its own, and those that waited for them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
     waiting = 0
     for number, (entries, small) in enumerate(counts):
         waiting += small
-        goes = _ENTRY_BYTES * waiting >= DENSE_BYTES or number == len(counts) - 1
+        goes = _ENTRY_BYTES * waiting >= PACKED_BYTES or number == len(counts) - 1
         made.append(Bucket(entries, entries if entries > small else 0, waiting if goes else 0))
         waiting = 0 if goes else waiting
     return tuple(made)

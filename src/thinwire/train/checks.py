@@ -3,7 +3,7 @@
 import math
 
 import thinwire
-from thinwire.policy import AUTO
+from thinwire.policy import AUTO, DEFAULT
 
 from .config import Config
 from .datasets import check_fit
@@ -29,11 +29,13 @@ def check(config: Config) -> None:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
         raise ValueError(f"--weight-decay {config.weight_decay:g}, expected 0 or more")
-    sparse = config.compressor != AUTO and thinwire.compressor(config.compressor).sparse
+    sparse = config.compressor == DEFAULT or (
+        config.compressor != AUTO and thinwire.compressor(config.compressor).sparse
+    )
     if sparse and config.optimizer == "adamw" and config.warmup_steps < 1:
         raise ValueError(
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
-            "1 or more, such as 10"
+            "1 or more, such as 4"
         )
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)

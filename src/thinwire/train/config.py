@@ -43,14 +43,13 @@ class Config:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """thinwire's own if the compressor is sparse or auto, which sends its update; else torch's."""
     lr: float = 1e-3
-    """Learning rate at its highest. For sgd that of momentum 0.9: thinwire.SGD, whose momentum is 0.5, has 5 times
-    it."""
+    """Learning rate at its highest; sgd has momentum 0.9."""
     weight_decay: float = 0.01
     """Pulls weights to zero."""
-    compressor: Annotated[str, arg(metavar="SPEC")] = "topk:ratio=1/64,bits=2"
-    """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; auto: which
-    of them is quickest is measured in the first steps."""
-    warmup_steps: int = 10
+    compressor: Annotated[str, arg(metavar="SPEC")] = "default"
+    """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; default: topk
+    with a ratio for the number of workers; auto: what is quickest is measured in the first steps."""
+    warmup_steps: int = 4
     """First steps, in which a sparse compressor, or auto, sends 8 bits of everything."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward pass under autocast."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.policy import AUTO
+from thinwire.policy import AUTO, DEFAULT
 from thinwire.sync import Synchronizer
 
 from .config import Config
@@ -31,9 +31,7 @@ from .data import Batch
 from .models import model_config
 
 MOMENTUM = 0.9
-"""Of torch's SGD."""
-SGD_LR_FACTOR = 5.0
-"""thinwire.SGD has momentum 0.5: lr / (1 - momentum), the step in the long run, is then that of 0.9."""
+"""Of SGD, torch's and thinwire's."""
 
 
 class Learner:
@@ -139,11 +137,12 @@ class Learner:
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
         given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        compressor = config.compressor if config.compressor == AUTO else thinwire.compressor(config.compressor)
+        chosen_later = config.compressor in (AUTO, DEFAULT)
+        compressor = config.compressor if chosen_later else thinwire.compressor(config.compressor)
         if isinstance(compressor, str) or compressor.sparse:
             ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
             if config.optimizer == "sgd":
-                given["lr"] *= SGD_LR_FACTOR
+                given["momentum"] = MOMENTUM
             optimizer = ours(target, **given, compressor=compressor, warmup_steps=config.warmup_steps)
             return optimizer, optimizer.sync
         sync = (

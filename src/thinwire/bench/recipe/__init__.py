@@ -38,7 +38,7 @@ class Options:
     steps: int = 600
     """Of training."""
     warmup_steps: int | None = None
-    """In which little is compressed; 10 by default."""
+    """In which little is compressed; 4 by default."""
     lr: Annotated[tuple[float, float] | None, arg(metavar="ADAMW SGD")] = None
     """Learning rates of AdamW and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn 1e-3 and 0.02.
     thinwire.SGD has 5 times that of SGD."""

@@ -132,7 +132,8 @@ def _reduced_by(sync: thinwire.Synchronizer, bucket: Bucket | None) -> Callable[
     assert bucket is not None
 
     def reduce() -> None:
-        sync.reduce(bucket, first=True, last=True)
+        done = sync.reduce(bucket, first=True, last=True)
         sync.wait()
+        done.wait()  # for what comes after the exchange, on a stream of its own
 
     return reduce

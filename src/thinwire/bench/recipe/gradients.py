@@ -70,7 +70,7 @@ class Gradients:
             torch.cuda.current_stream().wait_stream(side)
         else:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._fill(*self._batch)
             self._graph = graph
             graph.replay()

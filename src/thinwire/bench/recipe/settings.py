@@ -94,7 +94,7 @@ def settings(options: Options) -> Settings:
             raise ValueError(f"--{name} {getattr(options, name)}, expected 1 or more")
     if not options.seeds:
         raise ValueError("--seeds without a seed, expected one or more whole numbers")
-    warmup = max(1, min(10, options.steps // 2)) if options.warmup_steps is None else options.warmup_steps
+    warmup = max(1, min(4, options.steps // 2)) if options.warmup_steps is None else options.warmup_steps
     if not 0 <= warmup < options.steps:
         raise ValueError(f"--warmup-steps {warmup}, expected 0 or more, and fewer than the {options.steps} steps")
     config = model_config(options.model)

@@ -33,17 +33,17 @@ def commit(
         _spread(commit_momentum, [u, m, v], numbers[:2])
 
 
-def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rate: float) -> None:
+def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
     left = []
-    for parameter, update in zip(parameters, updates, strict=True):
+    for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
         if alike and all(each.is_contiguous() and each.device.type == "cpu" for each in (parameter, update)):
             _spread(step_entries, [parameter, update], [keep, -rate])
             increment_version(parameter)  # so that a backward pass through it as it was is refused
         else:
-            left.append((parameter, update))
+            left.append((parameter, update, rate))
     if left:
-        reference.step([parameter for parameter, _ in left], [update for _, update in left], keep, rate)
+        reference.step([p for p, _, _ in left], [u for _, u, _ in left], keep, [rate for _, _, rate in left])
 
 
 def commit_numbers(update: AdamUpdate) -> list[float]:

@@ -2,7 +2,7 @@
 
     send      u = (beta1 m + (1 - beta1) factor g) / (sqrt(v) scale + floor), cut to at most `limit`;   g <- rate u
     commit    m' = u (sqrt(v) scale + floor);   v <- beta2 v + (1 - beta2) ((m' - beta1 m) / (1 - beta1))^2;   m <- m'
-    step      p <- keep p - rate u, for many parameters
+    step      p <- keep p - rate u, for many parameters, each with its own rate
 
 `commit` works out momentum and gradient again from what `send` left, so that nothing has to be kept between the two,
 and nothing changes if a step is skipped. With beta2 = 1 the second moment stays as it is. Inf is not cut, but left for
@@ -36,6 +36,10 @@ def commit(
         m_part.copy_(momentum)
 
 
-def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rate: float) -> None:
+def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
     torch._foreach_mul_(parameters, keep)
-    torch._foreach_add_(parameters, updates, alpha=-rate)
+    if len(set(rates)) == 1:
+        torch._foreach_add_(parameters, updates, alpha=-rates[0])
+        return
+    for parameter, update, rate in zip(parameters, updates, rates, strict=True):
+        parameter.add_(update, alpha=-rate)
