@@ -190,11 +190,13 @@ def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
     others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, config={"layers": 1})]
+    others += [conditions(2, bf16=True)]
     joined = [line for given in (conditions(2), *others) for line in (given, *both)]
     sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
     assert results(write(tmp_path / "rows.jsonl", *joined, *sgd)) == 0
     text = capsys.readouterr().out
-    assert text.count("the best dense (1.200: lr 0.001)") == 4
+    assert text.count("the best dense (1.200: lr 0.001)") == 5
+    assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
     assert text.count("the best dense (1.300: lr 0.2)") == 1
     warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0)]
     assert results(write(tmp_path / "rows.jsonl", conditions(2), *both, both[1] | {"seed": 1}, *warmup)) == 0

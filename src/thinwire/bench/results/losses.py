@@ -1,4 +1,4 @@
-"""Rows of `thinwire bench recipe`, as comparisons: trainings of the same model, steps and samples per step.
+"""Rows of `thinwire bench recipe`, as comparisons: trainings of the same model, precision, steps and samples per step.
 
 A result is the mean over seeds of one method with one learning rate and number of ranks; several rows of one seed count
 as one. Dense and fp16 have the same loss with any number of ranks, since all ranks together see the same samples: their
@@ -124,7 +124,8 @@ class Comparison:
     @property
     def model(self) -> str:
         config = ", ".join(f"{key}={value}" for key, value in self.conditions["config"].items())
-        return f"{self.conditions['model']} ({config})" if config else str(self.conditions["model"])
+        text = f"{self.conditions['model']} ({config})" if config else str(self.conditions["model"])
+        return f"{text} in bfloat16" if self.conditions.get("bf16") else text
 
     @property
     def methods(self) -> list[Method]:
@@ -179,7 +180,7 @@ def read(files: Iterable[Path]) -> list[Comparison]:
             _check(file, line, given)
             samples = given["workers"] * given["batch"]
             model = json.dumps([given["model"], given["config"], given["parameters"]], sort_keys=True)
-            key = model, given["steps"], samples, line["family"]
+            key = model, given.get("bf16", False), given["steps"], samples, line["family"]
             one = comparisons.setdefault(key, Comparison(given, line["family"], samples))
             one.rows.append(_row(file, line, one.metric))
             kind = "threads of one process" if given["simulate"] else "processes"
