@@ -35,7 +35,7 @@ COMMANDS = {
         "thinwire.bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
     ),
     "bench link": Command("thinwire.bench.link:run", "a training step over slow links, beside every peer"),
-    "bench results": Command("thinwire.bench.results:run", "tables and a plot of what bench link measured"),
+    "bench results": Command("thinwire.bench.results:run", "tables and a plot of what bench link or recipe measured"),
     "bench step": Command("thinwire.bench.step:run", "time and memory of a training step, beside torch's own"),
     "bench recipe": Command(
         "thinwire.bench.recipe:run", "loss and bytes of training by different recipes, beside dense and torch's hooks"

@@ -7,6 +7,11 @@ are what a ring sends for what is all-reduced: 2 (P - 1) / P times its bytes, of
     fp16 hook   2 N
     PowerSGD    4 N in its first steps; then 4 (rows + columns) rank for each matrix that it compresses and 4 for each
                 entry of the others, as its state counts them
+
+torch's hooks need processes and DDP. Where ranks are threads, fp16 and PowerSGD are done here by the same rules, as one
+tensor for the whole model in place of DDP's buckets. The sum of fp16 is that of `all_reduce_compressed`: it adds in
+float32 and rounds to 16 bits at the end, where gloo and NCCL round at each addition, and what is not finite on any rank
+(fp16 ends at 65,504) makes all elements NaN, where torch keeps Inf in the one.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from thinwire.buckets import Bucket
 from thinwire.collectives.local import LocalGroup
+
+from .powersgd import PowerSGD
 
 _ONE_BUCKET_MB = 1 << 14
 """With several buckets PowerSGD issues its collectives in an order that differs between ranks."""
@@ -79,19 +87,42 @@ def dense(setup: Setup) -> Exchange:
 
 
 def fp16(setup: Setup) -> Exchange:
+    step = setup.ring(2 * setup.parameters)
+    optimizer = setup.make(setup.model.parameters())
+    if setup.group is not None:
+        return Exchange(setup.model, optimizer, lambda steps: steps * step, lambda: _all_reduce_in_fp16(setup))
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    module, step = DDP(setup.model), setup.ring(2 * setup.parameters)
+    module = DDP(setup.model)
     module.register_comm_hook(None, fp16_compress_hook)
-    return Exchange(module, setup.make(setup.model.parameters()), lambda steps: steps * step)
+    return Exchange(module, optimizer, lambda steps: steps * step)
+
+
+def _all_reduce_in_fp16(setup: Setup) -> None:
+    """Replace gradients by their mean; as `fp16_compress_hook` each rank divides before the sum."""
+    gradients = [one.grad for one in setup.model.parameters() if one.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).half().div_(setup.size)
+    thinwire.all_reduce_compressed(flat, "none", group=setup.group)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
 
 
 def powersgd(setup: Setup, rank: int) -> Exchange:
+    dense_steps = max(2, setup.warmup_steps)  # fewer are an error in torch's hook
+    optimizer = setup.make(setup.model.parameters())
+    if setup.group is not None:
+        group = setup.group
+
+        def mean(flat: Tensor) -> None:
+            thinwire.all_reduce_compressed(flat, "none", op=dist.ReduceOp.AVG, group=group)
+
+        method = PowerSGD(setup.model.parameters(), mean, rank=rank, dense_steps=dense_steps)
+        return Exchange(
+            setup.model, optimizer, lambda steps: setup.ring(4 * method.numel_sent), method.all_reduce_gradients
+        )
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    state = PowerSGDState(
-        None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, setup.warmup_steps), random_seed=0
-    )
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps, random_seed=0)
     module, whole = DDP(setup.model, bucket_cap_mb=_ONE_BUCKET_MB), setup.parameters
     module.register_comm_hook(state, powerSGD_hook)
 
@@ -99,7 +130,7 @@ def powersgd(setup: Setup, rank: int) -> Exchange:
         left_out = state.total_numel_before_compression - state.total_numel_after_compression
         return setup.ring(4 * (steps * whole - left_out))
 
-    return Exchange(module, setup.make(setup.model.parameters()), bytes_sent)
+    return Exchange(module, optimizer, bytes_sent)
 
 
 def synchronized(setup: Setup, compressor: str, warmup: Sequence[tuple[int, str]]) -> Exchange:

@@ -1,7 +1,8 @@
 """The recipes: names, and how each makes an optimizer and an exchange out of a model.
 
 dense       torch's optimizer on averaged gradients
-hook        the same with one of torch's communication hooks; between processes only
+fp16 hook   the same with gradients in 16 bits, and powersgd: between processes by torch's communication hooks, between
+            threads by the same rules
 textbook    the gradient is compressed with error feedback, then torch's optimizer steps: the way that papers begin with
 thinwire    thinwire's optimizer, which compresses its update; "8-bit": textbook with a compressor that is safe there
 
@@ -121,9 +122,9 @@ def _powersgd(rank: int) -> Callable[[Setup], Exchange]:
 
 RECIPES = {
     "adamw dense": Recipe("adamw", exchanges.dense, _adamw),
-    "adamw fp16 hook": Recipe("adamw", exchanges.fp16, _adamw, needs_processes=True),
-    "adamw powersgd rank 1": Recipe("adamw", _powersgd(1), _adamw, needs_processes=True),
-    "adamw powersgd rank 4": Recipe("adamw", _powersgd(4), _adamw, needs_processes=True),
+    "adamw fp16 hook": Recipe("adamw", exchanges.fp16, _adamw),
+    "adamw powersgd rank 1": Recipe("adamw", _powersgd(1), _adamw),
+    "adamw powersgd rank 4": Recipe("adamw", _powersgd(4), _adamw),
     "adamw textbook topk": Recipe("adamw", _textbook, _adamw, compresses=True),
     "adamw thinwire 8-bit": Recipe(
         "adamw", lambda setup: exchanges.synchronized(setup, WARMUP, []), _adamw, compresses=True

@@ -42,8 +42,8 @@ def _time(world: World, way: str, rate: str) -> str:
     point, dense = world.points.get((way, rate)), world.points.get(("dense", rate))
     if point is None:
         return ""
-    faster = "" if dense is None or way in ("dense", "no communication") else f" ({_short(dense.ms / point.ms)}x)"
-    return _short(point.ms) + faster
+    faster = "" if dense is None or way in ("dense", "no communication") else f" ({short(dense.ms / point.ms)}x)"
+    return short(point.ms) + faster
 
 
 def _bytes(world: World, way: str) -> tuple[str, str]:
@@ -52,13 +52,13 @@ def _bytes(world: World, way: str) -> tuple[str, str]:
         next((world.points[name, rate].nbytes for rate in world.rates if (name, rate) in world.points), 0.0)
         for name in (way, "dense")
     )
-    fewer = _short(dense / sent) if dense and sent > _NEXT_TO_NOTHING and way != "dense" else ""
+    fewer = short(dense / sent) if dense and sent > _NEXT_TO_NOTHING and way != "dense" else ""
     return f"{sent / 1e6:,.3f}", fewer
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """
-    >>> _short(2507.4), _short(78.26), _short(7.312), _short(0.8712)
+    >>> short(2507.4), short(78.26), short(7.312), short(0.8712)
     ('2,507', '78', '7.3', '0.87')
     """
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
