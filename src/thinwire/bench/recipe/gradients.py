@@ -38,7 +38,6 @@ class Gradients:
         self.sizes = tuple(parameter.numel() for _, parameter in self._named)
         first = self._named[0][1]
         self.flat = torch.zeros(ranks, sum(self.sizes), dtype=first.dtype, device=first.device)
-        self._step: int | None = None
         self._batch: tuple[Tensor, Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._passes = 0
@@ -47,11 +46,12 @@ class Gradients:
         """Return the flat gradient of a rank, as DDP hands it to a hook."""
         return Bucket(self.flat[rank], self.names, self.sizes)
 
-    def compute(self, step: int, batch: Sequence[Tensor]) -> None:
-        """Fill `flat` from the samples of all ranks, rank after rank; nothing, if this step's are there."""
-        if step == self._step:
-            return
-        self._step = step
+    def compute(self, batch: Sequence[Tensor]) -> None:
+        """Fill `flat` from the samples of all ranks, rank after rank.
+
+        Always in the same thread: torch makes handles of CUDA's libraries for every thread, which it cannot do while a
+        graph is recorded.
+        """
         inputs, targets = (part.unflatten(0, (self._ranks, -1)) for part in batch)
         if not self.flat.is_cuda:
             return self._fill(inputs.to(self.flat.device), targets.to(self.flat.device))

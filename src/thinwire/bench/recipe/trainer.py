@@ -126,9 +126,9 @@ class Trainer:
         size, first = self._settings.batch, self._step * self._size * self._settings.batch
         if self._group is not None:
             self._group.barrier()  # nobody needs the gradients of the last step any more
-            gradients = self._ranks[0].gradients
-            assert gradients is not None
-            gradients.compute(self._step, self._data.batch(first, self._size * size, self._seed))
+            if self.gradients is not None:
+                self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
+            self._group.barrier()
         else:
             batch = self._data.batch(first + self._rank * size, size, self._seed)
             inputs, targets = (part.to(self._device) for part in batch)
