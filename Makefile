@@ -33,11 +33,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A browser for the tests of pages, and tools for links; where they cannot be installed those tests are skipped, but not in CI.
+# A browser for the tests of pages, tools for links, and images to train on; where they cannot be installed those tests are
+# skipped, but not in CI.
 packages:
-	@{ command -v chromium && command -v tc; } >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+	@{ command -v chromium && command -v tc && ls /usr/share/datasets/fashion-mnist; } >/dev/null 2>&1 || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-		apt-get install -y -qq --no-install-recommends chromium iproute2 >/dev/null; }
+		apt-get install -y -qq --no-install-recommends chromium iproute2 dataset-fashion-mnist >/dev/null; }
 
 # Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
 # as that goes. Then those that want the machine for themselves.

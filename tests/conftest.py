@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is loaded: threads that wait by spinning make the tests several times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,6 +12,7 @@ import pytest
 from cases import BACKENDS
 from ranks import Ranks, server
 from thinwire import kernels
+from thinwire.train import fashion
 
 SLOW = (
     "test_agreement.py::test_different_calls_are_an_error_that_names_the_rank[3-0-known]",
@@ -136,6 +138,16 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def fashion_package() -> Path:
+    """The folder of Debian's package for Fashion-MNIST. `make test` installs it where it can, and CI needs it."""
+    if not fashion.INSTALLED.is_dir():
+        reason = f"no {fashion.INSTALLED} on this machine: apt-get install {fashion.PACKAGE}"
+        assert not os.environ.get("CI"), reason
+        pytest.skip(reason)
+    return fashion.INSTALLED
 
 
 @pytest.fixture(params=BACKENDS)

@@ -234,6 +234,23 @@ def test_there_are_few_options_and_each_has_help(tmp_path: Path) -> None:
 def test_help_shows_the_defaults_of_the_recipe(tmp_path: Path, given: list[str]) -> None:
     done = run(tmp_path, *given, "--help")
     assert done.code == 0
-    text = " ".join(done.out.replace("│", " ").split())
-    for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "(default: 600)", "(default: text)"):
-        assert default in text, default
+    text = "".join(done.out.replace("│", " ").split())  # lines are broken at commas too
+    for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "600", "text"):
+        assert f"(default:{default})" in text, default
+
+
+# Recipes.
+
+
+def test_the_fashion_recipe_trains_on_the_real_images(fashion_package: Path, tmp_path: Path) -> None:
+    """A few steps of a small model: that the package's files reach the workers, and that it learns."""
+    done = run(
+        tmp_path, "--recipe", "fashion-cnn", "--model", "cnn:width=4,size=28", "--steps", "40", "--warmup-steps", "5",
+        "--lr", "0.01", "--log-to", "none", "--device", "cpu",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    folder = tmp_path / "runs" / "fashion-cnn"
+    assert lines(folder, "step")[-1]["step"] == 40
+    (evaluation,) = lines(folder, "evaluation")
+    assert evaluation["accuracy"] > 0.4
+    assert json.loads((folder / "config.json").read_text())["data"] == "fashion-mnist"

@@ -115,6 +115,23 @@ def test_data_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path: Path)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["data"]
 
 
+def test_fashion_that_is_not_there_is_one_line_with_the_way_to_get_it(tmp_path: Path) -> None:
+    hidden = planted(
+        tmp_path / "fault",
+        "import pathlib\nfrom thinwire.train import fashion\npatch(fashion, 'INSTALLED', pathlib.Path('nowhere'))",
+    )
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    done = run(cwd, "--recipe", "fashion-cnn", "--download", "--device", "cpu", **hidden)
+    assert done.code == 2
+    assert done.err.count("\n") == 1, done.err
+    assert_one_line(
+        done, "neither data/fashion-mnist nor nowhere has Fashion-MNIST", "apt-get install dataset-fashion-mnist",
+        "t10k-labels-idx1-ubyte", "--data-dir",
+    )  # fmt: skip
+    assert not list(cwd.glob("[!.]*"))
+
+
 @pytest.mark.parametrize("out", ["/proc/run", "a-file/run"])
 def test_a_folder_that_cannot_be_made_is_one_line(out: str, ranks: Ranks, tmp_path: Path) -> None:
     """The same on all ranks, by the word of rank 0."""

@@ -1,4 +1,5 @@
-"""MNIST and CIFAR-10 from files: what is in them comes out, and files that are anything else are refused by name."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from files: what is in them comes out, and files that are anything else are refused
+by name."""
 
 import gzip
 import io
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thinwire.train import fashion
 from thinwire.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
 from thinwire.train.data import Data
 from thinwire.train.datasets import DATASETS, check_fit, load_data
 from thinwire.train.idx import files
-from thinwire.train.images import CIFAR10, MNIST
+from thinwire.train.images import CIFAR10, MNIST, FashionMNIST
 from thinwire.train.models import model_config
 
 COUNT, TESTS = 40, 12
@@ -29,7 +31,7 @@ def random_bytes(count: int, seed: int) -> bytes:
     return drawn.numpy().tobytes()
 
 
-# MNIST --------------------------------------------------------------------------------------------------------------
+# MNIST and Fashion-MNIST --------------------------------------------------------------------------------------------
 
 
 def idx(magic: int, *sizes: int, body: bytes) -> bytes:
@@ -58,15 +60,25 @@ def epoch_of(data: Data) -> list[tuple[int, Tensor]]:
     return list(zip(batch.targets.tolist(), batch.inputs, strict=True))
 
 
+MOMENTS: dict[type[MNIST] | type[FashionMNIST], tuple[float, float]] = {
+    MNIST: (0.1307, 0.3081),
+    FashionMNIST: (0.2860, 0.3530),
+}
+
+
 @pytest.mark.parametrize("zipped", [False, True])
-def test_mnist_is_what_is_in_its_files(tmp_path: Path, zipped: bool) -> None:
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_images_are_what_is_in_their_files(
+    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], zipped: bool
+) -> None:
+    mean, std = MOMENTS[kind]
     made = mnist_files()
-    data = MNIST(put(tmp_path, made, zipped))
+    data = kind(put(tmp_path, made, zipped))
     assert data.length == COUNT
     pixels = torch.frombuffer(bytearray(made[files("train")[0]][16:]), dtype=torch.uint8).view(COUNT, 1, 28, 28)
     seen = []
     for label, image in epoch_of(data):
-        back = (image * 0.3081 + 0.1307) * 255
+        back = (image * std + mean) * 255
         (which,) = [number for number in range(COUNT) if torch.allclose(back, pixels[number].float(), atol=1e-2)]
         assert which % 10 == label
         seen.append(which)
@@ -74,9 +86,9 @@ def test_mnist_is_what_is_in_its_files(tmp_path: Path, zipped: bool) -> None:
     inputs, targets = (torch.cat(parts) for parts in zip(*data.validation(5), strict=True))
     assert targets.tolist() == [number % 10 for number in range(TESTS)]
     assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
-    assert inputs.shape == (TESTS, *MNIST.inputs)
+    assert inputs.shape == (TESTS, *kind.inputs)
     tests = torch.frombuffer(bytearray(made[files("t10k")[0]][16:]), dtype=torch.uint8).view(TESTS, 1, 28, 28)
-    assert torch.allclose((inputs * 0.3081 + 0.1307) * 255, tests.float(), atol=1e-2)
+    assert torch.allclose((inputs * std + mean) * 255, tests.float(), atol=1e-2)
 
 
 IMAGES, LABELS = files("train")
@@ -105,13 +117,16 @@ BAD_IDX: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("kind", MOMENTS)
 @pytest.mark.parametrize("what", BAD_IDX)
-def test_a_bad_idx_file_is_named(tmp_path: Path, what: str, zipped: bool) -> None:
+def test_a_bad_idx_file_is_named(
+    tmp_path: Path, what: str, kind: type[MNIST] | type[FashionMNIST], zipped: bool
+) -> None:
     name, spoil, message = BAD_IDX[what]
     made = mnist_files()
     folder = put(tmp_path, {**made, name: spoil(made[name])}, zipped)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        MNIST(folder)
+        kind(folder)
     assert str(caught.value).startswith(str(tmp_path / name))
 
 
@@ -125,6 +140,63 @@ def test_a_bad_gzip_file_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ValueError, match=f"{path}: .*expected a whole gzip file"):
         MNIST(tmp_path)
+
+
+def test_fashion_is_read_from_the_folder_or_else_from_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fashion, "INSTALLED", put(tmp_path / "installed", mnist_files(), zipped=True))
+    assert FashionMNIST(tmp_path / "none").length == COUNT
+    shorter = {
+        IMAGES: idx(0x803, 7, 28, 28, body=bytes(7 * 784)),
+        LABELS: idx(0x801, 7, body=bytes(7)),
+    }
+    own = put(tmp_path / "own", {**mnist_files(), **shorter})
+    assert FashionMNIST(own).length == 7
+
+
+@pytest.mark.parametrize("where", ["own", "installed"])
+@pytest.mark.parametrize("name", [*files("train"), *files("t10k")])
+def test_a_folder_with_some_of_fashion_is_told_what_it_lacks(
+    tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the package is there: which of the two is meant is for the user to say."""
+    monkeypatch.setattr(fashion, "INSTALLED", put(tmp_path / "installed", mnist_files()))
+    (put(tmp_path / where, mnist_files()) / name).unlink()
+    with pytest.raises(ValueError, match=f"^{tmp_path / where} has no {name}") as caught:
+        FashionMNIST(tmp_path / "own")
+    assert "apt-get install dataset-fashion-mnist, or put train-images" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "given", "expected"),
+    [
+        (FashionMNIST, "50419213143536172869", "MNIST", "Fashion-MNIST"),
+        (MNIST, "90030272550955791064", "Fashion-MNIST", "MNIST"),
+    ],
+)
+def test_files_of_the_other_set_are_refused(
+    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], first: str, given: str, expected: str
+) -> None:
+    """Their names are the same."""
+    labels = bytes(map(int, first)) + bytes(COUNT - 20)
+    folder = put(tmp_path, {**mnist_files(), LABELS: idx(0x801, COUNT, body=labels)})
+    message = f"{folder / LABELS}: the labels of {given}, expected those of {expected}, .* by --data-dir$"
+    with pytest.raises(ValueError, match=message):
+        kind(folder)
+
+
+def test_the_real_fashion(fashion_package: Path, tmp_path: Path) -> None:
+    data = FashionMNIST(tmp_path)
+    assert data.length == 60_000
+    inputs, targets = data.batch(0, 60_000, seed=0)
+    assert targets.bincount().tolist() == [6000] * 10
+    assert inputs.mean().item() == pytest.approx(0, abs=1e-3)
+    assert inputs.std().item() == pytest.approx(1, abs=1e-3)
+    (tests,) = data.validation(10_000)
+    assert tests.targets.bincount().tolist() == [1000] * 10
+    with pytest.raises(ValueError, match="the labels of Fashion-MNIST, expected those of MNIST"):
+        MNIST(fashion_package)
 
 
 # CIFAR-10 -----------------------------------------------------------------------------------------------------------
@@ -338,6 +410,23 @@ def test_a_folder_without_the_data(tmp_path: Path, name: str, expected: list[str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["missing", "empty", "a file"])
+def test_fashion_that_is_nowhere(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not downloaded, so the error says how to get it."""
+    folder, installed = tmp_path / "data", tmp_path / "installed"
+    monkeypatch.setattr(fashion, "INSTALLED", installed)
+    if kind == "empty":
+        folder.mkdir()
+    elif kind == "a file":
+        folder.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"^neither {folder} nor {installed} has Fashion-MNIST") as caught:
+        load_data("fashion-mnist", folder)
+    for text in ["apt-get install dataset-fashion-mnist", *files("train"), *files("t10k"), "--data-dir"]:
+        assert text in str(caught.value)
+    assert "--download" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_one_missing_file_is_named(tmp_path: Path) -> None:
     made = mnist_files()
     del made[files("t10k")[1]]
@@ -350,12 +439,15 @@ def test_data_by_its_name(tmp_path: Path) -> None:
     put(tmp_path, cifar_files())
     for name in DATASETS:
         data = load_data(name, tmp_path, 16 if name == "text" else None)
-        config = model_config({"text": "gpt:context=16", "digits": "cnn", "mnist": "cnn:size=28"}.get(name, "resnet18"))
+        specs = {"text": "gpt:context=16", "digits": "cnn", "cifar10": "resnet18"}
+        config = model_config(specs.get(name, "cnn:size=28"))
         check_fit(config, name)
         inputs, targets = data.batch(0, 4, seed=0)
         assert inputs.shape[1:] == ((16,) if name == "text" else getattr(config, "inputs"))  # noqa: B009
         assert len(targets) == 4
-    with pytest.raises(ValueError, match="data 'imagenet' is unknown, expected one of text, digits, mnist, cifar10"):
+    with pytest.raises(
+        ValueError, match="'imagenet' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"
+    ):
         load_data("imagenet", tmp_path)
     with pytest.raises(ValueError, match="data text with context None, expected a number for text"):
         load_data("text", tmp_path)
@@ -368,12 +460,13 @@ def test_data_by_its_name(tmp_path: Path) -> None:
     [
         ("cnn:size=8", "mnist", "1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or data digits"),
         ("cnn:size=32", "cifar10", "3 x 32 x 32: use model resnet18 or cnn:channels=3,size=32, or other data"),
-        ("cnn:size=28", "digits", "use model cnn:size=8, or data mnist"),
+        ("cnn:size=28", "digits", "use model cnn:size=8, or data mnist or fashion-mnist"),
+        ("cnn:size=8", "fashion-mnist", "fashion-mnist has 1 x 28 x 28: use model cnn:size=28, or data digits"),
         ("resnet18", "digits", "model resnet18 takes images of 3 x 32 x 32, and digits has 1 x 8 x 8"),
         ("resnet18", "text", "model resnet18 takes images, and text has none: use model gpt, or data cifar10"),
         ("gpt", "mnist", "model gpt takes text, and mnist has images: use model cnn:size=28, or data text"),
         ("cnn:classes=5", "digits", "model cnn with classes=5, but digits has 10 classes"),
-        ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, cifar10"),
+        ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(spec: str, name: str, message: str) -> None:
@@ -383,7 +476,13 @@ def test_a_model_that_does_not_fit_is_refused(spec: str, name: str, message: str
 
 @pytest.mark.parametrize(
     ("spec", "name"),
-    [("gpt", "text"), ("cnn", "digits"), ("cnn:size=28", "mnist"), ("cnn:channels=3,size=32", "cifar10")],
+    [
+        ("gpt", "text"),
+        ("cnn", "digits"),
+        ("cnn:size=28", "mnist"),
+        ("cnn:size=28", "fashion-mnist"),
+        ("cnn:channels=3,size=32", "cifar10"),
+    ],
 )
 def test_a_model_that_fits(spec: str, name: str) -> None:
     check_fit(model_config(spec), name)

@@ -1,5 +1,7 @@
 """The order of samples, and random numbers by place: functions of the seed and the place, and of nothing else."""
 
+from hashlib import blake2b
+
 import pytest
 import torch
 
@@ -54,6 +56,29 @@ def test_numbers_depend_on_seed_end_and_place() -> None:
     assert len(set(drawn.flatten().tolist())) == 40
     for other in (numbers(2, "noise", places, 4), numbers(1, "shift", places, 4), numbers(1, "noise", places + 10, 4)):
         assert not (other == drawn).any()
+
+
+def test_numbers_are_those_of_splitmix64() -> None:
+    """In whole numbers without a limit, as the paper has them."""
+    whole, golden = 1 << 64, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % whole
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % whole
+        return z ^ z >> 31
+
+    places = [0, 1, 5, 10**9, 2**40 + 3, 2**62]
+    for seed in (0, 7, 2**64):
+        key = int.from_bytes(blake2b(f"noise/{seed}".encode(), digest_size=8).digest(), "big")
+        rows = [mix(key ^ place * golden % whole) for place in places]
+        expected = [[mix((row + column * golden) % whole) >> 32 for column in range(1, 6)] for row in rows]
+        assert numbers(seed, "noise", torch.tensor(places), 5).tolist() == expected
+
+
+def test_drawing_leaves_the_places_alone() -> None:
+    places = torch.arange(10)
+    numbers(0, "noise", places, 3)
+    assert torch.equal(places, torch.arange(10))
 
 
 def test_numbers_are_spread_evenly() -> None:

@@ -15,7 +15,7 @@ from tyro.conf import arg
 RUNS = Path("runs")
 CONFIG_FILE = "config.json"
 
-RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "cifar10-resnet18"]
+RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifar10-resnet18"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Config:
     """A model, its data, and settings that suit them; each option below overrides it."""
     model: Annotated[str, arg(metavar="SPEC")] = "cnn:width=64,size=8"
     """A kind and its options, such as "cnn:width=32,size=28", "resnet18:width=64" or "gpt:layers=4,width=128"."""
-    data: Literal["digits", "text", "mnist", "cifar10"] = "digits"
+    data: Literal["digits", "text", "mnist", "fashion-mnist", "cifar10"] = "digits"
     """Digits of scikit-learn and text of this machine's Python sources need no network."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
-    """Where the files of mnist and cifar10 are."""
+    """Where the files of mnist, fashion-mnist and cifar10 are. Debian's dataset-fashion-mnist is found without it."""
     download: bool = False
-    """Fetch files that are missing there."""
+    """Fetch files of mnist or cifar10 that are missing there."""
     steps: int = 300
     """How long to train, in all."""
     batch: int = 32

@@ -52,8 +52,10 @@ class Text:
     An epoch is the whole text, cut into windows without overlap; where the first begins is drawn anew for each epoch.
     """
 
-    def __init__(self, context: int, validation_windows: int = 256) -> None:
-        self._train, self._validation = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in sources())
+    def __init__(self, context: int, validation_windows: int = 256, *, device: torch.device | str = "cpu") -> None:
+        self._train, self._validation = (
+            torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in sources()
+        )
         self._context, self._windows = context, validation_windows
         shortest = min(len(self._train), len(self._validation))
         if not 1 <= context <= shortest // 2:
@@ -63,20 +65,20 @@ class Text:
         self.length = len(self._train) // context - 1  # the last is left for the offset, and for the last target
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        windows = order(seed, self.length, start, size)
-        epochs = torch.arange(start, start + size) // self.length
+        windows = order(seed, self.length, start, size, self._train.device)
+        epochs = torch.arange(start, start + size, device=self._train.device) // self.length
         offsets = below(self._context, seed, "offset", epochs, 1).view(-1)
         return self._cut(self._train, offsets + windows * self._context)
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Windows spread evenly over the text."""
         room = len(self._validation) - self._context - 1
-        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long()
+        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long().to(self._train.device)
         for part in starts.split(size):
             yield self._cut(self._validation, part)
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
-        windows = text[starts[:, None] + torch.arange(self._context + 1)].long()
+        windows = text[starts[:, None] + torch.arange(self._context + 1, device=text.device)].long()
         return Batch(windows[:, :-1], windows[:, 1:])
 
 
@@ -90,16 +92,16 @@ class Digits:
     inputs: ClassVar = (1, 8, 8)
     classes: ClassVar = 10
 
-    def __init__(self, noise: float = 0.0) -> None:
+    def __init__(self, noise: float = 0.0, *, device: torch.device | str = "cpu") -> None:
         self._noise = noise
-        table = _digits()
+        table = _digits().to(device)
         inputs, targets = table[:, :-1].float().div(16).view(-1, *self.inputs), table[:, -1].long()
-        kept = torch.arange(len(targets)) % _TEST_SHARE == 0
+        kept = torch.arange(len(targets), device=device) % _TEST_SHARE == 0
         self._train, self._test = Batch(inputs[~kept], targets[~kept]), Batch(inputs[kept], targets[kept])
         self.length = len(self._train.targets)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        chosen = order(seed, self.length, start, size)
+        chosen = order(seed, self.length, start, size, self._train.targets.device)
         inputs = self._noisy(self._train.inputs[chosen], seed, "noise", start)
         return Batch(inputs, self._train.targets[chosen])
 
@@ -112,7 +114,7 @@ class Digits:
     def _noisy(self, images: Tensor, seed: int, what: str, start: int) -> Tensor:
         if not self._noise:
             return images
-        places = torch.arange(start, start + len(images))
+        places = torch.arange(start, start + len(images), device=images.device)
         return images + self._noise * normal(seed, what, places, images[0].numel()).view(images.shape)
 
 

@@ -2,18 +2,27 @@
 
 from pathlib import Path
 
+import torch
+
 from .data import Data, Digits, Text
-from .images import CIFAR10, MNIST
+from .images import CIFAR10, MNIST, FashionMNIST
 from .models import GPTConfig, ModelConfig, ResNet18Config
 
-IMAGES: dict[str, type[Digits] | type[MNIST] | type[CIFAR10]] = {"digits": Digits, "mnist": MNIST, "cifar10": CIFAR10}
+FOLDERS: dict[str, type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {
+    "mnist": MNIST,
+    "fashion-mnist": FashionMNIST,
+    "cifar10": CIFAR10,
+}
+"""Images that are read from a folder."""
+IMAGES: dict[str, type[Digits] | type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {"digits": Digits, **FOLDERS}
 DATASETS = ("text", *IMAGES)
 
 
-def load_data(name: str, folder: Path, context: int | None = None) -> Data:
-    """One of `DATASETS`; mnist and cifar10 are read from the folder, the others come with Python and scikit-learn.
+def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
+    """One of `DATASETS`; those in `FOLDERS` are read from the folder, the others come with Python and scikit-learn.
 
     context   bytes that a sample of text has, as many as the model sees at once; images have none
+    device    where the data is kept and batches are made; which samples they have does not depend on it
 
     >>> load_data("digits", Path("data")).length
     1437
@@ -22,8 +31,8 @@ def load_data(name: str, folder: Path, context: int | None = None) -> Data:
     if (context is None) == (name == "text"):
         raise ValueError(f"data {name} with context {context}, expected a number for text and none for images")
     if context is not None:
-        return Text(context)
-    return Digits() if name == "digits" else MNIST(folder) if name == "mnist" else CIFAR10(folder)
+        return Text(context, device=device)
+    return Digits(device=device) if name == "digits" else FOLDERS[name](folder, device=device)
 
 
 def check_fit(config: ModelConfig, name: str) -> None:

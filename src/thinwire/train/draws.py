@@ -1,32 +1,40 @@
-"""Random numbers by place: a sample's are the same in whatever batch, and by whatever rank, it is drawn.
+"""Random numbers by place: a sample's are the same in whatever batch, by whatever rank and on any device it is drawn.
 
 A generator would have to be wound to every place. Instead each number is a hash of (seed, what it is for, place,
 column), by the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014), in NumPy, whose unsigned integers wrap around and are shifted without a sign.
+2014). torch has no arithmetic of uint64 on all devices. Products of its int64 wrap around to the same bits, and a shift
+to the right only has to drop the copies of the sign.
 """
 
 from functools import cache
 from hashlib import blake2b
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+def _signed(bits: int) -> int:
+    """Return the int64 that has these 64 bits."""
+    return bits - (bits >> 63 << 64)
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _QUANTILES = 1 << 16
 
 
 def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
     """(places, count) whole numbers of 32 random bits, as int64; `what` keeps draws for different ends apart.
 
+    They are drawn on the device where the places are, and the same on all devices.
+
     >>> numbers(0, "noise", torch.tensor([7, 8]), 3)[1].equal(numbers(0, "noise", torch.tensor([8]), 3)[0])
     True
     """
-    key = int.from_bytes(blake2b(f"{what}/{seed}".encode(), digest_size=8).digest(), "big")
-    rows = _mixed(np.uint64(key) ^ places.numpy().astype(np.uint64) * _GOLDEN)
-    columns = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
-    return torch.from_numpy((_mixed(rows[:, None] + columns) >> np.uint64(32)).astype(np.int64))
+    key = int.from_bytes(blake2b(f"{what}/{seed}".encode(), digest_size=8).digest(), "big", signed=True)
+    rows = _mixed(places * _GOLDEN ^ key)
+    columns = torch.arange(1, count + 1, device=places.device) * _GOLDEN
+    return _shifted(_mixed(rows[:, None] + columns), 32)
 
 
 def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tensor:
@@ -39,17 +47,23 @@ def normal(seed: int, what: str, places: Tensor, count: int) -> Tensor:
 
     Looked up and not computed: the last bit of a logarithm may depend on where in a tensor its argument stands.
     """
-    return _quantiles()[numbers(seed, what, places, count) >> 16]
+    return _quantiles(places.device)[numbers(seed, what, places, count) >> 16]
 
 
 @cache
-def _quantiles() -> Tensor:
+def _quantiles(device: torch.device) -> Tensor:
     middles = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
     quantiles: Tensor = torch.special.ndtri(middles)
-    return quantiles.float()
+    return quantiles.float().to(device)
 
 
-def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mixed(z: Tensor) -> Tensor:
+    """Return the hash of z, in the memory of z."""
+    z.bitwise_xor_(_shifted(z, 30)).mul_(_FACTORS[0])
+    z.bitwise_xor_(_shifted(z, 27)).mul_(_FACTORS[1])
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift to the right as if z had no sign."""
+    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)

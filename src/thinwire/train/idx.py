@@ -1,4 +1,4 @@
-"""MNIST's files, in the format IDX (http://yann.lecun.com/exdb/mnist), gzipped or not.
+"""The files of MNIST and of Fashion-MNIST, in the format IDX (http://yann.lecun.com/exdb/mnist), gzipped or not.
 
 4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
 4 each    the dimensions, highest byte first: count, and for images rows and columns
@@ -16,7 +16,7 @@ from torch import Tensor
 PIXELS = 28
 CLASSES = 10
 LARGEST = 1_000_000
-"""Samples in a file; MNIST has 60,000. What a header asks for is not read without a limit."""
+"""Samples in a file; the real ones have 60,000. What a header asks for is not read without a limit."""
 
 
 def files(part: str) -> tuple[str, str]:
@@ -28,14 +28,46 @@ def files(part: str) -> tuple[str, str]:
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 
 
-def read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (count, 1, 28, 28) and labels (count), both uint8."""
-    paths = [_found(folder, name) for name in files(part)]
-    images, labels = read_idx(paths[0], (PIXELS, PIXELS)), read_idx(paths[1], ())
+FILES = (*files("train"), *files("t10k"))
+_FIRST_LABELS = {
+    "MNIST": bytes([5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5, 3, 6, 1, 7, 2, 8, 6, 9]),
+    "Fashion-MNIST": bytes([9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9, 5, 5, 7, 9, 1, 0, 6, 4]),
+}
+"""Of training images. Both sets have files of the same names and sizes, so these tell one from the other."""
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return the names in `FILES` that the folder has neither as they are nor with .gz."""
+    return [name for name in FILES if _find(folder, name) is None]
+
+
+def read_parts(folder: Path, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Read images (count, 1, 28, 28) and labels (count), both uint8, of "train" and of "test".
+
+    name   "MNIST" or "Fashion-MNIST": the set that is expected. ValueError if a file is damaged or of the other set.
+    """
+    parts = {key: _read_part(folder, part) for key, part in (("train", "train"), ("test", "t10k"))}
+    for other, first in _FIRST_LABELS.items():
+        if other != name and parts["train"][1][: len(first)].numpy().tobytes() == first:
+            path = _find(folder, files("train")[1])
+            raise ValueError(
+                f"{path}: the labels of {other}, expected those of {name}, whose files have the same names; "
+                f"give the folder of {name} by --data-dir"
+            )
+    return parts
+
+
+def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    images_path, labels_path = (_find(folder, name) for name in files(part))
+    assert images_path is not None
+    assert labels_path is not None
+    images, labels = read_idx(images_path, (PIXELS, PIXELS)), read_idx(labels_path, ())
     if len(images) != len(labels):
-        raise ValueError(f"{paths[1]}: {len(labels)} labels, expected {len(images)}, the images in {paths[0].name}")
+        raise ValueError(
+            f"{labels_path}: {len(labels)} labels, expected {len(images)}, the images in {images_path.name}"
+        )
     if labels.max() >= CLASSES:
-        raise ValueError(f"{paths[1]}: label {int(labels.max())}, expected 0 to {CLASSES - 1}")
+        raise ValueError(f"{labels_path}: label {int(labels.max())}, expected 0 to {CLASSES - 1}")
     return images[:, None], labels
 
 
@@ -64,15 +96,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(count, *shape)
 
 
-def _found(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    expected = ", ".join(name for part in ("train", "t10k") for name in files(part))
-    raise ValueError(
-        f"{folder} has no {name}[.gz]; expected MNIST's files there, each with or without .gz: {expected}; "
-        "put them there, or add --download"
-    )
+def _find(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def _times(sizes: tuple[int, ...] | list[int]) -> str:

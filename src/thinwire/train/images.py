@@ -1,8 +1,17 @@
-"""MNIST and CIFAR-10, from a folder. Images stay bytes in memory, and each batch becomes float32 when it is asked for.
+"""MNIST, Fashion-MNIST and CIFAR-10, from a folder. Images stay bytes in memory, and each batch becomes float32 when it
+is asked for.
 
 CIFAR-10's training images are shifted by up to 4 pixels each way, with black around them, and every second one is
 mirrored. Both are drawn by the sample's place in the stream, so that an image looks different in every epoch, and yet
 the same in whatever batch it comes.
+
+With `device` the bytes lie on that device and batches are made there, of the same samples and with the same bits as on
+the CPU. The host neither copies images nor waits. P ranks that are simulated on one device share what is loaded, and
+can ask for the batches of all of them at once:
+
+    data = CIFAR10(Path("data"), device="cuda")
+    inputs, targets = data.batch(consumed, P * size, seed)    # rank r has the part from r * size on
+    inputs = inputs.view(P, size, *data.inputs)
 """
 
 from collections.abc import Iterator
@@ -13,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cifar, idx
+from . import cifar, fashion, idx
 from .data import Batch
 from .draws import below
 from .order import order
@@ -25,16 +34,22 @@ class _Images:
     """Images (count, channels, rows, columns) and labels (count), as bytes."""
 
     def __init__(
-        self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], mean: tuple[float, ...], std: tuple[float, ...]
+        self,
+        parts: dict[str, tuple[Tensor, Tensor]],
+        *,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: torch.device | str,
     ) -> None:
-        self._images, self._labels = train
-        self._test_images, self._test_labels = test
-        self._mean, self._std = (255 * torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        self._images, self._labels = (part.to(device) for part in parts["train"])
+        self._test_images, self._test_labels = (part.to(device) for part in parts["test"])
+        self._mean, self._std = (255 * torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (mean, std))
         self.length = len(self._labels)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        chosen = order(seed, self.length, start, size)
-        images = self._varied(self._images[chosen], seed, torch.arange(start, start + size))
+        device = self._labels.device
+        chosen = order(seed, self.length, start, size, device)
+        images = self._varied(self._images[chosen], seed, torch.arange(start, start + size, device=device))
         return self._made(images, self._labels[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
@@ -54,8 +69,25 @@ class MNIST(_Images):
     inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
     classes: ClassVar = idx.CLASSES
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(idx.read_part(folder, "train"), idx.read_part(folder, "t10k"), (0.1307,), (0.3081,))
+    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
+        missing = idx.missing_files(folder)
+        if missing:
+            raise ValueError(
+                f"{folder} has no {missing[0]}[.gz]; expected MNIST's files there, each with or without .gz: "
+                f"{', '.join(idx.FILES)}; put them there, or add --download"
+            )
+        super().__init__(idx.read_parts(folder, "MNIST"), mean=(0.1307,), std=(0.3081,), device=device)
+
+
+class FashionMNIST(_Images):
+    """28 x 28 grey images of clothes, 60,000 and 10,000 for validation; the target is the kind."""
+
+    inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
+    classes: ClassVar = idx.CLASSES
+
+    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
+        parts = idx.read_parts(fashion.find_folder(folder), "Fashion-MNIST")
+        super().__init__(parts, mean=(0.2860,), std=(0.3530,), device=device)
 
 
 class CIFAR10(_Images):
@@ -64,15 +96,15 @@ class CIFAR10(_Images):
     inputs: ClassVar = cifar.SHAPE
     classes: ClassVar = cifar.CLASSES
 
-    def __init__(self, folder: Path) -> None:
-        parts = cifar.read_cifar(folder)
-        super().__init__(parts["train"], parts["test"], (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
+        mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        super().__init__(cifar.read_cifar(folder), mean=mean, std=std, device=device)
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
         count, channels, side, _ = images.shape
         across, down = below(2 * _SHIFT + 1, seed, "shift", places, 2).unbind(1)
         mirrored = below(2, seed, "mirror", places, 1).bool()
-        along = torch.arange(side)
+        along = torch.arange(side, device=images.device)
         rows = down[:, None] + along
         columns = across[:, None] + torch.where(mirrored, along.flip(0), along)
         wide = side + 2 * _SHIFT

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from .draws import numbers
 
+_CPU = torch.device("cpu")
 
-def order(seed: int, length: int, start: int, size: int) -> Tensor:
+
+def order(seed: int, length: int, start: int, size: int, device: torch.device = _CPU) -> Tensor:
     """The indices, from 0 to length - 1, of the `size` samples from place `start` on; int64.
+
+    They are the same on every device: the order of an epoch is drawn on the CPU, and copied to the device once.
 
     >>> first, second = order(0, 5, start=0, size=10).split(5)
     >>> sorted(first.tolist()), sorted(second.tolist()), first.equal(second)
@@ -24,13 +28,13 @@ def order(seed: int, length: int, start: int, size: int) -> Tensor:
     parts, end = [], start + size
     while start < end:
         epoch, at = divmod(start, length)
-        part = _permutation(seed, length, epoch)[at : at + end - start]
+        part = _permutation(seed, length, epoch, device)[at : at + end - start]
         parts.append(part)
         start += len(part)
     return torch.cat(parts)  # a copy, so that nobody can change what is kept
 
 
 @lru_cache(maxsize=2)  # a batch may lie across a border, and ranks that are threads may stand on both its sides
-def _permutation(seed: int, length: int, epoch: int) -> Tensor:
+def _permutation(seed: int, length: int, epoch: int, device: torch.device) -> Tensor:
     own = int(numbers(seed, "order", torch.tensor([epoch]), 1))
-    return torch.randperm(length, generator=torch.Generator().manual_seed(own))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(own)).to(device)

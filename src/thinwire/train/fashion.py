@@ -1,0 +1,34 @@
+"""Where Fashion-MNIST is (Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
+learning algorithms", 2017): in a folder that the user names, or where Debian's package puts it.
+
+It is never downloaded by us. A folder that has some of the four files is meant, so that what it lacks is an error and
+not a reason to look elsewhere.
+"""
+
+from pathlib import Path
+
+from . import idx
+
+PACKAGE = "dataset-fashion-mnist"
+INSTALLED = Path("/usr/share/datasets/fashion-mnist")
+"""The folder of Debian's package."""
+
+
+def find_folder(folder: Path) -> Path:
+    """Return the first of the two folders that has any of the files; ValueError if it lacks one, or neither has any."""
+    for place in (folder, INSTALLED):
+        missing = idx.missing_files(place)
+        if not missing:
+            return place
+        if len(missing) < len(idx.FILES):
+            raise ValueError(
+                f"{place} has no {missing[0]}[.gz], but others of Fashion-MNIST's files; {_advice(folder)}"
+            )
+    raise ValueError(f"neither {folder} nor {INSTALLED} has Fashion-MNIST, and it is not downloaded; {_advice(folder)}")
+
+
+def _advice(folder: Path) -> str:
+    return (
+        f"apt-get install {PACKAGE}, or put {', '.join(idx.FILES)}, each with or without .gz, into {folder} or into "
+        "another folder that --data-dir names"
+    )

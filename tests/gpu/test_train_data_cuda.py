@@ -1,0 +1,112 @@
+"""Data that is kept on a GPU: its batches have the samples and the bits of the CPU's, and the host does not wait.
+
+Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_train_data_cuda.py [FOLDER]
+With a folder that has CIFAR-10 it also says how long a batch takes.
+"""
+
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from test_no_waiting import no_waiting
+
+from thinwire.train import cifar, idx
+from thinwire.train.data import Data, Digits, Text
+from thinwire.train.images import CIFAR10, MNIST, FashionMNIST
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:
+    pass
+
+COUNT, TESTS = 500, 30
+
+
+def random_bytes(count: int, limit: int = 256) -> bytes:
+    return torch.randint(limit, (count,), dtype=torch.uint8).numpy().tobytes()
+
+
+def write_files(folder: Path) -> None:
+    """Noise in the form of both MNISTs, and of CIFAR-10."""
+    torch.manual_seed(0)
+    for part, count in (("train", COUNT), ("t10k", TESTS)):
+        images, labels = idx.files(part)
+        (folder / images).write_bytes(struct.pack(">4I", 0x803, count, 28, 28) + random_bytes(count * 784))
+        (folder / labels).write_bytes(struct.pack(">2I", 0x801, count) + random_bytes(count, 10))
+    for name in (*cifar.TRAIN, cifar.TEST):
+        records = [random_bytes(1, 10) + random_bytes(cifar.RECORD - 1) for _ in range(COUNT // 5)]
+        (folder / name).write_bytes(b"".join(records))
+
+
+def load(folder: Path, device: str) -> dict[str, Data]:
+    return {
+        "text": Text(32, device=device),
+        "digits": Digits(device=device),
+        "noisy digits": Digits(0.5, device=device),
+        "mnist": MNIST(folder, device=device),
+        "fashion-mnist": FashionMNIST(folder, device=device),
+        "cifar10": CIFAR10(folder, device=device),
+    }
+
+
+def test_batches_have_the_bits_of_the_cpu_s() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder))
+        on_cpu, on_cuda = load(Path(folder), "cpu"), load(Path(folder), "cuda")
+    for name, data in on_cuda.items():
+        assert data.length == on_cpu[name].length
+        for start in (0, data.length - 10, 10**12):
+            for ours, theirs in zip(data.batch(start, 64, seed=3), on_cpu[name].batch(start, 64, seed=3), strict=True):
+                assert ours.device.type == "cuda", name
+                assert ours.dtype == theirs.dtype, name
+                assert torch.equal(ours.cpu(), theirs), (name, start)
+        for batch, other in zip(data.validation(7), on_cpu[name].validation(7), strict=True):
+            assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(batch, other, strict=True)), name
+
+
+def test_a_batch_does_not_wait() -> None:
+    """But for the first one of an epoch, whose order is copied to the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder))
+        sets = load(Path(folder), "cuda")
+    for data in sets.values():
+        data.batch(0, 16, seed=0)
+        with no_waiting():
+            for start in range(16, 320, 16):
+                data.batch(start, 16, seed=0)
+            for _ in data.validation(16):
+                pass
+
+
+def measure(folder: Path) -> None:
+    data = CIFAR10(folder, device="cuda")
+    for size in (128, 4096, 16384):
+        data.batch(0, size, seed=0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for step in range(20):
+            data.batch(step * size, size, seed=0)
+        torch.cuda.synchronize()
+        print(f"cifar10, batch of {size}: {(time.perf_counter() - started) / 20 * 1e3:.2f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    failed = 0
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                function()
+                print(name, "ok", flush=True)
+            except Exception:  # the others are worth knowing too
+                traceback.print_exc()
+                print(name, "FAILED", flush=True)
+                failed += 1
+    if sys.argv[1:]:
+        measure(Path(sys.argv[1]))
+    sys.exit(failed)
