@@ -11,12 +11,16 @@ import torch
 
 from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
+from .compressors.topk import UNION
 
 DENSE = NoCompression()
 AUTO = "auto"
 """In place of a spec: what sends each bucket is measured, and chosen then."""
 DEFAULT = "default"
 """In place of a spec: `default_compressor` of the number of ranks."""
+
+LARGEST_DEFAULT_CHUNK = 1 << 14
+"""What the GPU kernels select from in one pass."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -28,8 +32,8 @@ class Policy:
 
     compressor   for everything that is compressed and not named in `layers`; "default": `default_compressor` of the
                  number of ranks; "auto": what the first steps show to be quickest, for each bucket.
-    small        parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`: they
-                 cost little, and matter much.
+    small        parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`:
+                 they cost little, and matter much.
     small_compressor  "quantize:bits=8", with a residual; "none" sends them as they are.
     include      patterns, as in a shell, of the names that may be compressed.
     exclude      patterns of those that may not, and go dense.
@@ -184,14 +188,20 @@ class Policy:
 
 
 def default_compressor(ranks: int) -> TopK:
-    """Return what thinwire's optimizers compress with by default: fewer elements of each rank, the more ranks there are.
+    """Return what thinwire's optimizers compress with by default: the more ranks, the fewer elements of each.
 
-    What moves the weights is the union of what all ranks send, so each can send less.
+    What moves the weights is the union of what all ranks send, one element in 43 whatever the number of ranks, so each
+    can send less. The chunk grows with the ranks, so that a chunk's scales are shared by as many elements.
 
-    >>> [str(default_compressor(ranks).ratio) for ranks in (2, 4, 8, 64)]
-    ['1/64', '1/128', '1/128', '1/128']
+    >>> for ranks in (2, 4, 8, 32):
+    ...     print(format_spec(default_compressor(ranks)))
+    topk:ratio=1/86,bits=2,chunk=4096
+    topk:ratio=1/172,bits=2,chunk=8192
+    topk:ratio=1/344,bits=2,chunk=16384
+    topk:ratio=1/1376,bits=2,chunk=16384
     """
-    return TopK(ratio=Fraction(1, 64 if ranks <= 2 else 128), bits=2)
+    chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (max(2, ranks) - 1).bit_length())
+    return TopK(ratio=UNION / max(2, ranks), bits=2, chunk=chunk)
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:

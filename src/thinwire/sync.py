@@ -270,14 +270,23 @@ class Synchronizer:
         return future
 
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them."""
+        """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them.
+
+        Sums are sent on by the same compressor.
+        """
         handles: list[Handle] = []
         started = time.perf_counter()
         for tensor in tensors:
             handles.append(
                 all_reduce_compressed(
-                    tensor, compressor, op=dist.ReduceOp.AVG, group=self.group, async_op=True, timeout=self.timeout
-                )
+                    tensor,
+                    compressor,
+                    op=dist.ReduceOp.AVG,
+                    group=self.group,
+                    async_op=True,
+                    timeout=self.timeout,
+                    second=compressor,
+                )  # fmt: skip
             )
         for handle in handles:
             handle.wait()

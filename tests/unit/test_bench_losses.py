@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from thinwire import cli
-from thinwire.bench.recipe.recipes import RECIPES
-from thinwire.bench.results import BEGIN, END, LOSS_BEGIN, LOSS_END, losses
+from thinwire.bench.results import BEGIN, END, LOSS_BEGIN, LOSS_END
 
 SAMPLES, PARAMETERS = 64, 10_000_000
 CONDITIONS = {
@@ -269,10 +268,6 @@ def test_a_readme_without_marks_stays_as_it_is(
     assert results(*files, "--readme", readme) == 2
     assert f"has no line {LOSS_BEGIN}" in capsys.readouterr().err
     assert readme.read_text() == f"{BEGIN}\n{END}\n"
-
-
-def test_the_factors_are_those_of_the_recipes() -> None:
-    assert {name: one.lr_factor for name, one in RECIPES.items() if one.lr_factor != 1} == losses._LR_FACTORS
 
 
 def test_rows_as_bench_recipe_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

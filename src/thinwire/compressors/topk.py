@@ -13,7 +13,9 @@ from .spec import Ratio, check_choice, parse_ratio, register
 BITS = (1, 2, 4, 8, 16, 32)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
 DENSER = 8
-"""A sum is sent on with up to this many times the entries: 512 of 4,096 after 64 of 4,096 cost no loss in training."""
+"""A sum is sent on with up to this many times the elements: 512 of 4,096 after 64 of 4,096 cost no loss in training."""
+UNION = Fraction(1, 43)
+"""Of all elements, that the ranks of a training send together by default; a sum is sent on with as many."""
 CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
 
 
@@ -59,10 +61,10 @@ class TopK(Compressor):
         return ceil(entries * Fraction(self.ratio))
 
     def for_sum(self, ranks: int) -> "TopK":
-        """Of up to 8 ranks all that any of them sent, of more ranks 8 times as many entries; and more bits."""
-        return replace(
-            self, ratio=min(Fraction(1), min(ranks, DENSER) * Fraction(self.ratio)), bits=BITS_OF_A_SUM[self.bits]
-        )
+        """All that any of up to 8 ranks sent; of more ranks 8 times as many elements, or `UNION`; and more bits."""
+        ratio = Fraction(self.ratio)
+        kept = min(Fraction(1), ranks * ratio, max(DENSER * ratio, UNION))
+        return replace(self, ratio=kept, bits=BITS_OF_A_SUM[self.bits])
 
     def _layout(self, numel: int, dtype: torch.dtype) -> TopKLayout:
         chunk = self.chunk or numel

@@ -41,8 +41,8 @@ class AdamW(CompressedOptimizer):
                    them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
     lr, betas, eps, weight_decay   as torch's. `betas` are those of what is sent as a gradient: the warm-up, and small
                    and excluded tensors.
-    compressed_betas  those of what is compressed. beta1 is 0.5, not 0.9: error feedback delays an element, which acts as
-                   momentum by itself, and more on top of it overshoots.
+    compressed_betas  those of what is compressed. beta1 is 0.5, not 0.9: error feedback delays an element, which acts
+                   as momentum by itself, and more on top of it overshoots.
     compressor     a spec, a `Compressor`, a `Policy` with all its rules, "default": top-k that keeps less of each rank
                    the more ranks there are (`default_compressor`), or "auto": dense, 8 bits or top-k, for each bucket,
                    by what the first steps show to be quickest; `sync.choice` says why.
@@ -82,9 +82,9 @@ class AdamW(CompressedOptimizer):
         *,
         compressed_betas: tuple[float, float] = (0.5, 0.999),
         compressor: Spec | Policy = DEFAULT,
-        warmup_steps: int = 4,
+        warmup_steps: int = 2,
         warmup: Spec = "quantize:bits=8",
-        refresh_every: int = 200,
+        refresh_every: int = 500,
         max_grad_norm: float | None = None,
         ddp: Any = None,
         group: Any = None,

@@ -57,7 +57,7 @@ def for_ranks(c: float, saved: int, ranks: int) -> float:
 
     A share s of E[gᵢ²] is signal, and c = s + (1 - s) / P.
 
-    >>> for_ranks(0.55, 2, 4)
+    >>> round(for_ranks(0.55, 2, 4), 3)
     0.325
     """
     if saved == ranks or saved == 1:

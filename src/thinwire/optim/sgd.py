@@ -13,7 +13,6 @@ from ..policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
-
 _COMPRESSED_MOMENTUM = 0.5
 
 
@@ -22,8 +21,8 @@ class SGD(CompressedOptimizer):
 
     params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
                    them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
-    lr, momentum, weight_decay, nesterov   as torch's. `momentum` is that of what is sent as a gradient: the warm-up, and
-                   small and excluded tensors.
+    lr, momentum, weight_decay, nesterov   as torch's. `momentum` is that of what is sent as a gradient: the warm-up,
+                   and small and excluded tensors.
     compressed_momentum  that of what is compressed; by default `momentum`, but 0.5 at most: error feedback delays an
                    element, which acts as momentum by itself. What is sent is then (1 - compressed_momentum) /
                    (1 - momentum) times as large, so that a gradient moves the weights as far in the long run as with

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.buckets import BUCKET_BYTES
-from thinwire.exchange import PACKED_BYTES
 from thinwire.compressors import compressor
+from thinwire.exchange import PACKED_BYTES
 from thinwire.policy import Policy
 
 FIRST_BUCKET_BYTES = 1 << 20

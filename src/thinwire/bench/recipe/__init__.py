@@ -30,7 +30,11 @@ class Options:
     """all, or some of: adamw dense, adamw fp16 hook, adamw powersgd rank 1, adamw powersgd rank 4, adamw textbook topk,
     adamw thinwire 8-bit, adamw thinwire, sgd dense, sgd textbook topk, sgd thinwire."""
     model: Annotated[str, arg(metavar="SPEC")] = "gpt:layers=2,width=128,heads=4,context=64"
-    """gpt, on bytes of Python's standard library, or cnn:width=32, on noisy digits of scikit-learn."""
+    """gpt, on bytes of Python's standard library, or cnn:width=32, on noisy digits of scikit-learn, or as --data says."""
+    data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """Other data that fits the model: mnist, fashion-mnist or cifar10."""
+    data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
+    """Where its files are."""
     workers: int = 2
     """Ranks."""
     batch: int = 4
@@ -38,16 +42,16 @@ class Options:
     steps: int = 600
     """Of training."""
     warmup_steps: int | None = None
-    """In which little is compressed; 4 by default."""
+    """In which little is compressed; 2 by default."""
     lr: Annotated[tuple[float, float] | None, arg(metavar="ADAMW SGD")] = None
-    """Learning rates of AdamW and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn 1e-3 and 0.02.
-    thinwire.SGD has 5 times that of SGD."""
+    """Learning rates of AdamW and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn 1e-3 and 0.02."""
     seeds: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (0,)
     """Each recipe runs once with each: other weights, other batches."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is."""
     simulate: bool = False
-    """Workers are threads of one process, so that many fit on one device. torch's own hooks are left out."""
+    """Ranks are threads of one process, so that many fit on one device. fp16 and PowerSGD follow the rules of torch's
+    hooks, which need processes."""
     bf16: bool = False
     """The model computes in bfloat16 (autocast); with --simulate."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
@@ -67,8 +71,6 @@ def run(options: Options) -> int:
     given = settings(options)
     under = conditions(**given.record())
     rows = []
-    if given.left_out:
-        print(f"Left out, since torch's hooks need processes: {', '.join(given.left_out)}.", file=sys.stderr)
     try:
         with ExitStack() as stack:
             writer = stack.enter_context(Writer(options.out))

@@ -7,15 +7,14 @@ textbook    the gradient is compressed with error feedback, then torch's optimiz
 thinwire    thinwire's optimizer, which compresses its update; "8-bit": textbook with a compressor that is safe there
 
 All that compress have the same warm-up: textbook and thinwire in 8 bits, PowerSGD dense. All of a family have the same
-learning rate (thinwire.SGD 5 times it, for its momentum); each optimizer has its own momentum. A recipe that would do
-better with others, dense ones too, is asked for with them: "adamw dense;lr=2e-3;betas=0.8,0.999".
+learning rate, and SGD has momentum 0.9. A recipe that would do better with others, dense ones too, is asked for with
+them: "adamw dense;lr=2e-3;betas=0.8,0.999".
 """
 
 import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -39,9 +38,8 @@ class Recipe:
     """The class that takes a recipe's options; asked for when it is needed."""
     compresses: bool = False
     """Whether it takes a compressor, too."""
-    needs_processes: bool = False
-    lr_factor: float = 1.0
-    """By which its learning rate differs from that of its family."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Of the optimizer, where a training usually gives others than its defaults."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def _adamw() -> Optimizer:
 
 
 def _sgd() -> Optimizer:
-    return _SGD
+    return torch.optim.SGD
 
 
 def _thinwire_adamw() -> Optimizer:
@@ -103,13 +101,7 @@ def _thinwire_sgd() -> Optimizer:
     return thinwire.SGD
 
 
-class _SGD(torch.optim.SGD):
-    """torch's, with the momentum that is used most."""
-
-    def __init__(
-        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
-    ) -> None:
-        super().__init__(params, lr, momentum, weight_decay=weight_decay, nesterov=nesterov)
+_MOMENTUM: dict[str, object] = {"momentum": 0.9}
 
 
 def _textbook(setup: Setup) -> Exchange:
@@ -130,8 +122,7 @@ RECIPES = {
         "adamw", lambda setup: exchanges.synchronized(setup, WARMUP, []), _adamw, compresses=True
     ),
     "adamw thinwire": Recipe("adamw", exchanges.in_optimizer, _thinwire_adamw),
-    "sgd dense": Recipe("sgd", exchanges.dense, _sgd),
-    "sgd textbook topk": Recipe("sgd", _textbook, _sgd, compresses=True),
-    # Its momentum is 0.5 in place of 0.9: so lr / (1 - momentum), the step in the long run, is the same.
-    "sgd thinwire": Recipe("sgd", exchanges.in_optimizer, _thinwire_sgd, lr_factor=5.0),
+    "sgd dense": Recipe("sgd", exchanges.dense, _sgd, options=_MOMENTUM),
+    "sgd textbook topk": Recipe("sgd", _textbook, _sgd, compresses=True, options=_MOMENTUM),
+    "sgd thinwire": Recipe("sgd", exchanges.in_optimizer, _thinwire_sgd, options=_MOMENTUM),
 }

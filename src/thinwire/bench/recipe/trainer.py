@@ -46,7 +46,9 @@ class Trainer:
         self._device = torch.device(settings.device)
         if group is None:  # of what is to be shown here; this process is ours, where ranks are threads it is not
             warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
-        self._data = settings.data()
+        self._data = (
+            settings.load_data() if group is None or rank == 0 else None
+        )  # the first rank has all ranks' batches
         self._model: nn.Module | None = None
         self._exchange: Exchange | None = None
         self.gradients: Gradients | None = None
@@ -65,8 +67,8 @@ class Trainer:
             Setup(
                 model,
                 recipe.optimizer(),
-                settings.lr[recipe.family] * recipe.lr_factor,
-                case.recipe.options,
+                settings.lr[recipe.family],
+                {**recipe.options, **case.recipe.options},
                 settings.warmup_steps,
                 self._size,
                 self._group,
@@ -100,7 +102,7 @@ class Trainer:
         """By the first rank; all have the same weights."""
         if self._rank:
             return None
-        assert self._model is not None
+        assert self._model is not None and self._data is not None
         loss = right = count = 0.0
         with torch.no_grad():
             for batch in self._data.validation(64):
@@ -126,10 +128,11 @@ class Trainer:
         size, first = self._settings.batch, self._step * self._size * self._settings.batch
         if self._group is not None:
             self._group.barrier()  # nobody needs the gradients of the last step any more
-            if self.gradients is not None:
+            if self.gradients is not None and self._data is not None:
                 self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
             self._group.barrier()
         else:
+            assert self._data is not None
             batch = self._data.batch(first + self._rank * size, size, self._seed)
             inputs, targets = (part.to(self._device) for part in batch)
             loss = F.cross_entropy(exchange.module(inputs).flatten(0, -2), targets.flatten())

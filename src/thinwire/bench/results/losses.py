@@ -20,8 +20,6 @@ _CONDITIONS = (
     "simulate",
 )  # fmt: skip
 _ROW = ("recipe", "family", "seed", "loss", "accuracy", "bytes_total", "dense_total")
-_LR_FACTORS = {"sgd thinwire": 5.0}
-"""By which the learning rate of a method differs from that of its family, unless it was given."""
 _ANY_RANKS = (" dense", " fp16 hook")
 
 
@@ -209,7 +207,7 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
     name, *options = (part.strip() for part in line["recipe"].split(";"))
     rates = [part.partition("=")[2] for part in options if part.partition("=")[0].strip() == "lr"]
     try:
-        lr = float(rates[-1]) if rates else given["lr"][family] * _LR_FACTORS.get(name, 1.0)
+        lr = float(rates[-1]) if rates else given["lr"][family]
     except ValueError:
         raise ValueError(f"{file}: learning rate {rates[-1]!r} of {line['recipe']!r}, expected a number") from None
     others = "; ".join(part for part in options if part.partition("=")[0].strip() != "lr")
