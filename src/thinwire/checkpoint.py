@@ -15,7 +15,8 @@ from torch import Tensor
 from .owners import Owners
 from .residuals import NamedVectors
 
-FORMAT = 1
+FORMAT = 2
+"""1 had second moments in the unit of a rank's own gradient, without their scale, and no residual of small tensors."""
 
 State = Mapping[str, Any]
 
@@ -72,7 +73,11 @@ def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice
             lacks = f"without {min(_KEYS - state.keys())}" if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"not a state that thinwire saved ({lacks}); expected its dict, or a list of all ranks'")
         if state["format"] != FORMAT:
-            raise ValueError(f"a checkpoint of format {state['format']}, expected {FORMAT}: written by another version")
+            raise ValueError(
+                f"a checkpoint of format {state['format']}, expected {FORMAT}: it was written by another version of "
+                "thinwire, whose moments and residuals mean something else; go on with that version, or load the "
+                "weights alone and begin with a new optimizer"
+            )
     if not states:
         raise ValueError("no state was given, expected one for each rank of the saved run")
     for key in ("world_size", "steps", "policy"):

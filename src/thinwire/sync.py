@@ -9,6 +9,7 @@ gradients of the step are NaN on every rank, and nothing else has changed.
 
 import logging
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +39,9 @@ from .sync_stats import SyncStats
 from .trials import Trials
 
 _log = logging.getLogger("thinwire")
+
+SKIPPED_IN_A_ROW = 20
+"""Steps; when more are skipped, something is wrong."""
 
 
 class Synchronizer:
@@ -117,6 +121,7 @@ class Synchronizer:
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
         self._stats = SyncStats()
+        self._warned_of_skipped = False
         self._finite: bool | None = None
         self._exchange: Exchange | None = None
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
@@ -286,7 +291,7 @@ class Synchronizer:
                     async_op=True,
                     timeout=self.timeout,
                     second=compressor,
-                )  # fmt: skip
+                )
             )
         for handle in handles:
             handle.wait()
@@ -411,6 +416,7 @@ class Synchronizer:
             exchange.look()
         if exchange is not None and exchange.step.finite is not None:
             self._stats.add(exchange)
+            self._warn_of_skipped()
             nobody_looked = exchange.passes_on and self.transform is None
             self._finite = None if nobody_looked else exchange.step.finite
             self._exchange = None
@@ -418,6 +424,17 @@ class Synchronizer:
                 self._trials.ended(exchange)
                 if exchange.flushes:
                     self._forget(exchange.entries)
+
+    def _warn_of_skipped(self) -> None:
+        """Say once that training stands still. A GradScaler that looks for its scale skips steps, but not so many."""
+        if self._stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            warnings.warn(
+                f"{self._stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
+                "too large to be squared, on some rank: training stands still. Look for a loss that is NaN or Inf; try "
+                "a lower learning rate, or max_grad_norm",
+                stacklevel=4,
+            )
 
     def _check(self, bucket: Bucket) -> None:
         if self.entries is None:

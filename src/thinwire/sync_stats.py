@@ -15,6 +15,8 @@ class SyncStats:
     """Steps that counted."""
     skipped: int = 0
     """Steps that some rank's NaN or Inf ended."""
+    skipped_in_a_row: int = 0
+    """Those of them since the last step that counted."""
     bytes_sent: int = 0
     """Handed to the network by this rank."""
     bytes_dense: int = 0
@@ -39,6 +41,7 @@ class SyncStats:
     def add(self, exchange: Exchange) -> None:
         counts = exchange.step.finite
         self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
+        self.skipped_in_a_row = 0 if counts else self.skipped_in_a_row + 1
         self.last_bytes_sent = 0
         self.bytes_dense += exchange.bytes_dense
         for handle in exchange.handles:

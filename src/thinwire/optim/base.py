@@ -319,7 +319,11 @@ class CompressedOptimizer(Optimizer):
             vectors = self._vectors_in(alike, kind)
             if kind in self.local_moments:
                 local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
-                vectors |= {name: local[name] if name in local else torch.zeros_like(vectors[name]) for name in apart}
+                for name in apart:  # a frozen one has none
+                    if name in local:
+                        vectors[name] = local[name]
+                    elif name in vectors:
+                        vectors[name] = torch.zeros_like(vectors[name])
             loaded[kind].load(vectors)
         self.sync.load_state_dict(sync_states)  # which checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})

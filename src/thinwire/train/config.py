@@ -47,8 +47,8 @@ class Config:
     weight_decay: float = 0.01
     """Pulls weights to zero."""
     compressor: Annotated[str, arg(metavar="SPEC")] = "default"
-    """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; default: topk
-    with a ratio for the number of workers; auto: what is quickest is measured in the first steps."""
+    """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; default:
+    topk with a ratio for the number of workers; auto: what is quickest is measured in the first steps."""
     warmup_steps: int = 2
     """First steps, in which a sparse compressor, or auto, sends 8 bits of everything."""
     precision: Literal["float32", "bfloat16"] = "float32"

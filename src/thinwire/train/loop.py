@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from thinwire import loopback
+from thinwire.sync import SKIPPED_IN_A_ROW
 
 from .checkpoints import Checkpoints, Loaded, write_file
 from .config import Config
@@ -192,10 +193,14 @@ class _Run:
     def _look_at(self, loss: float) -> None:
         self.last_loss = loss
         self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
-        if self.not_finite == PATIENCE or (self.not_finite and self.counts.step == self.config.steps):
-            kept = (
-                f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
+        kept = f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
+        skipped = self.learner.sync.stats.skipped_in_a_row
+        if skipped > SKIPPED_IN_A_ROW:
+            raise ValueError(
+                f"the last {skipped} steps, up to step {self.counts.step}, were skipped, because a gradient was not "
+                f"finite or too large to be squared: try a lower --lr than {self.config.lr:g}; {kept}"
             )
+        if self.not_finite == PATIENCE or (self.not_finite and self.counts.step == self.config.steps):
             raise ValueError(
                 f"the loss has not been finite for {self.not_finite} steps, up to step {self.counts.step}: try a lower "
                 f"--lr than {self.config.lr:g}; {kept}"

@@ -30,7 +30,7 @@ class Options:
     """all, or some of: adamw dense, adamw fp16 hook, adamw powersgd rank 1, adamw powersgd rank 4, adamw textbook topk,
     adamw thinwire 8-bit, adamw thinwire, sgd dense, sgd textbook topk, sgd thinwire."""
     model: Annotated[str, arg(metavar="SPEC")] = "gpt:layers=2,width=128,heads=4,context=64"
-    """gpt, on bytes of Python's standard library, or cnn:width=32, on noisy digits of scikit-learn, or as --data says."""
+    """gpt, on bytes of Python's standard library; cnn:width=32, on noisy digits of scikit-learn; or on other --data."""
     data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Other data that fits the model: mnist, fashion-mnist or cifar10."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")

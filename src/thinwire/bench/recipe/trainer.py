@@ -102,7 +102,8 @@ class Trainer:
         """By the first rank; all have the same weights."""
         if self._rank:
             return None
-        assert self._model is not None and self._data is not None
+        assert self._model is not None
+        assert self._data is not None
         loss = right = count = 0.0
         with torch.no_grad():
             for batch in self._data.validation(64):
