@@ -190,15 +190,15 @@ class Policy:
 def default_compressor(ranks: int) -> TopK:
     """Return what thinwire's optimizers compress with by default: the more ranks, the fewer elements of each.
 
-    What moves the weights is the union of what all ranks send, one element in 43 whatever the number of ranks, so each
+    What moves the weights is the union of what all ranks send, one element in 40 whatever the number of ranks, so each
     can send less. The chunk grows with the ranks, so that a chunk's scales are shared by as many elements.
 
     >>> for ranks in (2, 4, 8, 32):
     ...     print(format_spec(default_compressor(ranks)))
-    topk:ratio=1/86,bits=2,chunk=4096
-    topk:ratio=1/172,bits=2,chunk=8192
-    topk:ratio=1/344,bits=2,chunk=16384
-    topk:ratio=1/1376,bits=2,chunk=16384
+    topk:ratio=1/80,bits=2,chunk=4096
+    topk:ratio=1/160,bits=2,chunk=8192
+    topk:ratio=1/320,bits=2,chunk=16384
+    topk:ratio=1/1280,bits=2,chunk=16384
     """
     chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (max(2, ranks) - 1).bit_length())
     return TopK(ratio=UNION / max(2, ranks), bits=2, chunk=chunk)

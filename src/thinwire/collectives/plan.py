@@ -75,9 +75,9 @@ def choose(
     compared = ("gather", "sharded", "dense")
     sent = {name: cost.of(name, first, second, numel, dtype, ranks).sent for name in compared}
     why = "bytes sent per rank: " + ", ".join(f"{name} {round(nbytes):,}" for name, nbytes in sent.items())
-    if ceil(numel / layout.granule) < ranks:
+    if numel <= layout.granule:
         del sent["sharded"]
-        why += "; not sharded, because there is not a record for each rank to own"
+        why += "; not sharded, because there is one record, which one rank would own"
     elif not can_shard:
         del sent["sharded"]
         why += "; not sharded, because no state was given to keep what owners do not send on"
