@@ -71,8 +71,9 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
 
     def write(out: Tensor) -> None:
         pieces = list(zip(cut, sums, strict=True))
-        if everything.numel() == second.nbytes(out.numel(), total.dtype):  # one behind the other they are one payload
-            pieces = [((0, out.numel()), everything)]
+        whole = second.layout(out.numel(), total.dtype)
+        if whole.nbytes == everything.numel() and all(start % whole.granule == 0 for start, stop in cut if start < stop):
+            pieces = [((0, out.numel()), everything)]  # whole records, one behind the other: decoded by one kernel
         with stage.compute("decode"):
             for (start, stop), payload in pieces:
                 part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
