@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .optim import SGD as SGD
     from .optim import AdamW as AdamW
     from .policy import Policy as Policy
+    from .policy import default_compressor as default_compressor
     from .policy import ramp as ramp
     from .ranked import load_per_rank as load_per_rank
     from .ranked import per_rank as per_rank
@@ -48,7 +49,7 @@ _HOME = {
     "Statistics": ".statistics",
     "Synchronizer": ".sync",
     "attach": ".integrations",
-    **dict.fromkeys(["Policy", "ramp"], ".policy"),
+    **dict.fromkeys(["Policy", "default_compressor", "ramp"], ".policy"),
     **dict.fromkeys(["AdamW", "SGD"], ".optim"),
     **dict.fromkeys(["load_per_rank", "per_rank"], ".ranked"),
     **dict.fromkeys(

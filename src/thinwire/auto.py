@@ -15,18 +15,22 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from .compressors import Compressor, NoCompression, Quantize, TopK
+from .compressors import Compressor, NoCompression, Quantize
 from .compressors import compressor as parsed
+from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
 """What gradients may be sent by, the densest first. No top-k: it ruins Adam, and nobody here knows the optimizer."""
-UPDATES: tuple[Compressor, ...] = (*GRADIENTS, TopK(ratio="1/64", bits=2))
-"""What the updates of thinwire's optimizers may be sent by."""
 
 MARGIN = 1.03
 """Dense is kept if the quickest step is not quicker than this."""
 _TIE = 0.01
 """Of a step: a bucket gets a denser compressor if the step is not longer by more."""
+
+
+def updates(ranks: int) -> tuple[Compressor, ...]:
+    """Return what the updates of thinwire's optimizers may be sent by, the densest first."""
+    return (*GRADIENTS, default_compressor(ranks))
 
 
 @dataclass(frozen=True)

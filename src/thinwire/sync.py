@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from . import checkpoint
-from .auto import GRADIENTS, UPDATES, Choice
+from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
@@ -114,10 +114,12 @@ class Synchronizer:
         self._vectors, self._owners = NamedVectors(), Owners()
         self._shared: Mapping[str, Compressor] = {}
         """The compressor of a parameter, where bytes are shared, or where auto tries or has chosen."""
-        candidates = GRADIENTS if transform is None else UPDATES
         self._flushed = False
         """Whether nothing is owed to what auto has left dense."""
-        self._trials = Trials(candidates, self.policy.warmup_steps) if self.policy.auto else None
+        self._trials: Trials | None = None
+        if self.policy.auto:
+            candidates = GRADIENTS if transform is None else updates(self.world_size)
+            self._trials = Trials(candidates, self.policy.warmup_steps)
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
         self._stats = SyncStats()

@@ -29,8 +29,8 @@ TURNS, STEPS = 2, 4
 def schedule(candidates: Sequence[Compressor]) -> list[int]:
     """The candidate of each step of the trials. What is sparse comes last: once updates are sent, going back costs.
 
-    >>> from thinwire.auto import UPDATES
-    >>> "".join(map(str, schedule(UPDATES)))
+    >>> from thinwire.auto import updates
+    >>> "".join(map(str, schedule(updates(2))))
     '000011110000111122222222'
     """
     dense = [number for number, one in enumerate(candidates) if not one.sparse]

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from thinwire.bench.link.models import batch, build
 from thinwire.bench.link.settings import Model, parse_rate
 from thinwire.bench.tables import print_table
-from thinwire.compressors import NoCompression, compressor
-from thinwire.policy import AUTO
+from thinwire.compressors import NoCompression, compressor, format_spec
+from thinwire.policy import AUTO, DEFAULT, default_compressor
 from thinwire.record import cores
 from thinwire.workers import WorkerError, Workers
 
@@ -113,10 +113,10 @@ def way_of(name: str, world: int, entries: int) -> Way | None:
     mode, _, spec = name.partition(" ")
     if name in _TORCH or mode not in _MODES or spec == AUTO:  # which chooses by what it measures
         return _TORCH.get(name)
-    given = compressor(spec)
+    given = default_compressor(world) if spec == DEFAULT else compressor(spec)
     if isinstance(given, NoCompression):
         return _TORCH[DENSE]
-    return Way(spec, auto(given, world, entries), False, mode)
+    return Way(format_spec(given), auto(given, world, entries), False, mode)
 
 
 def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:

@@ -22,9 +22,9 @@ OURS = (
     "attach quantize:bits=8",
     "attach topk:ratio=1/64,bits=2",
     "thinwire.AdamW topk:ratio=1/64,bits=2",
-    "thinwire.AdamW topk:ratio=1/256,bits=2",
+    "thinwire.AdamW default",
 )
-"""The last one for 8 ranks, whose entries together are as many as those of 2 ranks by the one before."""
+"""The last one keeps less of each rank, the more ranks there are."""
 
 
 @dataclass(frozen=True)

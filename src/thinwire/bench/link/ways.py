@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from thinwire.policy import AUTO
+from thinwire.policy import AUTO, DEFAULT
 
 from .settings import MODES, PEERS, POWERSGD_PACKAGE
 
@@ -42,7 +42,7 @@ def way(name: str) -> Maker:
     mode, _, spec = name.partition(" ")
     if mode not in MODES:
         raise ValueError(f"way {name!r}, expected one of {', '.join(PEERS)}, or one of {', '.join(MODES)} with a spec")
-    if spec != AUTO:
+    if spec not in (AUTO, DEFAULT):
         thinwire.compressor(spec)
     return partial(_attached if mode == "attach" else partial(_stepping, mode.removeprefix("thinwire.")), spec)
 
