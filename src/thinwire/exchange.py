@@ -254,14 +254,14 @@ class Exchange:
         self._packed = []
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
-        transform, gaps = self.sync.transform, run.gaps()
+        transform, gaps = self.sync.transform, [tensor[begin:end] for begin, end in run.gaps()]
         residual, state = (None, None) if self.as_gradients else self.sync.keep(run, tensor)
         if transform is not None and not self.as_gradients:
             transform.prepare(run, tensor)
 
         def before() -> Update | None:
-            for begin, end in gaps:
-                tensor[begin:end] = 0
+            if gaps:
+                torch._foreach_zero_(gaps)
             if transform is None:
                 return None
             transform.sample(run, tensor)

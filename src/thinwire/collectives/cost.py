@@ -16,6 +16,7 @@ more for each peer, to learn beforehand that all is finite.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -53,7 +54,8 @@ def shares(numel: int, granule: int, parts: int) -> list[Span]:
     return list(pairwise(bounds))
 
 
-def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> list[Span]:
+@lru_cache(maxsize=1024)
+def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tuple[Span, ...]:
     """What each rank owns: runs whose payloads, one behind the other, are the payload of the whole.
 
     Where they would not be, because a compressor sends a short run dense, the last rank owns everything.
@@ -63,7 +65,7 @@ def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> list
     sizes = Counter(stop - start for start, stop in cut)
     if sum(count * first.nbytes(size, dtype) for size, count in sizes.items()) != layout.nbytes:
         cut = shares(numel, numel, ranks)
-    return cut
+    return tuple(cut)
 
 
 def ring(nbytes: int, ranks: int) -> int:

@@ -9,6 +9,8 @@ With no compression in both stages this is the plain all-reduce, `dense`: sums a
 ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def sharded(stage: Stage) -> Outcome:
     return Outcome(second.finite, commit, second.write)
 
 
-def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTensor]:
+def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> tuple[Tensor, CompressedTensor]:
     """The sum of this rank's share, in float32 or float64, and what this rank sent."""
     first, dtype = stage.first, stage.tensor.dtype
     payload = stage.buffer(stage.layout.nbytes)
@@ -53,7 +55,7 @@ def reduce_scatter(stage: Stage, cut: list[Span]) -> tuple[Tensor, CompressedTen
     return total, sent
 
 
-def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
+def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Outcome:
     """The owner's sum, compressed against its own residual, to all ranks."""
     second = stage.second
     if isinstance(second, NoCompression) and stage.owner_residual is None:
@@ -84,7 +86,7 @@ def all_gather(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
     return Outcome(stage.no_mark(seen, layouts), commit, write)
 
 
-def _all_gather_dense(stage: Stage, cut: list[Span], total: Tensor) -> Outcome:
+def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Outcome:
     """The owner's sum as it is. Weighted before it is rounded: an average of 16-bit numbers does not overflow.
 
     A sum may, and is then Inf, as in torch's own all-reduce; NaN at the start of a share means that it was marked.

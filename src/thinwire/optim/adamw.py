@@ -129,7 +129,7 @@ class AdamW(CompressedOptimizer):
         """Of each group: the sum of the weights with which gradients, and their squares, are in the moments of what is
         compressed. With constant betas 1 - beta ** steps."""
         self._found: dict[str, float] = {}
-        """c as measured, also of tensors that do not need it yet."""
+        """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
         """Whether c is to be measured at the next step, as after a resume with another number of ranks."""
 
@@ -233,7 +233,7 @@ class AdamW(CompressedOptimizer):
             if part.is_cuda:  # made on the stream of its exchange
                 part.record_stream(torch.cuda.current_stream(part.device))
         for name, found in measure(self.sync, ordered).items():
-            known = self._scales.get(name)
+            known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
         self._transform.samples = {}
         self._measures_next = False
@@ -285,7 +285,7 @@ class AdamW(CompressedOptimizer):
         self._weights = [(float(first), float(second)) for first, second in state["weights"]]
         saved, here = int(state["world_size"]), self.sync.world_size
         self._scales = {name: for_ranks(float(c), saved, here) for name, c in state["scales"].items()}
-        self._found = {}
+        self._found = dict(self._scales) if saved > 1 else {}  # one rank averages nothing, so it has measured nothing
         self._measures_next = saved != here
 
 

@@ -4,7 +4,9 @@ Samples come in one endless stream, which depends on the seed alone, and each ra
 run can be repeated and resumed, two recipes see the same data, and four ranks see what two with twice the batch would.
 """
 
+import gzip
 import importlib.util
+import lzma
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -47,14 +49,22 @@ class Data(Protocol):
 
 
 class Text:
-    """Windows of `context` bytes of Python sources; the target is the next byte at each place.
+    """Windows of `context` bytes of Python sources, or of a file; the target is the next byte at each place.
 
     An epoch is the whole text, cut into windows without overlap; where the first begins is drawn anew for each epoch.
     """
 
-    def __init__(self, context: int, validation_windows: int = 256, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        context: int,
+        validation_windows: int = 256,
+        *,
+        file: Path | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._train, self._validation = (
-            torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in sources()
+            torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
+            for part in (sources() if file is None else file_parts(file))
         )
         self._context, self._windows = context, validation_windows
         shortest = min(len(self._train), len(self._validation))
@@ -129,6 +139,17 @@ def _digits() -> Tensor:
 
     images, digits = load_digits(return_X_y=True)
     return torch.cat([torch.from_numpy(images), torch.from_numpy(digits).double().unsqueeze(1)], dim=1)
+
+
+def file_parts(path: Path) -> tuple[bytes, bytes]:
+    """Return the bytes of a file for training, and its last twentieth for validation; .xz and .gz are unpacked."""
+    unpack = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
+    try:
+        text = unpack(path.read_bytes())
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"the text {path} cannot be read: {error}") from None
+    cut = len(text) - len(text) // _VALIDATION_SHARE
+    return text[:cut], text[cut:]
 
 
 @cache

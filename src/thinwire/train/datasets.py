@@ -21,6 +21,8 @@ DATASETS = ("text", *IMAGES)
 def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
     """One of `DATASETS`; those in `FOLDERS` are read from the folder, the others come with Python and scikit-learn.
 
+    folder    of text, a file in place of a folder is the text itself
+
     context   bytes that a sample of text has, as many as the model sees at once; images have none
     device    where the data is kept and batches are made; which samples they have does not depend on it
 
@@ -31,7 +33,7 @@ def load_data(name: str, folder: Path, context: int | None = None, *, device: to
     if (context is None) == (name == "text"):
         raise ValueError(f"data {name} with context {context}, expected a number for text and none for images")
     if context is not None:
-        return Text(context, device=device)
+        return Text(context, file=folder if folder.is_file() else None, device=device)
     return Digits(device=device) if name == "digits" else FOLDERS[name](folder, device=device)
 
 

@@ -34,7 +34,7 @@ class Options:
     data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Other data that fits the model: mnist, fashion-mnist or cifar10."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
-    """Where its files are."""
+    """Where its files are; for a gpt, a file whose bytes are its text."""
     workers: int = 2
     """Ranks."""
     batch: int = 4
