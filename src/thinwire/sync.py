@@ -26,7 +26,7 @@ from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout
-from .collectives.groups import check_kind, place
+from .collectives.groups import check_kind, compressing_ranks, place
 from .collectives.local import LocalGroup
 from .collectives.plan import ALGORITHMS
 from .compressors import Compressor, NoCompression, TopK, format_spec
@@ -84,7 +84,7 @@ class Synchronizer:
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if isinstance(group, LocalGroup) or dist.is_initialized():
-            self.policy = self.policy.for_ranks(place(group)[1])
+            self.policy = self.policy.for_ranks(compressing_ranks(group))
         if error_feedback and transform is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
@@ -118,7 +118,7 @@ class Synchronizer:
         """Whether nothing is owed to what auto has left dense."""
         self._trials: Trials | None = None
         if self.policy.auto:
-            candidates = GRADIENTS if transform is None else updates(self.world_size)
+            candidates = GRADIENTS if transform is None else updates(compressing_ranks(group))
             self._trials = Trials(candidates, self.policy.warmup_steps)
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
@@ -382,7 +382,7 @@ class Synchronizer:
     def _begin(self, device: torch.device) -> None:
         self._account()
         if self.policy.ranks is None:
-            self.policy = self.policy.for_ranks(self.world_size)
+            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if self._loaded:
             self._compare_steps(device)
         if self._exchange is not None:

@@ -125,3 +125,19 @@ def test_nodes(ranks: Ranks, shape: tuple[int, int]) -> None:
     found = ranks.run(nodes, shape[0] * shape[1], shape)
     for results in zip(*found, strict=True):
         assert len(set(results)) == 1
+
+
+def default_density(rank: int, world_size: int) -> tuple[str, str]:
+    """The default compressor of all ranks, and of two nodes of two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    specs = []
+    for group in (None, mesh):
+        optimizer = thinwire.SGD(torch.nn.Linear(8, 8), lr=0.1, group=group)
+        specs.append(thinwire.format_spec(optimizer.sync.policy.final))
+    return specs[0], specs[1]
+
+
+def test_the_default_density_is_by_what_is_compressed(ranks: Ranks) -> None:
+    """Ranks of a node are summed dense, so it is nodes that count."""
+    expected = tuple(thinwire.format_spec(thinwire.default_compressor(count)) for count in (4, 2))
+    assert ranks.run(default_density, 4) == [expected] * 4

@@ -36,6 +36,11 @@ def place(group: object) -> tuple[int, int]:
     return rank, size
 
 
+def compressing_ranks(group: object) -> int:
+    """Return how many ranks' payloads make a sum: all ranks, or the nodes where ranks of a node are summed dense."""
+    return group.size if isinstance(group, LocalGroup) else dist.get_world_size(_groups(group)[-1])
+
+
 def _groups(group: object) -> list[dist.ProcessGroup]:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
