@@ -15,7 +15,7 @@ def main() -> None:
     torch.manual_seed(0)
     teacher, student = nn.Linear(256, 8), nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8))
     ddp = DistributedDataParallel(student)
-    optimizer = thinwire.AdamW(ddp, lr=1e-3, compressor="topk:ratio=1/64,bits=2", warmup_steps=20)
+    optimizer = thinwire.AdamW(ddp, lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     data = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has batches of its own
     for step in range(STEPS):

@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     teacher, student = nn.Linear(256, 8), nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8))
     ddp = DistributedDataParallel(student)
-    optimizer = thinwire.AdamW(ddp, lr=1e-3, warmup_steps=20)
+    optimizer = thinwire.AdamW(ddp, lr=1e-3)
     first = load(folder, ddp, optimizer)
     dist.barrier()  # nobody writes before all have read
     for step in range(first, first + 100):
