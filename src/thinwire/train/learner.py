@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.compressors import format_spec
 from thinwire.policy import AUTO, DEFAULT
 from thinwire.sync import Synchronizer
 
@@ -129,6 +130,11 @@ class Learner:
             _set_random_state(own[0]["random"], self._device)
 
     # How it goes.
+
+    def describe_compressor(self) -> str:
+        """Return the compressor as it was given; for "default" with what that is for this number of ranks."""
+        given, policy = self._config.compressor, self.sync.policy
+        return f"{given} ({format_spec(policy.final)})" if policy.by_ranks else given
 
     @property
     def _is_ours(self) -> bool:

@@ -93,7 +93,7 @@ class _Run:
             facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device)}
             self.metrics = Metrics(folder, config, self.counts.step, facts)
         view.say(
-            f"{config.recipe}: {config.model}, {parameters:,} parameters, {config.compressor}, "
+            f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
             f"{place.world_size} worker{'s' * (place.world_size > 1)} on {device.type}, in {folder}"
         )
         if loaded is not None:
