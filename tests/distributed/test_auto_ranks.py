@@ -66,7 +66,8 @@ class Run:
         else:
             self.model = DistributedDataParallel(module, **SEVERAL) if ddp else module
             given = self.model if ddp else self.model.named_parameters()
-            self.optimizer = getattr(thinwire, kind)(given, lr=3e-3, compressor=AUTO, warmup_steps=2)
+            options = {"momentum": 0.9} if kind == "SGD" else {}
+            self.optimizer = getattr(thinwire, kind)(given, lr=3e-3, compressor=AUTO, warmup_steps=2, **options)
             self.sync, self.finish = self.optimizer.sync, lambda: None
         force(self.sync, best)
 
