@@ -208,7 +208,7 @@ def test_learning_through_the_host_is_a_plain_loop(config: Config) -> None:
     """Compressed: DDP has its parameters in another order, and so other chunks. Also after a checkpoint is loaded."""
     model = model_config(config.model).build(config.seed)
     optimizer, lr = plain_optimizer(config, model)
-    sync = Synchronizer(thinwire.compressor(config.compressor))
+    sync = Synchronizer(config.compressor)
     losses: list[list[float]] = [[], [], []]
     for step in range(12):
         for group in optimizer.param_groups:
