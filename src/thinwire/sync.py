@@ -490,7 +490,8 @@ class Synchronizer:
             flushes = any(name in self._vectors and self.sends_dense(name, entries[name], number) for name in entries)
             self._flushed = not flushes
         if flushes:
-            assigned = dict.fromkeys(entries, trials.candidates[1])  # who has a residual, though it is sent dense
+            # Who has a residual, though it is sent dense; others, such as those that an optimizer has paid, stay dense.
+            assigned = assigned | {name: trials.candidates[1] for name in entries if name in self._vectors}
             self._owners.fold(self._vectors)
         if assigned is not self._shared:
             self._shared, self._plans = assigned, {}

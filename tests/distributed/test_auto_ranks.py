@@ -33,9 +33,12 @@ from training import (
 
 import thinwire
 from ranks import Ranks
-from thinwire.auto import GRADIENTS, UPDATES
+from thinwire.auto import GRADIENTS, updates
 from thinwire.compressors import format_spec
 from thinwire.trials import BEFORE, STEPS, TURNS
+
+UPDATES = updates(2)
+"""What two ranks may send updates by."""
 
 OVER = BEFORE + TURNS * STEPS * len(GRADIENTS)
 """Steps after which gradients have been tried."""
@@ -66,7 +69,8 @@ class Run:
         else:
             self.model = DistributedDataParallel(module, **SEVERAL) if ddp else module
             given = self.model if ddp else self.model.named_parameters()
-            self.optimizer = getattr(thinwire, kind)(given, lr=3e-3, compressor=AUTO, warmup_steps=2)
+            options = {"momentum": 0.9} if kind == "SGD" else {}
+            self.optimizer = getattr(thinwire, kind)(given, lr=3e-3, compressor=AUTO, warmup_steps=2, **options)
             self.sync, self.finish = self.optimizer.sync, lambda: None
         force(self.sync, best)
 

@@ -308,8 +308,9 @@ def refuse(rank: int, world_size: int, ddp: bool) -> None:
     attempt({**right, "entries": {**right["entries"], "0.weight": 7}}, "0.weight", "7", "another model")
     attempt({**right, "entries": {**right["entries"], "more": 7}}, "more", "another model")
     attempt({**right, "world_size": world_size + 1, "rank": rank + 1}, f"rank {rank} of {world_size}")
-    cut = {name: tensor[:-1] for name, tensor in right["residuals"].items()}
-    attempt({**right, "residuals": cut}, "weight")
+    for name in ("0.weight", "0.bias"):
+        cut = {**right["residuals"], name: right["residuals"][name][:-1]}
+        attempt({**right, "residuals": cut}, name)
     for garbage in (None, 5, "abc", {}, [], [5], {"format": 1}, {"format": 1, "world_size": world_size, "rank": rank}):
         attempt(garbage, "state")
     attempt({key: value for key, value in right.items() if key != "policy"}, "state")

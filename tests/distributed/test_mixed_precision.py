@@ -195,6 +195,7 @@ def small_gradients(rank: int, world_size: int, kind: str) -> float:
         grad_scaler=scaler,
         lr=1e4,
         momentum=0.9,
+        compressed_momentum=0.9,
         weight_decay=0.0,
         warmup_steps=0,
     )

@@ -137,7 +137,8 @@ def send_all(rank: int, world_size: int, ddp: bool, options: dict[str, Any]) -> 
     """Everything sent, at 32 bits: the average of ranks' momenta is the momentum of the average."""
     models = [wrapped(make_net(), True), wrapped(make_net(), ddp)]
     theirs = torch.optim.SGD(models[0].parameters(), **options)
-    ours = make("SGD", models[1], policy("topk:ratio=1,bits=32", warmup=[(4, "none")]), **options)
+    everything = policy("topk:ratio=1,bits=32", small_compressor="none", warmup=[(4, "none")])
+    ours = make("SGD", models[1], everything, compressed_momentum=options["momentum"], **options)
     for step in range(15):
         for model, optimizer in zip(models, (theirs, ours), strict=True):
             optimizer.zero_grad()
@@ -189,7 +190,8 @@ def test_adamw_that_sends_everything_is_dense_adamw(ranks: Ranks, ddp: bool, bet
 def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype) -> None:
     """Each rank's own gradient, to the limit times the root of the number of ranks."""
     limit, model = 0.7, wrapped(Given().to(dtype), ddp)
-    optimizer = make("SGD", model, policy(spec), lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=limit)
+    given_policy = policy(spec, small_compressor="none")
+    optimizer = make("SGD", model, given_policy, lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=limit)
     expected = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in plain(model).weights]
     for step in range(3):
         given = [part.to(dtype) for part in gradients(plain(model), rank, step)]

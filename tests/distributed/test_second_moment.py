@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training import loss_of, make_net, policy
+from training import Given, gradients, loss_of, make_net, policy
 
 import thinwire
+from oracle import bytes_of
 from ranks import Ranks
+from thinwire.optim.adamw import _AT_ONCE
 
 TOPK = "topk:ratio=1/16,bits=4,chunk=512"
 
@@ -39,6 +41,30 @@ def test_ranks_average_them_at_doublings_and_then_regularly(ranks: Ranks) -> Non
         assert alike == [1, 2, 3, 4, 16, 32, 40, 80]
         plain = found[50][1]
         assert all(found[step - 1][1] > plain + 10_000 // 2 for step in (16, 32, 40, 80)), "bytes must be counted"
+
+
+def of_many_tensors(rank: int, world_size: int) -> list[dict[str, bytes]]:
+    """Second moments after a step before the refresh, and after the refresh; more tensors than are averaged at once."""
+    model = Given((300, 700, 5000, 41, 900, 2000, 1, 333, 4096, 512, 77, 64, 8000, 10, 129, 650, 2, 31, 1024))
+    everything = thinwire.Policy("topk:ratio=1/4,bits=4,chunk=512", small=0)
+    optimizer = thinwire.AdamW(model, compressor=everything, warmup_steps=2, refresh_every=20)
+    found = []
+    for step in range(1, 17):
+        optimizer.zero_grad()
+        model(gradients(model, rank, step)).backward()
+        optimizer.step()
+        if step >= 15:
+            seconds = optimizer._vectors["exp_avg_sq"].named()
+            assert len(seconds) == len(model.weights) > 2 * _AT_ONCE
+            found.append({name: bytes_of(v) for name, v in seconds.items()})
+    return found
+
+
+def test_all_of_many_tensors_are_averaged(ranks: Ranks) -> None:
+    found = ranks.run(of_many_tensors, 3)
+    for before, after in found[1:]:
+        assert all(before[name] != found[0][0][name] for name in before), "each rank follows its own"
+        assert [name for name in after if after[name] != found[0][1][name]] == []
 
 
 def freeze(rank: int, world_size: int) -> bool:

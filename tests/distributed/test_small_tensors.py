@@ -1,4 +1,4 @@
-"""Small tensors are sent together, in 8 bits with a residual: their bytes as counted, nothing lost, exact on request."""
+"""Small tensors are sent together, in 8 bits with a residual: bytes as counted, nothing lost, exact on request."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ import thinwire
 from ranks import Ranks
 from thinwire.collectives import cost
 
-SIZES = (5000, 10, 700, 8192, 5, 300)
-SMALL = 10 + 700 + 5 + 300
+SIZES = (5000, 10, 4000, 8192, 5, 1300)
+SMALL = 10 + 4000 + 5 + 1300
+"""Two records, which are sharded between three ranks."""
 TOPK = "topk:ratio=1/64,bits=2"
 
 
@@ -101,5 +102,5 @@ def test_their_residuals_follow_the_scale_of_the_loss(ranks: Ranks) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="small_compressor topk.*expected quantize or none"):
+    with pytest.raises(ValueError, match=r"small_compressor topk.*expected quantize or none"):
         thinwire.Policy(TOPK, small_compressor="topk:ratio=1/4")

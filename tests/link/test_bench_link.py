@@ -25,7 +25,7 @@ OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits
 WIDTH = 72
 """Of 400,000 parameters, as settings.py rounds it, for both models."""
 WEIGHTS, SMALL = 6 * 12 * WIDTH * WIDTH, 6 * 13 * WIDTH
-"""Entries of six blocks of a GPT: matrices, and what is so small that thinwire sends it dense."""
+"""Entries of six blocks of a GPT: matrices, and what is so small that thinwire sends it in 8 bits."""
 
 
 def measure(rows: Path, *arguments: str) -> tuple[str, dict[str, record.Line]]:
@@ -47,7 +47,7 @@ def test_bytes_on_the_interface_are_those_that_each_way_sends(tmp_path: Path) ->
     assert sent["no communication"] < 1000
     expected = {way: each * (WEIGHTS + SMALL) for way, each in (("dense", 4), ("fp16 hook", 2), ("bf16", 2))}
     for way in (QUANTIZED, OURS):
-        expected[way] = thinwire.compressor(way.split()[1]).nbytes(WEIGHTS, torch.float32) + 4 * SMALL
+        expected[way] = thinwire.compressor(way.split()[1]).nbytes(WEIGHTS) + thinwire.Quantize(bits=8).nbytes(SMALL)
     for way, payload in expected.items():
         assert payload < sent[way] < 1.1 * payload + 2000, way  # TCP's and Ethernet's headers take 6 %
     assert found["dense"]["ms"] > 0.9e3 * 8 * 4 * WEIGHTS / 100e6  # not faster than its link

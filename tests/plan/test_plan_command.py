@@ -32,7 +32,7 @@ def test_the_installed_command() -> None:
     done = subprocess.run([COMMAND, *arguments()], capture_output=True, text=True, timeout=120, check=False, env=clean)
     assert (done.returncode, done.stderr) == (0, "")
     assert "7 G parameters in 1,070 buckets; 64 ranks, each with a link of 1 Gbit/s, latency 50 µs" in done.stdout
-    for row in (r"dense +ring +\d+ s +1\.00 +55\.1 GB", r"topk:ratio=1/64,bits=2 +sharded \(auto\) .* 1\.17 GB"):
+    for row in (r"dense +ring +\d+ s +1\.00 +55\.1 GB", r"topk:ratio=1/64,bits=2 +sharded \(auto\) .* 1\.13 GB"):
         assert re.search(row, done.stdout), done.stdout
     assert re.search(r"^Use topk:ratio=1/64,bits=2 by sharded: ", done.stdout, re.MULTILINE)
 

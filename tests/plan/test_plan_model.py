@@ -97,19 +97,29 @@ def test_the_dense_ways_keep_nothing() -> None:
         assert (found.residual, found.buffers) == (0, held)
 
 
-def test_small_parameters_go_dense() -> None:
-    """A byte for each entry of the large one, and four for each of the small ones: to one other rank at once, to
-    several in shares, which come back as sums."""
-    work = Work((Bucket(1_000_000, 1_000_000, small=3000),), 0.1, 0.1, 0.1)
-    for world, small, messages in ((2, 4 * 3000, 1), (4, 2 * 3 / 4 * 4 * 3000, 6)):
+def test_small_parameters_go_in_eight_bits() -> None:
+    """A byte for each element, large or small, whatever the large ones go by: small ones of one record to every other
+    rank at once, of several in shares, which come back as sums."""
+    eight = MADE[EIGHT]
+    shared = cost.sharded(eight, eight, 8192, torch.float32, 4).sent
+    assert shared < 3 * eight.nbytes(8192)
+    for world, small, sent, messages in (
+        (2, 3000, eight.nbytes(3000), 1),
+        (2, 8192, eight.nbytes(8192), 1),
+        (4, 3000, 3 * eight.nbytes(3000), 3),
+        (4, 8192, shared, 6),
+    ):
+        work = Work((Bucket(1_000_000, 1_000_000, small=small),), 0.1, 0.1, 0.1)
         given = Case(work, replace(PLAIN, world=world), FREE)
-        found = given.predict(Way(EIGHT, "gather", False, "attach")).footprint
-        assert found.sent == (world - 1) * MADE[EIGHT].nbytes(1_000_000) + small
-        assert found.messages == world - 1 + messages
+        for spec in (EIGHT, TOPK):
+            found = given.predict(Way(spec, "gather", False, "attach")).footprint
+            assert found.sent == (world - 1) * MADE[spec].nbytes(1_000_000) + sent
+            assert found.messages == world - 1 + messages
+    work = Work((Bucket(1_000_000, 1_000_000, small=3000),), 0.1, 0.1, 0.1)
     slow = Case(work, replace(PLAIN, world=2, rate=1e6), FREE)
     without = replace(slow, work=Work((Bucket(1_000_000, 1_000_000),), 0.1, 0.1, 0.1))
     way = Way(EIGHT, "gather", False, "attach")
-    assert slow.seconds(way) - without.seconds(way) == pytest.approx(8 * 4 * 3000 / 1e6, rel=0.2)  # once, and headers
+    assert slow.seconds(way) - without.seconds(way) == pytest.approx(8 * 3000 / 1e6, rel=0.2)  # once, and headers
 
 
 def test_small_parameters_wait_for_each_other() -> None:

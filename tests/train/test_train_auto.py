@@ -7,10 +7,13 @@ import pytest
 from training_runs import SMALL, assert_same_weights, changed, checkpoints, copy_run, lines, newest, train
 
 from ranks import Ranks
-from thinwire.auto import UPDATES
+from thinwire.auto import updates
 from thinwire.compressors import format_spec
 from thinwire.train.checks import check
 from thinwire.trials import BEFORE, STEPS, TURNS
+
+UPDATES = updates(2)
+"""What two ranks may send updates by."""
 
 OVER = max(BEFORE, SMALL.warmup_steps) + TURNS * STEPS * len(UPDATES) + STEPS
 """Steps after which there is a choice, with a turn for a mixture."""

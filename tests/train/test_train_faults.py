@@ -287,6 +287,43 @@ def test_a_loss_that_is_never_finite_again_ends_the_run(compressor: str, ranks: 
     assert_as_if_nothing_was(ranks, 2, config, tmp_path)
 
 
+LARGE_LOSSES = """
+import warnings
+import torch.distributed as dist
+from thinwire.sync import Synchronizer
+from thinwire.train.learner import Learner
+warn = Synchronizer._warn_of_skipped
+def warn_quietly(self):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # here a warning would be an error
+        warn(self)
+patch(Synchronizer, "_warn_of_skipped", warn_quietly)
+loss, calls = Learner._loss, []
+def enlarged(self, module, batch):
+    calls.append(None)
+    return loss(self, module, batch) * (1e24 if dist.get_rank() == 1 and len(calls) in {steps} else 1.0)
+patch(Learner, "_loss", enlarged)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_gradients_that_cannot_be_squared_end_the_run_though_the_loss_is_finite(
+    optimizer: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """On one rank of two: 20 such steps are skipped and counted, one more is an error."""
+    config = changed(SMALL, out=RUN, optimizer=optimizer, warmup_steps=50, steps=60)
+    ended = train(ranks, 2, config, tmp_path, LARGE_LOSSES.format(steps=[*range(3, 23), *range(26, 99)]))
+    assert ended.error == (
+        "the last 21 steps, up to step 46, were skipped, because a gradient was not finite or too large to be squared: "
+        f"try a lower --lr than {config.lr:g}; the last checkpoint is that of step 45"
+    )
+    steps = lines(tmp_path / RUN, "step")
+    assert all(line["loss"] is not None for line in steps)
+    assert [line["skipped"] for line in steps if line["step"] in (2, 22, 25, 45)] == [0, 20, 20, 40]
+    assert checkpoints(tmp_path / RUN)[-1] == 45
+    assert lines(tmp_path / RUN)[-1]["reason"] == "failed"
+
+
 # Two at once.
 
 

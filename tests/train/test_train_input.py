@@ -45,7 +45,7 @@ CONFIG = changed(SMALL, out=RUN)
         (["--eval-every", "-5"], "--eval-every -5, expected 0 or more"),
         (["--checkpoint-every", "-5"], "--checkpoint-every -5, expected 0 or more"),
         (["--warmup-steps", "-1"], "--warmup-steps -1, expected 0 or more"),
-        (["--warmup-steps", "0"], "--warmup-steps 0 with topk:ratio=1/64,bits=2"),
+        (["--warmup-steps", "0"], "--warmup-steps 0 with default"),
         (["--seed", "-1"], "--seed -1, expected 0 or more"),
         (["--seed", str(2**70)], "--seed"),
         (["--lr", "0"], "--lr 0, expected a number above 0"),

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def test_learning_through_the_host_is_a_plain_loop(config: Config) -> None:
     """Compressed: DDP has its parameters in another order, and so other chunks. Also after a checkpoint is loaded."""
     model = model_config(config.model).build(config.seed)
     optimizer, lr = plain_optimizer(config, model)
-    sync = Synchronizer(thinwire.compressor(config.compressor))
+    sync = Synchronizer(config.compressor)
     losses: list[list[float]] = [[], [], []]
     for step in range(12):
         for group in optimizer.param_groups:
@@ -238,8 +239,11 @@ def test_learning_through_the_host_is_a_plain_loop(config: Config) -> None:
 
 def plain_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, float]:
     """thinwire's for a sparse compressor, which exchanges by itself, else torch's; and its learning rate."""
-    compressor, given = thinwire.compressor(config.compressor), {"weight_decay": config.weight_decay}
-    if not compressor.sparse:
+    compressor = thinwire.Policy(config.compressor)
+    given: dict[str, Any] = {"weight_decay": config.weight_decay}
+    if not compressor.final.sparse:
         return torch.optim.AdamW(model.parameters(), lr=config.lr, **given), config.lr
-    make, lr = (thinwire.AdamW, config.lr) if config.optimizer == "adamw" else (thinwire.SGD, 5 * config.lr)
-    return make(model, lr=lr, **given, compressor=compressor, warmup_steps=config.warmup_steps), lr
+    given |= {"compressor": compressor, "warmup_steps": config.warmup_steps}
+    if config.optimizer == "adamw":
+        return thinwire.AdamW(model, lr=config.lr, **given), config.lr
+    return thinwire.SGD(model, lr=config.lr, momentum=0.9, **given), config.lr

@@ -39,7 +39,8 @@ def test_backends_agree(numel: int, dtype: torch.dtype, beta2: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_step_of_many_parameters(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rates", [[0.25] * 5, [0.5, 0.125, 0.2, 0.25, 0.1]], ids=["one rate", "rates"])
+def test_a_step_of_many_parameters(dtype: torch.dtype, rates: list[float]) -> None:
     """Of any size and stride, and with updates of another dtype's width or order in memory."""
     shapes = [(0,), (1,), (3, 5), (300, 1001)]
     parameters = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -49,12 +50,12 @@ def test_a_step_of_many_parameters(dtype: torch.dtype) -> None:
     for backend in ("cpu", "reference"):
         mine = [p.clone() for p in parameters]
         with kernels.force(backend):
-            kernels.adam(torch.device("cpu")).step(mine, updates, 0.9, 0.25)
+            kernels.adam(torch.device("cpu")).step(mine, updates, 0.9, rates)
         stepped.append(mine)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    for mine, theirs, parameter, update in zip(*stepped, parameters, updates, strict=True):
+    for mine, theirs, parameter, update, rate in zip(*stepped, parameters, updates, rates, strict=True):
         assert torch.equal(mine, theirs), "replicas with other kernels would drift apart"
-        expected = (0.9 * parameter.double() - 0.25 * update.double()).to(dtype)
+        expected = (0.9 * parameter.double() - rate * update.double()).to(dtype)
         torch.testing.assert_close(mine, expected, **tolerance)
 
 

@@ -7,9 +7,12 @@ from math import nan
 import pytest
 
 from thinwire import Policy, Synchronizer
-from thinwire.auto import GRADIENTS, MARGIN, UPDATES, BucketTimes, Choice, Measured, confirm, decide
+from thinwire.auto import GRADIENTS, MARGIN, BucketTimes, Choice, Measured, confirm, decide, updates
 from thinwire.compressors import format_spec
 from thinwire.trials import BEFORE, STEPS, TURNS, Trials, schedule
+
+UPDATES = updates(2)
+"""What two ranks may send updates by."""
 
 NONE, EIGHT, TOPK = (format_spec(one) for one in UPDATES)
 NAMES = (("c",), ("b",), ("a",))

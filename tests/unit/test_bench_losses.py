@@ -178,7 +178,7 @@ def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureF
     path = write(tmp_path / "rows.jsonl", conditions(2, model="cnn", config={}), *rows)
     assert results(path, "--plot", tmp_path / "loss.svg") == 0
     text = capsys.readouterr().out
-    assert "| **sgd thinwire** | 76.0 % (+6.0 / +1.0) | diverged | 1 | 20x |" in text
+    assert "| **sgd thinwire** | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
     assert "validation accuracy" in text
     assert "the best dense (75.0 %: lr 0.1)" in text
     assert ">76 %</text>" in (tmp_path / "loss.svg").read_text()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from thinwire import NoCompression, Quantize, TopK
-from thinwire.buckets import _TAKEN_OUT, BUCKET_BYTES, Bucket, flatten, group_parameters, plan_bucket
+from thinwire.buckets import _TAKEN_OUT, BUCKET_BYTES, Bucket, Packed, flatten, group_parameters, plan_bucket
 
 DENSE, TOPK, OTHER = NoCompression(), TopK(ratio="1/64"), Quantize(bits=8)
 KINDS = [DENSE, TOPK, OTHER]
@@ -16,23 +16,29 @@ KINDS = [DENSE, TOPK, OTHER]
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([0, 1, 10, 5000, _TAKEN_OUT, _TAKEN_OUT + 1]), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(
+            st.sampled_from([0, 1, 10, 5000, _TAKEN_OUT, _TAKEN_OUT + 1]),
+            st.integers(0, 2),
+            st.integers(0, 1),
+            st.booleans(),
+        ),
         min_size=1,
         max_size=12,
     )
 )
-def test_every_entry_goes_one_way(drawn: list[tuple[int, int, int]]) -> None:
+def test_every_entry_goes_one_way(drawn: list[tuple[int, int, int, bool]]) -> None:
     names = [str(index) for index in range(len(drawn))]
-    sizes = [size for size, _, _ in drawn]
-    compressors, families = [KINDS[kind] for _, kind, _ in drawn], [family for _, _, family in drawn]
-    plan = plan_bucket(names, sizes, compressors, families)
+    sizes = [size for size, *_ in drawn]
+    compressors, families = [KINDS[kind] for _, kind, *_ in drawn], [family for _, _, family, _ in drawn]
+    small = {name for name, (*_, is_small) in zip(names, drawn, strict=True) if is_small}
+    plan = plan_bucket(names, sizes, compressors, families, small)
     bounds, start = {}, 0
     for name, size in zip(names, sizes, strict=True):
         bounds[name], start = (start, start + size), start + size
     kinds, groups = dict(zip(names, compressors, strict=True)), dict(zip(names, families, strict=True))
 
-    dense = {name for name in names if kinds[name] is DENSE}
-    assert list(plan.dense) == [bounds[name] for name in names if name in dense]
+    packed = {name for name in names if kinds[name] is DENSE} | small
+    assert list(plan.packed) == [Packed(name, *bounds[name], kinds[name]) for name in names if name in packed]
     carried: list[str] = []
     end = 0
     for run in plan.runs:
@@ -45,7 +51,7 @@ def test_every_entry_goes_one_way(drawn: list[tuple[int, int, int]]) -> None:
         for name, size in zip(run.names, run.sizes, strict=True):
             if name is None:
                 gaps.append((at - run.start, at - run.start + size))
-                assert any(bounds[other] == (at, at + size) for other in dense)
+                assert any(bounds[other] == (at, at + size) for other in packed)
                 assert size <= _TAKEN_OUT
             else:
                 assert bounds[name] == (at, at + size)
@@ -54,7 +60,7 @@ def test_every_entry_goes_one_way(drawn: list[tuple[int, int, int]]) -> None:
                 carried.append(name)
             at += size
         assert run.gaps() == gaps
-    assert carried == [name for name in names if name not in dense]
+    assert carried == [name for name in names if name not in packed]
 
 
 def test_neighbours_of_one_kind_are_one_run() -> None:
@@ -69,17 +75,17 @@ def test_a_large_dense_one_ends_a_run() -> None:
         assert len(plan_bucket("abc", [5000, size, 5000], [TOPK, DENSE, TOPK], [0] * 3).runs) == count
 
 
-def test_dense_ones_at_the_ends_are_in_no_run() -> None:
-    plan = plan_bucket("abcde", [10, 5000, 10, 5000, 10], [DENSE, TOPK, DENSE, TOPK, DENSE], [0] * 5)
+def test_packed_ones_at_the_ends_are_in_no_run() -> None:
+    plan = plan_bucket("abcde", [10, 5000, 10, 5000, 10], [DENSE, TOPK, OTHER, TOPK, OTHER], [0] * 5, small="ce")
     (run,) = plan.runs
     assert (run.start, run.stop, run.names) == (10, 10020, ("b", None, "d"))
-    assert plan.dense == ((0, 10), (5010, 5020), (10020, 10030))
+    assert plan.packed == (("a", 0, 10, DENSE), ("c", 5010, 5020, OTHER), ("e", 10020, 10030, OTHER))
 
 
 def test_nothing_compressed() -> None:
     plan = plan_bucket("ab", [10, 5000], [DENSE, DENSE], [0, 0])
     assert plan.runs == ()
-    assert plan.dense == ((0, 10), (10, 5010))
+    assert plan.packed == (("a", 0, 10, DENSE), ("b", 10, 5010, DENSE))
 
 
 def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:

@@ -79,11 +79,15 @@ def test_fold_gives_everything_back_once() -> None:
     assert owners.state_dict() == []
 
 
+def every(name: str) -> bool:
+    return True
+
+
 def test_an_owner_of_nothing() -> None:
     owners, run = Owners(), run_of("ab", [3, 4])
     vectors = vectors_for(run)
     owe(owners, run, vectors, [(7, 7)])
-    owners.scale(2.0)
+    owners.scale(2.0, every)
     again = Owners()
     again.load_state_dict(owners.state_dict())
     again.fold(vectors)
@@ -96,7 +100,7 @@ def test_saved_scaled_and_loaded() -> None:
     vectors = vectors_for(run)
     state = owe(owners, run, vectors, [(2, 8)])
     owners.state(run_of("c", [5]), vectors)  # never used: not in a checkpoint
-    owners.scale(0.5)
+    owners.scale(0.5, every)
     saved = owners.state_dict()
     assert len(saved) == 1
     again = Owners()
@@ -105,3 +109,13 @@ def test_saved_scaled_and_loaded() -> None:
     loaded = again.state(run, vectors)
     assert loaded.residual.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert not vectors["a"].any()
+
+
+def test_only_runs_whose_names_are_chosen_are_scaled() -> None:
+    """Gaps have no name, and count for nothing."""
+    owners, one, two = Owners(), run_of("a.b", [3, 2, 4]), run_of("c", [4])
+    vectors = vectors_for(run_of("abc", [3, 4, 4]))
+    first, second = owe(owners, one, vectors, [(0, 2)]), owe(owners, two, vectors, [(0, 2)])
+    owners.scale(4.0, lambda name: name in "ab")
+    assert first.residual.tolist() == [4.0, 8.0]
+    assert second.residual.tolist() == [1.0, 2.0]

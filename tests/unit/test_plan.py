@@ -147,7 +147,14 @@ def test_auto_says_why_it_does_not_take_what_would_send_less() -> None:
     assert "no state was given" in reason
     name, reason = chosen("topk:ratio=1/64,bits=2,chunk=none", 1 << 24, 64)
     assert name == "gather"
-    assert "not a record for each rank" in reason
+    assert "not sharded, because there is one record, which one rank would own" in reason
+
+
+def test_auto_shards_two_records_among_more_ranks() -> None:
+    """Some ranks own nothing then, and it sends less all the same."""
+    for ranks in (3, 4, 64):
+        assert chosen("quantize:bits=8", 4096, ranks)[0] != "sharded"
+        assert chosen("quantize:bits=8", 4097, ranks)[0] == "sharded"
 
 
 @pytest.mark.parametrize(

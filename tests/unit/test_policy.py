@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinwire import NoCompression, Policy, Quantize, TopK, format_spec, ramp
+from thinwire import NoCompression, Policy, Quantize, TopK, compressor, format_spec, ramp
 from thinwire.policy import share_bytes
 
 FINAL = "topk:ratio=1/64,bits=2"
@@ -19,12 +19,31 @@ def spec_at(policy: Policy, step: int, name: str = "w", numel: int = BIG) -> str
     return format_spec(policy.compressor_of(name, numel, step)).split(",")[0]
 
 
-def test_small_ones_go_dense_whatever_else_is_said() -> None:
-    policy = Policy(FINAL, small=100, layers={"*": "quantize:bits=8"}, warmup=[(1, "quantize:bits=4")])
-    for step in (0, 1):
-        assert isinstance(policy.compressor_of("b", 99, step), NoCompression)
-        assert isinstance(policy.compressor_of("b", 100, step), Quantize)
+@pytest.mark.parametrize("spec", ["quantize:bits=8", "quantize:bits=4", "none"])
+def test_small_ones_go_by_their_own_compressor_whatever_else_is_said(spec: str) -> None:
+    layers, warmup = {"*": "quantize:bits=2"}, [(1, "quantize:bits=1")]
+    policy = Policy(FINAL, small=100, small_compressor=spec, layers=layers, warmup=warmup)
+    assert Policy(FINAL).small_compressor == compressor("quantize:bits=8")
+    assert (policy.is_small("b", 99), policy.is_small("b", 100)) == (True, False)
+    for step, other in ((0, "quantize:bits=1"), (1, "quantize:bits=2")):
+        assert policy.compressor_of("b", 99, step) == compressor(spec)
+        assert policy.compressor_of("b", 100, step) == compressor(other)
     assert isinstance(Policy(FINAL, small=0).compressor_of("b", 1, 0), TopK)
+
+
+def test_small_ones_go_dense_where_nothing_is_compressed() -> None:
+    policy = Policy(FINAL, warmup=[(1, "none"), (1, "quantize:bits=8")])
+    kinds = [type(policy.compressor_of("b", 10, step)) for step in range(3)]
+    assert kinds == [NoCompression, Quantize, Quantize]
+    assert isinstance(Policy("none").compressor_of("b", 10, 0), NoCompression)
+    assert isinstance(Policy("none", layers={"w": FINAL}).compressor_of("b", 10, 0), Quantize)
+
+
+def test_small_ones_that_are_excluded_go_dense() -> None:
+    for policy in (Policy(FINAL, exclude=["b"]), Policy(FINAL, include=["w"]), Policy(FINAL, layers={"b": "none"})):
+        assert policy.goes_dense("b")
+        assert not policy.is_small("b", 10)
+        assert isinstance(policy.compressor_of("b", 10, 0), NoCompression)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,16 @@ def test_scale_reaches_everything_once() -> None:
     slice_of(vectors, ["d"]).fill_(1.0)
     slice_of(vectors, ["b", "d"])
     vectors.load(vectors.named())
-    vectors.scale(0.5)
+    vectors.scale(0.5, lambda name: True)
     assert {value for name in vectors for value in vectors[name].tolist()} == {0.5}
+
+
+def test_scale_leaves_names_alone_that_are_not_chosen() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", "b"]).fill_(1.0)
+    slice_of(vectors, ["d"]).fill_(1.0)
+    vectors.scale(0.5, lambda name: name != "b")
+    assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
 
 
 @pytest.fixture

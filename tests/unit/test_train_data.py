@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ranks import Ranks
 from thinwire.bench.recipe import Options
 from thinwire.bench.recipe.settings import settings
 from thinwire.bench.recipe.threads import Threads
@@ -142,17 +143,34 @@ class RecordingTrainer(Trainer):
         self._data = Recorder()
 
 
-def test_ranks_of_the_benchmark_share_the_stream() -> None:
-    model = "gpt:layers=1,width=16,heads=1,context=8"
-    given = settings(Options(recipes=("sgd dense",), steps=4, batch=3, seeds=(5,), model=model, simulate=True))
-    with Threads() as ranks:
-        ranks.form(2, RecordingTrainer, given)
-        ranks.ask("record")
-        ranks.ask("start", given.cases[0])
-        ranks.ask("advance", 3)
-        first, second = ranks.ask("taken")
+SMALL_GPT = "gpt:layers=1,width=16,heads=1,context=8"
+
+
+def taken_by(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    given = settings(Options(recipes=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT))
+    trainer = RecordingTrainer(rank, world_size, given)
+    trainer.record()
+    trainer.start(given.cases[0])
+    trainer.advance(3)
+    return trainer.taken()
+
+
+def test_ranks_of_the_benchmark_share_the_stream(ranks: Ranks) -> None:
+    first, second = ranks.run(taken_by, 2)
     assert first == [(0, 3, 5), (6, 3, 5), (12, 3, 5)]
     assert second == [(3, 3, 5), (9, 3, 5), (15, 3, 5)]
+
+
+def test_of_ranks_that_are_threads_the_first_takes_the_batches_of_all() -> None:
+    given = settings(Options(recipes=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT, simulate=True))
+    with Threads() as threads:
+        threads.form(2, RecordingTrainer, given)
+        threads.ask("record")
+        threads.ask("start", given.cases[0])
+        threads.ask("advance", 3)
+        first, second = threads.ask("taken")
+    assert first == [(0, 6, 5), (6, 6, 5), (12, 6, 5)]
+    assert second == []
 
 
 @pytest.mark.parametrize("model", ["resnet18", "cnn:size=28", "cnn:channels=3"])

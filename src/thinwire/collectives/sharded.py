@@ -74,9 +74,8 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Outcome:
     def write(out: Tensor) -> None:
         pieces = list(zip(cut, sums, strict=True))
         whole = second.layout(out.numel(), total.dtype)
-        if whole.nbytes == everything.numel() and all(
-            start % whole.granule == 0 for start, stop in cut if start < stop
-        ):
+        at_records = all(start % whole.granule == 0 for start, stop in cut if start < stop)
+        if at_records and whole.nbytes == everything.numel():
             pieces = [((0, out.numel()), everything)]  # whole records, one behind the other: decoded by one kernel
         with stage.compute("decode"):
             for (start, stop), payload in pieces:

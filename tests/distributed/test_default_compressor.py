@@ -1,0 +1,89 @@
+"""compressor="default" between ranks: chosen by their number, and anew by those who resume a run; nothing is lost."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import Given, average, gradients, identical, owed, weight_bits
+
+import thinwire
+from ranks import Ranks
+from thinwire import format_spec
+from thinwire.collectives import cost
+from thinwire.policy import default_compressor
+
+SIZES = (40_000, 10, 9000, 300)
+LR, BEFORE, AFTER = 0.5, 6, 5
+SMALL = 310
+
+
+def add(totals: list[Tensor], given: list[Tensor]) -> None:
+    for total, part in zip(totals, given, strict=True):
+        total += average(part)
+
+
+def make(model: Given) -> Any:
+    return thinwire.SGD(model, LR, algorithm="gather")
+
+
+def all_owed(sync: thinwire.Synchronizer) -> dict[str, Tensor]:
+    """The average over ranks of what they owe; one that has just loaded may owe nothing."""
+    mine = owed(sync)
+    names = [f"weights.{number}" for number in range(len(SIZES))]
+    zeros = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    return {name: average(mine.get(name, zero)) for name, zero in zip(names, zeros, strict=True)}
+
+
+def train(rank: int, model: Given, optimizer: Any, steps: range, totals: list[Tensor]) -> None:
+    for step in steps:
+        given = gradients(model, rank, step)
+        optimizer.zero_grad()
+        model(given).backward()
+        optimizer.step()
+        add(totals, given)
+
+
+def save(rank: int, world_size: int) -> dict[str, Any]:
+    model, totals = Given(SIZES), [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    optimizer = make(model)
+    train(rank, model, optimizer, range(BEFORE), totals)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "owed": all_owed(optimizer.sync),
+        "totals": totals,
+    }
+
+
+def go_on(rank: int, world_size: int, saved: list[dict[str, Any]]) -> dict[str, bytes]:
+    model, totals = Given(SIZES), [total.clone() for total in saved[0]["totals"]]
+    model.load_state_dict(saved[0]["model"])
+    optimizer = make(model)
+    optimizer.load_state_dict([state["optimizer"] for state in saved])
+    wanted = default_compressor(world_size)
+    assert optimizer.sync.policy.final == wanted
+    assert optimizer.state_dict()["thinwire"]["compressor"] == format_spec(wanted)
+    for name, kept in all_owed(optimizer.sync).items():
+        assert kept.any()
+        torch.testing.assert_close(kept, saved[0]["owed"][name], rtol=1e-5, atol=1e-5)
+    train(rank, model, optimizer, range(BEFORE, BEFORE + AFTER), totals)
+    left = all_owed(optimizer.sync)
+    for (name, weight), total in zip(model.named_parameters(), totals, strict=True):
+        torch.testing.assert_close(weight.detach().double() - LR * left[name], -LR * total, rtol=1e-4, atol=1e-3)
+    run = sum(SIZES[:3])  # the last ones first, and the small one between two large ones lies in their run
+    expected = cost.gather(wanted, run, torch.float32, world_size).sent
+    expected += cost.gather(thinwire.Quantize(bits=8), SMALL, torch.float32, world_size).sent
+    assert optimizer.sync.stats.last_bytes_sent == expected
+    return weight_bits(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2)])
+def test_another_number_of_ranks_has_its_own_and_loses_nothing(ranks: Ranks, before: int, after: int) -> None:
+    saved = ranks.run(save, before)
+    assert default_compressor(before) != default_compressor(after)
+    for state in saved:
+        kept = state["optimizer"]["thinwire"]
+        assert kept["compressor"] == format_spec(default_compressor(before))
+        assert kept["policy"]["compressor"] == "default"
+    assert identical(ranks.run(go_on, after, saved))
