@@ -93,7 +93,7 @@ def test_commands_in_the_readme_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (command, done.stderr)
         outputs.append(done.stdout)
-    assert re.search(r"^300 steps, 2 workers +topk:ratio=1/64,bits=2 +none *$", outputs[0], re.MULTILINE), outputs[0]
+    assert re.search(r"^300 steps, 2 workers +default +none *$", outputs[0], re.MULTILINE), outputs[0]
     accuracy = re.search(r"^accuracy +([\d.]+)% +([\d.]+)%", outputs[0], re.MULTILINE)
     assert accuracy, outputs[0]
     assert min(map(float, accuracy.groups())) >= 97, outputs[0]
