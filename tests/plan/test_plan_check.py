@@ -10,8 +10,10 @@ import pytest
 from plan_cases import EIGHT, TOPK
 
 from thinwire import cli, record
+from thinwire.compressors import format_spec
 from thinwire.plan.check import way_of
 from thinwire.plan.ways import Way
+from thinwire.policy import default_compressor
 
 WAYS = {
     "no communication": 20.0, "dense": 60.0, "fp16 hook": 45.0, "powersgd rank 1": 30.0, f"attach {EIGHT}": 40.0,
@@ -55,6 +57,8 @@ def test_ways_of_the_benchmark() -> None:
     assert way_of(f"attach {EIGHT}", 4, 1 << 20) == Way(EIGHT, "sharded", False, "attach")
     assert way_of(f"thinwire.AdamW {TOPK}", 2, 1 << 20) == Way(TOPK, "gather", False, "thinwire.AdamW")
     assert way_of(f"thinwire.SGD {TOPK}", 64, 1 << 20) == Way(TOPK, "sharded", False, "thinwire.SGD")
+    spec = format_spec(default_compressor(8))
+    assert way_of("thinwire.AdamW default", 8, 1 << 20) == Way(spec, "sharded", False, "thinwire.AdamW")
     assert way_of("attach none", 2, 1 << 20) == Way("dense", "ring")
     assert way_of("powersgd rank 4", 2, 1 << 20) is None
     assert way_of("powersgd package", 2, 1 << 20) is None

@@ -33,6 +33,8 @@ from training_runs import (
 
 from ranks import Ranks
 from thinwire.collectives.cost import ring
+from thinwire.compressors import format_spec
+from thinwire.policy import default_compressor
 from thinwire.train.config import Config
 from thinwire.train.models import model_config
 from thinwire.train.view import PHASES
@@ -160,7 +162,8 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(ran: Ran) -> None:
     told = [line for line in text.splitlines() if line.startswith("step ") and "samples/s" in line]
     assert [line.split()[1] for line in told] == 2 * [f"{step}/30" for step in range(1, 31)]
     assert text.count("validation loss") == 6
-    assert text.startswith(f"digits-cnn: {CONFIG.model}, {PARAMETERS:,} parameters, {CONFIG.compressor}, 2 workers")
+    chosen = f"default ({format_spec(default_compressor(2))})"
+    assert text.startswith(f"digits-cnn: {CONFIG.model}, {PARAMETERS:,} parameters, {chosen}, 2 workers")
     assert "Warning" not in text
 
 

@@ -113,10 +113,11 @@ def way_of(name: str, world: int, entries: int) -> Way | None:
     mode, _, spec = name.partition(" ")
     if name in _TORCH or mode not in _MODES or spec == AUTO:  # which chooses by what it measures
         return _TORCH.get(name)
-    given = default_compressor(world) if spec == DEFAULT else compressor(spec)
+    spec = format_spec(default_compressor(world)) if spec == DEFAULT else spec
+    given = compressor(spec)
     if isinstance(given, NoCompression):
         return _TORCH[DENSE]
-    return Way(format_spec(given), auto(given, world, entries), False, mode)
+    return Way(spec, auto(given, world, entries), False, mode)
 
 
 def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
