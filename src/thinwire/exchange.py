@@ -119,6 +119,8 @@ class Exchange:
     _passed_on: list[Tensor] = field(default_factory=list)
     """Of an optimizer's step, which nobody has looked at so far."""
     _waiting: list[tuple[Bucket, "Future[Tensor]"]] = field(default_factory=list)
+    is_packing: bool = False
+    """Whether packed parts are being issued."""
     _packed: list[PackedParts] = field(default_factory=list)
     """Not issued yet."""
 
@@ -234,24 +236,29 @@ class Exchange:
         kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[PackedParts]] = {}
         for parts in self._packed:
             kinds.setdefault((parts.tensor.dtype, parts.tensor.device, parts.compressor), []).append(parts)
+        self.is_packing = True
         for (_, _, compressor), group in kinds.items():
             packed = torch.cat([parts.taken_out for parts in group])
             shares = packed.split([parts.taken_out.numel() for parts in group])
             for parts, share in zip(group, shares, strict=True):
                 parts.taken_out = share
-            transform = self.sync.transform
-            prepare = partial(transform.gradient, packed) if transform is not None else _nothing
-            residual, state = None, None
-            if not isinstance(compressor, NoCompression):
-                members = [part for parts in group for part in parts.parts]
-                names, sizes = tuple(part.name for part in members), tuple(part.numel for part in members)
-                run = Run(0, packed.numel(), compressor, None, names, sizes)
-                residual, state = self.sync.keep(run, packed)
-            salt = zlib.crc32(group[0].parts[0].name.encode())
-            done = self._start(packed, compressor, salt, residual, state, prepare, packs=True)
+            members = [part for parts in group for part in parts.parts]
+            names, sizes = tuple(part.name for part in members), tuple(part.numel for part in members)
+            run = Run(0, packed.numel(), compressor, None, names, sizes)
+            residual, state = (None, None) if isinstance(compressor, NoCompression) else self.sync.keep(run, packed)
+            salt = zlib.crc32(members[0].name.encode())
+            done = self._start(
+                packed, compressor, salt, residual, state, partial(self._prepare, run, packed), packs=True
+            )
             for parts in group:
                 pass_result(done, parts.future, parts.tensor)
-        self._packed = []
+        self._packed, self.is_packing = [], False
+
+    def _prepare(self, run: Run, packed: Tensor) -> None:
+        transform = self.sync.transform
+        if transform is not None:
+            transform.sample(run, packed)
+            transform.gradient(packed)
 
     def _start_run(self, tensor: Tensor, run: Run) -> "Future[list[Tensor]]":
         transform, gaps = self.sync.transform, [tensor[begin:end] for begin, end in run.gaps()]
@@ -302,7 +309,9 @@ class Exchange:
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            return "dense" if self.flushes else "auto" if packs else self.sync.algorithm
+            if self.flushes or self.sync.algorithm == "dense":
+                return "dense"
+            return "auto" if packs else self.sync.algorithm
         # Between two ranks as many bytes go either way, and these in one message; but 16-bit sums would be rounded.
         return "gather" if self.sync.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 

@@ -148,7 +148,8 @@ class Policy:
         if self.goes_dense(name):
             return DENSE
         if self.is_small(name, numel):
-            return DENSE if self.is_dense(step, shared) else parsed(self.small_compressor)
+            compresses = not self.is_dense(step, shared) and not self.is_dense(self.warmup_steps, shared)
+            return parsed(self.small_compressor) if compresses else DENSE
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])

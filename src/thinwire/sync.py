@@ -47,10 +47,11 @@ SKIPPED_IN_A_ROW = 20
 class Synchronizer:
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
-    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, a `Policy`, or "auto": the first steps are
-                     sent by each candidate in turn, and what was quickest goes on; `choice` says what and why.
+    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, a `Policy`, "default": that of
+                     `default_compressor`, or "auto": the first steps are sent by each candidate in turn, and what was
+                     quickest goes on; `choice` says what and why.
     group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
-    algorithm        "gather", "sharded", "dense" or "auto".
+    algorithm        "gather", "sharded", "dense" or "auto". Small tensors take what sends the least, or "dense".
     second           what owners compress sums with, for "sharded"; by default more entries and more bits.
     error_feedback   False: what is not sent is lost.
     grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
@@ -83,7 +84,8 @@ class Synchronizer:
         transform: Transform | None = None,
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if isinstance(group, LocalGroup) or dist.is_initialized():
+        known = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
+        if self.policy.by_ranks and (isinstance(group, LocalGroup) or known):
             self.policy = self.policy.for_ranks(compressing_ranks(group))
         if error_feedback and transform is None:
             self.policy.check_order()
@@ -117,9 +119,8 @@ class Synchronizer:
         self._flushed = False
         """Whether nothing is owed to what auto has left dense."""
         self._trials: Trials | None = None
-        if self.policy.auto:
-            candidates = GRADIENTS if transform is None else updates(compressing_ranks(group))
-            self._trials = Trials(candidates, self.policy.warmup_steps)
+        if isinstance(group, LocalGroup) or known:
+            self._make_trials()
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
         self._stats = SyncStats()
@@ -215,6 +216,7 @@ class Synchronizer:
         With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
         """
         self._account()
+        self._make_trials()
         choice = checkpoint.choose(state, self.rank, self.world_size)
         saved = choice.alike
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
@@ -235,7 +237,8 @@ class Synchronizer:
         self._fresh, self._loaded = not self._layout, True
         self._unchecked = dict(saved["entries"]) if self.entries is None else None
         if self._trials is None:
-            self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in saved["shared"].items()}
+            shared = saved["shared"] if choice.same_world else {}
+            self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in shared.items()}
         else:
             self._flushed = False
             self._trials.load_state_dict(saved["auto"])
@@ -381,8 +384,9 @@ class Synchronizer:
 
     def _begin(self, device: torch.device) -> None:
         self._account()
-        if self.policy.ranks is None:
+        if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
+        self._make_trials()
         if self._loaded:
             self._compare_steps(device)
         if self._exchange is not None:
@@ -400,6 +404,12 @@ class Synchronizer:
         )
         collects = bool(self.wanted_layout) or (transform is not None and transform.whole)
         self._exchange = Exchange(self, number, passes_on, as_gradients, collects, flushes)
+
+    def _make_trials(self) -> None:
+        """Make the trials of "auto", once the number of ranks is known."""
+        if self.policy.auto and self._trials is None:
+            candidates = GRADIENTS if self.transform is None else updates(compressing_ranks(self.group))
+            self._trials = Trials(candidates, self.policy.warmup_steps)
 
     def _compare_steps(self, device: torch.device) -> None:
         """ValueError on all ranks if they go on from checkpoints of different steps."""

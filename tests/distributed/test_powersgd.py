@@ -19,6 +19,8 @@ METHODS = {
     "rank 2": partial(exchanges.powersgd, rank=2),
     "rank 4": partial(exchanges.powersgd, rank=4),
 }
+ROUNDING = {"fp16": 4e-3, "rank 1": 1e-3, "rank 2": 1e-3, "rank 4": 1e-3}
+"""torch rounds to 11 bits after each addition, threads once; and rounding moves later gradients a little."""
 Run = tuple[list[Tensor], list[Tensor], float]
 
 
@@ -79,7 +81,7 @@ def test_threads_do_what_torchs_hook_does(ranks: Ranks, method: str) -> None:
             torch.testing.assert_close(
                 gradient,
                 expected,
-                rtol=1e-3,
+                rtol=ROUNDING[method],
                 atol=1e-5 * float(expected.abs().max()),
                 msg=lambda m, s=step: f"{s}: {m}",
             )

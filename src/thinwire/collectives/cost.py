@@ -14,7 +14,7 @@ more for each peer, to learn beforehand that all is finite.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -60,12 +60,18 @@ def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tupl
 
     Where they would not be, because a compressor sends a short run dense, the last rank owns everything.
     """
-    layout = first.layout(numel, dtype)
-    cut = shares(numel, layout.granule, ranks)
-    sizes = Counter(stop - start for start, stop in cut)
-    if sum(count * first.nbytes(size, dtype) for size, count in sizes.items()) != layout.nbytes:
-        cut = shares(numel, numel, ranks)
-    return tuple(cut)
+    cut = shares(numel, first.layout(numel, dtype).granule, ranks)
+    return tuple(cut if is_whole(first, numel, dtype, cut) else shares(numel, numel, ranks))
+
+
+def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequence[Span]) -> bool:
+    """Tell whether the payloads of shares, one behind the other, are the payload of the whole tensor.
+
+    They are if shares are cut at records, and none of them is so short that it is sent dense.
+    """
+    layout = compressor.layout(numel, dtype)
+    kinds = {type(compressor.layout(stop - start, dtype)) for start, stop in cut if start < stop}
+    return kinds <= {type(layout)} and all(start % layout.granule == 0 for start, stop in cut if start < stop)
 
 
 def ring(nbytes: int, ranks: int) -> int:

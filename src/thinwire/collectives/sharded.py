@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compressors import CompressedTensor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.layout import DenseLayout, Layout, residual_dtype
-from .cost import Span, dtype_of_sum, owned
+from .cost import Span, dtype_of_sum, is_whole, owned
 from .stage import Outcome, Stage
 
 _SECOND = 2
@@ -73,10 +73,8 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Outcome:
 
     def write(out: Tensor) -> None:
         pieces = list(zip(cut, sums, strict=True))
-        whole = second.layout(out.numel(), total.dtype)
-        at_records = all(start % whole.granule == 0 for start, stop in cut if start < stop)
-        if at_records and whole.nbytes == everything.numel():
-            pieces = [((0, out.numel()), everything)]  # whole records, one behind the other: decoded by one kernel
+        if is_whole(second, out.numel(), total.dtype, cut):
+            pieces = [((0, out.numel()), everything)]  # decoded by one kernel
         with stage.compute("decode"):
             for (start, stop), payload in pieces:
                 part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)

@@ -41,8 +41,8 @@ class Turns:
             self._taking_turns.discard(rank)
             self._hand_on(rank)
 
-    def wait(self, rank: int, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Let others run until `ready` holds and it is this rank's turn; False if it does not hold in time."""
+    def wait(self, rank: int, ready: Callable[[], bool], timeout: float | None) -> None:
+        """Let others run until `ready` holds and it is this rank's turn, or the time is over."""
         waiter = _Waiter(rank, ready)
         with self._lock:
             self._waiters.append(waiter)
@@ -51,8 +51,6 @@ class Turns:
         with self._lock:
             if waiter in self._waiters:  # the time is over; it goes on out of turn
                 self._waiters.remove(waiter)
-                return ready()
-        return True
 
     def changed(self) -> None:
         """Wake those who are ready now, if it is nobody's turn."""

@@ -1,4 +1,4 @@
-"""No compression: the baseline, and what small tensors and warm-up steps use."""
+"""No compression: the baseline, and what excluded tensors are sent by."""
 
 from dataclasses import dataclass
 

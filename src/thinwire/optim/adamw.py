@@ -9,7 +9,7 @@ Second moments span many orders of magnitude, so it is their logarithms that are
 second moment is larger than that of the averaged gradient: `second_moment.py` says how much, and what is done about it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -135,7 +135,7 @@ class AdamW(CompressedOptimizer):
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
-        """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed; 1 for others."""
+        """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed."""
         return dict(self._scales)
 
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
@@ -198,25 +198,26 @@ class AdamW(CompressedOptimizer):
         if scale is not None:
             self._vectors["exp_avg_sq"][name].mul_(scale)
 
-    def _wants_samples(self) -> bool:
-        if not self.refresh_every or self.sync.world_size == 1:
-            return False
-        number = self._transform.number
-        if self._transform.as_gradients:
-            return not self._warms_up(number + 1)
-        return self._is_refresh(self._count + 1) or self._measures_next
+    def _sampled_names(self) -> frozenset[str]:
+        """Those that are compressed, or will be at the next step, if c is measured at the end of this one."""
+        number, as_gradients = self._transform.number, self._transform.as_gradients
+        due = as_gradients or self._is_refresh(self._count + 1) or self._measures_next
+        if not due or not self.refresh_every or self.sync.world_size == 1:
+            return frozenset()
+        return frozenset(self._sent_as_updates(number + as_gradients))
 
     def _after_step(self) -> None:
         as_gradients = self._transform.as_gradients
-        self._follow_weights(as_gradients)
+        self._follow_weights()
         if self._transform.samples:
             self._measure()
-        if as_gradients and not self._warms_up(self._count):
-            self._begin_updates()
+        if as_gradients and not self._warms_up(self.sync.steps):
+            self._to_updates(self._sent_as_updates(self.sync.steps))
         elif not as_gradients and self._is_refresh(self._count):
             self._refresh()
 
-    def _follow_weights(self, as_gradients: bool) -> None:
+    def _follow_weights(self) -> None:
+        as_gradients = self._transform.as_gradients or not self._sent_as_updates(self._transform.number)
         kind = "betas" if as_gradients else "compressed_betas"
         made = []
         for group, (first, second) in zip(self.param_groups, self._weights, strict=True):
@@ -237,11 +238,12 @@ class AdamW(CompressedOptimizer):
             self._found[name] = found if known is None else (known + found) / 2
         self._transform.samples = {}
         self._measures_next = False
-        self._scales |= {name: self._found[name] for name in self._scales if name in self._found}
+        if not self._transform.as_gradients:  # of one that was frozen before, the second moment is its own already
+            self._scales |= {name: self._found[name] for name in ordered if name in self._found}
 
-    def _begin_updates(self) -> None:
-        """From the next step on updates are sent: second moments become those of a rank's own gradient."""
-        seconds = dict(self._second_moments())
+    def _to_updates(self, names: Collection[str]) -> None:
+        """Second moments become those of a rank's own gradient."""
+        seconds = {name: v for name, v in self._second_moments() if name in names}
         mean = _mean_of(list(seconds.values()))
         for name, v in seconds.items():
             _raise_small(v, mean, _SMALLEST_SHARE if self.refresh_every else _SMALLEST_FROZEN_SHARE)
@@ -278,14 +280,17 @@ class AdamW(CompressedOptimizer):
                 yield name, self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "weights": list(self._weights), "scales": dict(self._scales)}
+        measured = {"weights": list(self._weights), "scales": dict(self._scales), "measured": dict(self._found)}
+        return {**super()._own_state(), **measured}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
         self._weights = [(float(first), float(second)) for first, second in state["weights"]]
         saved, here = int(state["world_size"]), self.sync.world_size
-        self._scales = {name: for_ranks(float(c), saved, here) for name, c in state["scales"].items()}
-        self._found = dict(self._scales) if saved > 1 else {}  # one rank averages nothing, so it has measured nothing
+        self._scales, self._found = (
+            {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
+            for kind in ("scales", "measured")
+        )
         self._measures_next = saved != here
 
 

@@ -10,7 +10,7 @@ update, so that a step that is skipped has changed nothing, and no memory is nee
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,9 +136,9 @@ class CompressedOptimizer(Optimizer):
             self._follow_choice()
         return loss
 
-    def _wants_samples(self) -> bool:
-        """Whether samples of the gradients of the step that begins are to be kept."""
-        return False
+    def _sampled_names(self) -> frozenset[str]:
+        """Return the names of parameters of whose gradients samples are kept in the step that begins."""
+        return frozenset()
 
     @property
     def skipped(self) -> int:
@@ -168,7 +168,10 @@ class CompressedOptimizer(Optimizer):
         """Change a parameter by its update, and by nothing else."""
 
     def _to_gradient(self, name: str) -> None:
-        """A parameter whose updates were sent goes on by gradients; its moments are the averages over ranks."""
+        """Turn the moments of a parameter, averaged over ranks, into those of what is sent as a gradient."""
+
+    def _to_updates(self, names: Collection[str]) -> None:
+        """Turn the moments of parameters whose gradients were sent into those of what is compressed."""
 
     def _after_step(self) -> None:
         """A step was taken."""
@@ -222,6 +225,8 @@ class CompressedOptimizer(Optimizer):
         sent = set(self._sent_as_updates(step - 1))
         self.sync.choose_if_due(next(p.device for _, p in self.named_parameters()))
         go_on = set(self._sent_as_updates(step))
+        if not self._transform.as_gradients:  # else it is the end of the warm-up, which has done it
+            self._to_updates(go_on - sent)
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
             self._to_gradients(group, [(name, p) for name, p in named if name in sent - go_on])

@@ -1,5 +1,6 @@
 """SGD with momentum on each rank, whose momentum is what is compressed (Lin et al. 2018: momentum correction)."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -65,26 +66,29 @@ class SGD(CompressedOptimizer):
         checked("weight_decay", weight_decay, 0.0, float("inf"))
         if nesterov and not momentum:
             raise ValueError("nesterov with momentum 0, expected a momentum above 0")
-        compressed = min(momentum, _COMPRESSED_MOMENTUM) if compressed_momentum is None else compressed_momentum
-        checked("compressed_momentum", compressed, 0.0, 1.0)
+        if compressed_momentum is not None:
+            checked("compressed_momentum", compressed_momentum, 0.0, 1.0)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "compressed_momentum": compressed,
+            "compressed_momentum": compressed_momentum,
         }
         super().__init__(
             params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler, group=group, algorithm=algorithm,
             second=second, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
+        for group in self.param_groups:
+            if group["compressed_momentum"] is None:
+                group["compressed_momentum"] = min(float(group["momentum"]), _COMPRESSED_MOMENTUM)
 
     def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
         """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
         (buffer,) = self._moments_of(run, tensor)
         momentum, gain = group["compressed_momentum"], 1.0 if group["weight_decay"] else factor
-        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor) * _longer(group)
+        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor) * _momentum_ratio(group)
         divisor = rate if momentum else None
         if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
             gain, share = gain * (1 + momentum), momentum * momentum
@@ -117,18 +121,19 @@ class SGD(CompressedOptimizer):
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
     def _after_step(self) -> None:
-        if not self._transform.as_gradients or self._warms_up(self._count):
-            return
-        by_gradient = self._sent_as_gradients(self.sync.steps)
-        for group in self.param_groups:  # from the next step on updates are sent, with another momentum
-            for name in group["param_names"]:
-                if name not in by_gradient and name in self._vectors["momentum_buffer"]:
-                    self._vectors["momentum_buffer"][name].div_(_longer(group))
+        if self._transform.as_gradients and not self._warms_up(self.sync.steps):
+            self._to_updates(self._sent_as_updates(self.sync.steps))
+
+    def _to_updates(self, names: Collection[str]) -> None:
+        for name in names:
+            if name in self._vectors["momentum_buffer"]:
+                group = self.param_groups[self._families[name]]
+                self._vectors["momentum_buffer"][name].div_(_momentum_ratio(group))
 
     def _to_gradient(self, name: str) -> None:
         group = self.param_groups[self._families[name]]
         if name in self._vectors["momentum_buffer"]:
-            self._vectors["momentum_buffer"][name].mul_(_longer(group))
+            self._vectors["momentum_buffer"][name].mul_(_momentum_ratio(group))
 
     def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
         self._step_by_updates(group, [name], [parameter], [update])
@@ -147,8 +152,8 @@ class SGD(CompressedOptimizer):
                 shaped(part, parameters[name]).add_(parameters[name].detach(), alpha=decay)
 
 
-def _longer(group: dict[str, Any]) -> float:
-    """How much longer an update is than its momentum, so that momenta of different decay go as far in the long run."""
+def _momentum_ratio(group: dict[str, Any]) -> float:
+    """Return what momentum is multiplied by when it is sent, so that a gradient goes as far in the long run."""
     return float((1 - group["compressed_momentum"]) / (1 - group["momentum"]))
 
 

@@ -28,7 +28,8 @@ class UpdateTransform:
         """Of this rank's gradient, by parameter, if the optimizer wants them of this step."""
         self.scale = 1.0
         """What GradScaler multiplied the loss by."""
-        self._samples = False
+        self._sampled: frozenset[str] = frozenset()
+        """Names of those whose samples are kept at this step."""
         self._clip: float | Tensor = 1.0
         """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
 
@@ -49,16 +50,16 @@ class UpdateTransform:
         self._clip = 1.0
         self.number = optimizer.sync.steps
         self.as_gradients = optimizer._warms_up(self.number)
-        self.samples, self._samples = {}, optimizer._wants_samples()
+        self.samples, self._sampled = {}, optimizer._sampled_names()
         return self.as_gradients
 
     def sample(self, run: Run, tensor: Tensor) -> None:
-        """Keep samples of the gradients of a run, if they are wanted."""
-        if self._samples:
+        """Keep samples of the gradients of a run, where the optimizer measures by them."""
+        if self._sampled:
             factor = self._clip / self.scale
             for name, part in zip(run.names, tensor.split(list(run.sizes)), strict=True):
-                if name is not None and part.numel():
-                    self.samples[name] = sample(part, self.number, name, factor)
+                if name in self._sampled and part.numel():
+                    self.samples[str(name)] = sample(part, self.number, str(name), factor)
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Clip this rank's gradient. Of P ranks' gradients with independent noise the average is sqrt(P) shorter."""

@@ -35,7 +35,7 @@ def check(config: Config) -> None:
     if sparse and config.optimizer == "adamw" and config.warmup_steps < 1:
         raise ValueError(
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
-            "1 or more, such as 4"
+            "1 or more, such as 2"
         )
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)

@@ -22,6 +22,7 @@ from thinwire.workers import WorkerError, Workers, is_echo
 from .checks import check
 from .config import Config
 from .download import SOURCES, fetch
+from .fashion import find_folder
 from .place import Place, pick_backend, pick_device
 from .rank import Rank
 
@@ -142,6 +143,8 @@ def _tell(error: BaseException, place: Place, store: Any) -> None:
 
 def _fetch(config: Config) -> None:
     """What is missing of the data, if it may be downloaded, with a bar on a terminal."""
+    if config.download and config.data == "fashion-mnist":
+        find_folder(config.data_dir)  # which says how to get it, if it is not there
     if not config.download or config.data not in SOURCES:
         return
     from rich.console import Console

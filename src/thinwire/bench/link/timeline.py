@@ -91,8 +91,8 @@ class Recorder:
 
         def named(run: "Run", tensor: "Tensor") -> "tuple[Tensor | None, ShardState | None]":
             assert self._sync._exchange is not None
-            entries = f"{run.stop - run.start:,} entries"
-            self._names[len(self._sync._exchange.handles)] = f"bucket {self._bucket}, {entries}"
+            where = "small tensors" if self._sync._exchange.is_packing else f"bucket {self._bucket}"
+            self._names[len(self._sync._exchange.handles)] = f"{where}, {run.stop - run.start:,} entries"
             return keep(run, tensor)
 
         self._sync.plan, self._sync.keep = counted, named  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ class Recorder:
         assert exchange is not None
         if exchange.passes_on:
             return None
-        names = (self._names.get(number, "small tensors, dense") for number in range(len(exchange.handles)))
+        names = (self._names.get(number, "dense tensors") for number in range(len(exchange.handles)))
         spans = (handle.report.spans for handle in exchange.handles)
         return Recorded(list(zip(names, spans, strict=True)), exchange.whole_at)
 

@@ -49,8 +49,8 @@ class Gradients:
     def compute(self, batch: Sequence[Tensor]) -> None:
         """Fill `flat` from the samples of all ranks, rank after rank.
 
-        Always in the same thread: torch makes handles of CUDA's libraries for every thread, which it cannot do while a
-        graph is recorded.
+        The first calls must come from one thread: torch makes handles of CUDA's libraries for every thread, which it
+        cannot do while a graph is recorded.
         """
         inputs, targets = (part.unflatten(0, (self._ranks, -1)) for part in batch)
         if not self.flat.is_cuda:

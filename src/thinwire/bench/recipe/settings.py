@@ -75,7 +75,7 @@ class Settings:
             "model": self.config.name,
             "config": asdict(self.config),
             "parameters": self.parameters,
-            "data": self.data,
+            "data": self.data_dir.name if self.data == "text" and self.data_dir.is_file() else self.data,
             "workers": self.workers,
             "worker_threads": None if self.simulate else 1,
             "batch": self.batch,

@@ -105,6 +105,7 @@ class Trainer:
         assert self._model is not None
         assert self._data is not None
         loss = right = count = 0.0
+        self._model.eval()
         with torch.no_grad():
             for batch in self._data.validation(64):
                 inputs, targets = (part.to(self._device) for part in batch)
@@ -112,6 +113,7 @@ class Trainer:
                 loss += F.cross_entropy(scores, wanted, reduction="sum").item()
                 right += (scores.argmax(dim=-1) == wanted).sum().item()
                 count += wanted.numel()
+        self._model.train()
         return Score(loss / count, right / count)
 
     def checksum(self) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .losses import Comparison, Method, Result
 from .markdown import short
@@ -52,6 +53,10 @@ def _reduction(one: Comparison, method: Method, ranks: int) -> str:
     return f"{short(sum(found) / len(found))}x" if found else ""
 
 
+def _data(given: dict[str, Any]) -> str:
+    return f" on {given['data']}" if "data" in given else ""
+
+
 def _title(one: Comparison) -> str:
     given, best = one.conditions, one.dense()
     assert best
@@ -60,10 +65,11 @@ def _title(one: Comparison) -> str:
     totals = {ranks: result.dense_total for (_, ranks, _), result in one.results.items()}
     sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
     return (
-        f"{one.model}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, {given['steps']:,} steps of "
-        f"{one.samples} samples: {one.metric.name}, the mean over seeds. In brackets the difference{unit} to dense "
-        f"with the same learning rate / to the best dense ({one.metric.show(best[2].value)}: {dense}); `-`: there is "
-        f"none. Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
+        f"{one.model}{_data(given)}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, "
+        f"{given['steps']:,} steps of {one.samples} samples: {one.metric.name}, the mean over seeds. In brackets the "
+        f"difference{unit} to the best dense with the same learning rate / to the best dense of all "
+        f"({one.metric.show(best[2].value)}: {dense}); `-`: there is none. "
+        f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
         f"all-reduce ({sent})."
     )
 

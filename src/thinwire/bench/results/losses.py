@@ -178,7 +178,7 @@ def read(files: Iterable[Path]) -> list[Comparison]:
             _check(file, line, given)
             samples = given["workers"] * given["batch"]
             model = json.dumps([given["model"], given["config"], given["parameters"]], sort_keys=True)
-            key = model, given.get("bf16", False), given["steps"], samples, line["family"]
+            key = model, given.get("data"), given.get("bf16", False), given["steps"], samples, line["family"]
             one = comparisons.setdefault(key, Comparison(given, line["family"], samples))
             one.rows.append(_row(file, line, one.metric))
             kind = "threads of one process" if given["simulate"] else "processes"

@@ -20,7 +20,8 @@ from .jit import as_array, fused_add, kernel
 def send(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
 ) -> None:
-    _spread(send_entries, [g, m, v], [beta1, (1 - beta1) * factor, scale, floor, limit, rate])
+    numbers = [beta1, (1 - beta1) * factor, scale, floor, limit, rate, reference.largest(g.dtype)]
+    _spread(send_entries, [g, m, v], numbers)
 
 
 def commit(
@@ -71,12 +72,14 @@ def _spread(function: Any, tensors: list[Tensor], numbers: list[float]) -> None:
 
 
 @kernel
-def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate):  # type: ignore[no-untyped-def]
+def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
     for i in range(g.size):
-        update = (gain * g[i] + beta1 * m[i]) / (scale * np.sqrt(v[i]) + floor)
+        own = gain * g[i]
+        update = (own + beta1 * m[i]) / (scale * np.sqrt(v[i]) + floor)
         magnitude = abs(update)
         too_large = (magnitude > limit) & (magnitude < np.inf)
-        g[i] = rate * (math.copysign(limit, update) if too_large else update)
+        sent = rate * (math.copysign(limit, update) if too_large else update)
+        g[i] = np.inf if abs(own) > largest else sent
 
 
 @kernel

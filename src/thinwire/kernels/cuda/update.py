@@ -30,8 +30,13 @@ def moments_of(
 
 @triton.jit
 def update_of(g, m, v, beta1, gain, scale, floor, limit, rate):  # type: ignore[no-untyped-def]
-    """rate * (gain g + beta1 m) / (scale sqrt(v) + floor), cut to ±limit before the rate. Inf and NaN stay."""
-    update = tl.div_rn(gain * g + beta1 * m, scale * tl.sqrt_rn(v) + floor)
+    """rate * (gain g + beta1 m) / (scale sqrt(v) + floor), cut to ±limit before the rate. Inf and NaN stay.
+
+    What is so large that its square would be infinite becomes Inf.
+    """
+    own = gain * g
+    update = tl.div_rn(own + beta1 * m, scale * tl.sqrt_rn(v) + floor)
     cut = tl.where(update > 0, limit, -limit)
     magnitude = tl.abs(update)
-    return rate * tl.where((magnitude > limit) & (magnitude < float("inf")), cut, update)
+    sent = rate * tl.where((magnitude > limit) & (magnitude < float("inf")), cut, update)
+    return tl.where(tl.abs(own) > 1.8446743e19, float("inf"), sent)

@@ -6,7 +6,7 @@
 
 `commit` works out momentum and gradient again from what `send` left, so that nothing has to be kept between the two,
 and nothing changes if a step is skipped. With beta2 = 1 the second moment stays as it is. Inf is not cut, but left for
-the compressor to find.
+the compressor to find; a gradient so large that its square would be infinite becomes Inf, too.
 """
 
 import torch
@@ -16,13 +16,19 @@ _BLOCK = 1 << 22
 """Entries at a time: the temporary tensors stay this small."""
 
 
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest number whose square is finite."""
+    return float(torch.finfo(dtype).max ** 0.5)
+
+
 def send(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
 ) -> None:
     for g_part, m_part, v_part in zip(g.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        g_part.mul_((1 - beta1) * factor).add_(m_part, alpha=beta1).div_(v_part.sqrt().mul_(scale).add_(floor))
+        too_large = g_part.mul_((1 - beta1) * factor).abs() > largest(g.dtype)
+        g_part.add_(m_part, alpha=beta1).div_(v_part.sqrt().mul_(scale).add_(floor))
         torch.where(g_part.isinf(), g_part, g_part.clamp(-limit, limit), out=g_part)
-        g_part.mul_(rate)
+        g_part.mul_(rate).masked_fill_(too_large, torch.inf)
 
 
 def commit(
