@@ -26,12 +26,12 @@ def check(device: str) -> None:
         reference.commit(sent, *one, 0.5, beta2, 1.3, 1e-8, 0.25)
         adam.commit(sent, *other, 0.5, beta2, 1.3, 1e-8, 0.25)
         torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
-    wrong = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30], device=device)
+    wrong = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e15, -1e15, 1e30, -1e30], device=device)
     adam.send(wrong, torch.zeros_like(wrong), torch.ones_like(wrong), **{**NUMBERS, "limit": 10.0, "rate": 1.0})
     assert wrong[1] == torch.inf
     assert wrong[2] == -torch.inf
     assert wrong[3].isnan()
-    assert wrong[4:].tolist() == [10.0, -10.0]
+    assert wrong[4:].tolist() == [10.0, -10.0, torch.inf, -torch.inf]
     check_fused(AdamUpdate(m, v, **NUMBERS), g, r)
     check_fused(MomentumUpdate(m, gain=0.7, share=0.25, rate=0.5), g, r)
 

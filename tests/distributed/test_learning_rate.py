@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from training import Given, average, average_owed, gradients
 
 import thinwire
@@ -221,3 +221,14 @@ def keep_rates_of_adamw(rank: int, world_size: int) -> float:
 
 def test_what_adamw_owes_keeps_the_lr_of_its_step(ranks: Ranks) -> None:
     assert all(left > 0.3 for left in ranks.run(keep_rates_of_adamw, 2)), "too little is owed for this to show anything"
+
+
+def momenta(rank: int, world_size: int) -> list[float]:
+    """The momentum of what is compressed, for each group."""
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    groups = [{"params": one.parameters(), "momentum": 0.9}, {"params": other.parameters()}]
+    return [group["compressed_momentum"] for group in thinwire.SGD(groups, lr=0.1, momentum=0.3).param_groups]
+
+
+def test_every_group_has_the_compressed_momentum_of_its_own_momentum(ranks: Ranks) -> None:
+    assert ranks.run(momenta, 2) == [[0.5, 0.3]] * 2

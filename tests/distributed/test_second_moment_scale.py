@@ -86,6 +86,11 @@ def test_it_is_what_it_is_defined_to_be(ranks: Ranks, world_size: int, how: str)
         assert found[2][1] < 0.7, "mostly noise"
 
 
+def test_a_dense_warm_up_ends_with_it_too(ranks: Ranks) -> None:
+    for found in ranks.run(measure, 2, (2,), {"warmup": "none"}):
+        assert found[2][:2] == pytest.approx(defined([parts(rank, 2) for rank in range(2)])[:2], rel=1e-4)
+
+
 def test_gradients_count_as_they_are_clipped(ranks: Ranks) -> None:
     clipped = []
     for rank in range(2):
@@ -164,3 +169,39 @@ def test_more_ranks_average_more_of_the_noise_away() -> None:
     assert for_ranks(1.0, 2, 8) == 1.0
     assert for_ranks(0.75, 2, 4) == pytest.approx(0.5 + 0.5 / 4)
     assert for_ranks(for_ranks(0.6, 2, 16), 16, 2) == pytest.approx(0.6)
+
+
+def unfreeze(rank: int, world_size: int) -> dict[str, float]:
+    """Train the first tensor from the fifth step on."""
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2)
+    model.weights[0].requires_grad_(False)
+    for step in range(1, 17):
+        model.weights[0].requires_grad_(step >= 5)
+        optimizer.zero_grad()
+        model(parts(rank, step)).backward()
+        optimizer.step()
+    return optimizer.second_moment_scale
+
+
+def test_a_parameter_that_is_trained_later_has_its_own(ranks: Ranks) -> None:
+    for found in ranks.run(unfreeze, 2):
+        assert found["weights.0"] == pytest.approx(defined([parts(rank, 16) for rank in range(2)])[0], rel=1e-4)
+
+
+def drop_an_exchange(rank: int, world_size: int) -> dict[str, float]:
+    """Leave out `step` once in the warm-up: `zero_grad` drops what was exchanged."""
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=3)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(parts(rank, step)).backward()
+        optimizer.exchange()
+        if step != 2:
+            optimizer.step()
+    return optimizer.second_moment_scale
+
+
+def test_the_end_of_the_warm_up_is_seen_though_a_step_was_left_out(ranks: Ranks) -> None:
+    for found in ranks.run(drop_an_exchange, 2):
+        assert found["weights.1"] == pytest.approx(defined([parts(rank, 3) for rank in range(2)])[1], rel=1e-4)

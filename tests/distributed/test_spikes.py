@@ -56,7 +56,7 @@ def spike(rank: int, world_size: int, ddp: bool, at: int, small: int, max_grad_n
         (WARMUP // 2, 100, None, 1),
         (WARMUP - 1, 100, None, 1),
         (WARMUP + 5, 100, None, 1),
-        (WARMUP + 5, 0, None, 0),
+        (WARMUP + 5, 0, None, 1),
         (WARMUP // 2, 100, 1.0, 0),
         (WARMUP + 5, 100, 1.0, 0),
         (WARMUP + 5, 0, 1.0, 0),
@@ -74,7 +74,7 @@ def spike(rank: int, world_size: int, ddp: bool, at: int, small: int, max_grad_n
 def test_a_spike_is_skipped_or_clipped_and_training_goes_on(
     ranks: Ranks, ddp: bool, at: int, small: int, max_grad_norm: float | None, skipped: int
 ) -> None:
-    """Where everything is compressed, updates are cut, so that the step counts; it throws the weights back, though."""
+    """Whether a tensor's gradient or its update is sent, its square would be infinite."""
     found = ranks.run(spike, 2, ddp, at, small, max_grad_norm)
     assert identical(one["bits"] for one in found)
     for one in found:
@@ -83,8 +83,7 @@ def test_a_spike_is_skipped_or_clipped_and_training_goes_on(
         assert (one["moved"] == 0) == (skipped == 1)
         assert one["moved"] < 1.0
         losses = one["losses"]
-        first = max(losses) if max_grad_norm is None and not skipped else sum(losses[:5]) / 5
-        assert sum(losses[-5:]) / 5 < 0.8 * first, "it does not learn any more"
+        assert sum(losses[-5:]) / 5 < 0.8 * sum(losses[:5]) / 5, "it does not learn any more"
 
 
 def skip(rank: int, world_size: int, kind: str, value: float) -> list[int]:

@@ -88,11 +88,11 @@ def test_commit_finds_momentum_and_gradient_again(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_what_is_not_finite_stays_so(backend: str) -> None:
     """Cut to the limit, an Inf would be a step like any other."""
-    g = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30])
-    m, v = torch.zeros(6), torch.ones(6)
+    g = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e15, -1e15, 1e30, -1e30])
+    m, v = torch.zeros(8), torch.ones(8)
     with kernels.force(backend):
         kernels.adam(g.device).send(g, m, v, factor=1.0, limit=10.0, **{**NUMBERS, "rate": 1.0})
     assert g[1] == torch.inf
     assert g[2] == -torch.inf
     assert g[3].isnan()
-    assert g[4:].tolist() == [10.0, -10.0]
+    assert g[4:].tolist() == [10.0, -10.0, torch.inf, -torch.inf]

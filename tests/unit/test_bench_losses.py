@@ -93,7 +93,7 @@ def test_cells_have_loss_and_both_differences(files: list[Path], capsys: pytest.
         "1.320 (+10.0 % / +20.0 %)", "1.210 (- / +10.0 %)", "1 to 2", "80x", "40x",
     ]  # fmt: skip
     assert "| **adamw thinwire** |" in text
-    assert "the best dense (1.100: betas=0.9,0.95; lr 0.0005)" in text
+    assert "the best dense of all (1.100: betas=0.9,0.95; lr 0.0005)" in text
     assert "gpt (layers=6, width=384), 10 M parameters, adamw, 1,000 steps of 64 samples: validation loss" in text
     assert "(40,000 MB with 2 ranks, 70,000 MB with 8 ranks)" in text
     assert text.count("A GPU, ranks are threads of one process, torch 2.9, 2026-01-02.") == 1
@@ -180,7 +180,7 @@ def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert "| **sgd thinwire** | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
     assert "validation accuracy" in text
-    assert "the best dense (75.0 %: lr 0.1)" in text
+    assert "the best dense of all (75.0 %: lr 0.1)" in text
     assert ">76 %</text>" in (tmp_path / "loss.svg").read_text()
 
 
@@ -192,9 +192,9 @@ def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
     assert results(write(tmp_path / "rows.jsonl", *joined, *sgd)) == 0
     text = capsys.readouterr().out
-    assert text.count("the best dense (1.200: lr 0.001)") == 5
+    assert text.count("the best dense of all (1.200: lr 0.001)") == 5
     assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
-    assert text.count("the best dense (1.300: lr 0.2)") == 1
+    assert text.count("the best dense of all (1.300: lr 0.2)") == 1
     warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0)]
     assert results(write(tmp_path / "rows.jsonl", conditions(2), *both, both[1] | {"seed": 1}, *warmup)) == 0
     cells = table(capsys.readouterr().out)

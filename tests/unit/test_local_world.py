@@ -107,6 +107,46 @@ def test_what_was_sent_and_kept_is_what_came_in() -> None:
     torch.testing.assert_close(found[0][0] + sum(kept for _, kept in found), came_in, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", [EIGHT_BITS, "topk:ratio=1/16,bits=2"])
+@pytest.mark.parametrize("tail", [1, 2, 3, 4095])
+def test_a_last_share_that_is_too_short_to_be_compressed(spec: str, tail: int) -> None:
+    """A share of 2 elements of 16 bits is as long dense as in 8 bits, and must not be taken for one that is not."""
+
+    def work(group: LocalGroup) -> Tensor:
+        tensor = torch.randn(4096 + tail, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+        for algorithm in ("auto", "sharded"):
+            found = tensor.clone()
+            state = thinwire.ShardState()
+            thinwire.all_reduce_compressed(
+                found, spec, torch.zeros(4096 + tail), group=group, algorithm=algorithm, state=state
+            )
+            assert bool(found.isfinite().all()), algorithm
+        return found
+
+    found = LocalWorld(8, timeout=SECONDS).run(work)
+    assert all(same_bits(one, found[0]) for one in found)
+
+
+def test_ranks_that_take_turns_have_the_same_sums() -> None:
+    free, in_turn = (
+        LocalWorld(5, timeout=SECONDS, turns=turns).run(reduce, TOPK, "sharded") for turns in (False, True)
+    )
+    for (one, one_kept, _), (other, other_kept, _) in zip(free, in_turn, strict=True):
+        assert all(map(same_bits, one, other))
+        assert same_bits(one_kept, other_kept)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_rank_that_leaves_does_not_keep_others_at_a_barrier(turns: bool) -> None:
+    def work(group: LocalGroup) -> None:
+        if group.rank == 1:
+            raise KeyError("gone")
+        group.barrier()
+
+    with pytest.raises(KeyError, match="gone"):
+        LocalWorld(3, timeout=SECONDS, turns=turns).run(work)
+
+
 def test_many_calls_at_once_do_not_mix() -> None:
     def work(group: LocalGroup) -> list[float]:
         tensors = [torch.full((3000,), 127.0 * (1 + index)) for index in range(20)]

@@ -79,7 +79,7 @@ def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate, largest):  # t
         magnitude = abs(update)
         too_large = (magnitude > limit) & (magnitude < np.inf)
         sent = rate * (math.copysign(limit, update) if too_large else update)
-        g[i] = np.inf if abs(own) > largest else sent
+        g[i] = math.copysign(np.inf, own) if abs(own) > largest else sent
 
 
 @kernel

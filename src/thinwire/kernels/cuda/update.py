@@ -39,4 +39,5 @@ def update_of(g, m, v, beta1, gain, scale, floor, limit, rate):  # type: ignore[
     cut = tl.where(update > 0, limit, -limit)
     magnitude = tl.abs(update)
     sent = rate * tl.where((magnitude > limit) & (magnitude < float("inf")), cut, update)
-    return tl.where(tl.abs(own) > 1.8446743e19, float("inf"), sent)
+    infinite = tl.where(own > 0, float("inf"), -float("inf"))
+    return tl.where(tl.abs(own) > 1.8446743e19, infinite, sent)

@@ -25,10 +25,11 @@ def send(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
 ) -> None:
     for g_part, m_part, v_part in zip(g.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        too_large = g_part.mul_((1 - beta1) * factor).abs() > largest(g.dtype)
+        own = g_part.mul_((1 - beta1) * factor).clone()
         g_part.add_(m_part, alpha=beta1).div_(v_part.sqrt().mul_(scale).add_(floor))
         torch.where(g_part.isinf(), g_part, g_part.clamp(-limit, limit), out=g_part)
-        g_part.mul_(rate).masked_fill_(too_large, torch.inf)
+        g_part.mul_(rate)
+        torch.where(own.abs() > largest(g.dtype), own.sign() * torch.inf, g_part, out=g_part)
 
 
 def commit(
