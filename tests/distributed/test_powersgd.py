@@ -19,8 +19,9 @@ METHODS = {
     "rank 2": partial(exchanges.powersgd, rank=2),
     "rank 4": partial(exchanges.powersgd, rank=4),
 }
-ROUNDING = {"fp16": 4e-3, "rank 1": 1e-3, "rank 2": 1e-3, "rank 4": 1e-3}
-"""torch rounds to 11 bits after each addition, threads once; and rounding moves later gradients a little."""
+ROUNDING = dict.fromkeys(METHODS, (1e-3, 1e-5)) | {"fp16": (4e-3, 5e-5)}
+"""Of each gradient, and of the largest. fp16: a number of 11 bits may be rounded the other way, by up to 1e-3 of it:
+torch rounds after each addition, threads once."""
 Run = tuple[list[Tensor], list[Tensor], float]
 
 
@@ -81,8 +82,8 @@ def test_threads_do_what_torchs_hook_does(ranks: Ranks, method: str) -> None:
             torch.testing.assert_close(
                 gradient,
                 expected,
-                rtol=ROUNDING[method],
-                atol=1e-5 * float(expected.abs().max()),
+                rtol=ROUNDING[method][0],
+                atol=ROUNDING[method][1] * float(expected.abs().max()),
                 msg=lambda m, s=step: f"{s}: {m}",
             )
         torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
