@@ -19,7 +19,7 @@ METHODS = {
     "rank 2": partial(exchanges.powersgd, rank=2),
     "rank 4": partial(exchanges.powersgd, rank=4),
 }
-ROUNDING = dict.fromkeys(METHODS, (1e-3, 1e-5)) | {"fp16": (4e-3, 5e-5)}
+ROUNDING = dict.fromkeys(METHODS, (1e-3, 1e-5)) | {"fp16": (4e-3, 1e-4)}
 """Of each gradient, and of the largest. fp16: a number of 11 bits may be rounded the other way, by up to 1e-3 of it:
 torch rounds after each addition, threads once."""
 Run = tuple[list[Tensor], list[Tensor], float]
@@ -86,7 +86,7 @@ def test_threads_do_what_torchs_hook_does(ranks: Ranks, method: str) -> None:
                 atol=ROUNDING[method][1] * float(expected.abs().max()),
                 msg=lambda m, s=step: f"{s}: {m}",
             )
-        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=ROUNDING[method][1] / 5)
         assert all(map(torch.equal, gradients, ours[0][0])), "ranks differ"
     if method != "fp16":  # the approximation differs from the mean, so what agrees is not the dense part alone
         approximated, rounded = (run[0][0][DENSE_STEPS] for run in (ours, LocalWorld(2).run(train_thread, "fp16")))
