@@ -51,6 +51,7 @@ def main() -> None:
             time.sleep(0.2)
         for process, (index, _) in running.items():
             process.kill()
+            process.wait()  # before its folder is removed
             print(f"job {index}: stopped; {_last_line(Path(folder, f'{index}.log'))}", flush=True)
         print(f"{len(waiting)} jobs were not started", flush=True)
         rows = [Path(folder, f"{index}.jsonl") for index in range(number)]

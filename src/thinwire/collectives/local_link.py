@@ -78,7 +78,8 @@ class Switchboard:
                     theirs.waits_for.discard(rank)
             if targets:
                 torch._foreach_copy_(targets, sources)
-                _leave_event(post)
+                if post.filled is not None:
+                    post.filled.record(post.stream)
             self._posts[tag, rank] = post
         self.turns.changed()
 
@@ -154,18 +155,7 @@ def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: 
 
 
 def _order(post: Post, theirs: Post) -> None:
-    """Let this rank's copies come after what the other has queued."""
-    if post.stream is not None and theirs.filled is not None and theirs.stream != post.stream:
+    """Let this rank's copies come after what the other has queued, and what the other queues next after the copies."""
+    if post.filled is not None and theirs.filled is not None and theirs.stream != post.stream:
         theirs.filled.wait(post.stream)
-        theirs.copied.append(_event_of(post))
-
-
-def _event_of(post: Post) -> torch.cuda.Event:
-    """The event that will be recorded behind this rank's copies."""
-    assert post.filled is not None
-    return post.filled
-
-
-def _leave_event(post: Post) -> None:
-    if post.filled is not None and post.stream is not None:
-        post.filled.record(post.stream)
+        theirs.copied.append(post.filled)  # it is recorded anew behind the copies, before the other goes on
