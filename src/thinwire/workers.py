@@ -167,16 +167,26 @@ def _context() -> Any:
 @contextmanager
 def _signals_wait() -> Iterator[None]:
     """Until all processes are started. They begin with these signals blocked, and listen when they can: a Ctrl-C on the
-    terminal is for the parent alone, who ends them."""
+    terminal is for the parent alone, who ends them. A thread of a library, which has them unblocked, may take one for
+    this process: then the handler waits too, or it would leave a process half started."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     resource_tracker.ensure_running()  # multiprocessing would start it with the first process, and unblock them then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    came: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        heard = [one for one in _SIGNALS if callable(signal.getsignal(one))]
+        handlers = {one: signal.signal(one, lambda number, _: came.append(number)) for one in heard}
     try:
         yield
     finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -86,3 +88,39 @@ def test_a_signal_reaches_all() -> None:
         group.signal(signal.SIGTERM)
         with pytest.raises(WorkerError, match="was killed by SIGTERM"):
             group.ask("act", "", 0)
+
+
+BUSY_START = """
+import os, signal, sys, threading, time
+from multiprocessing.process import BaseProcess
+from thinwire.workers import Workers
+
+class Stop(BaseException):
+    pass
+
+def stop(number, frame):
+    raise Stop
+
+taken = threading.Event()
+threading.Thread(target=taken.wait, daemon=True).start()  # which has no signal blocked, and takes it
+signal.signal(signal.SIGTERM, stop)
+started, start = [], BaseProcess.start
+
+def start_while_a_signal_comes(process):
+    os.kill(os.getpid(), signal.SIGTERM)
+    start(process)
+    started.append(process)
+
+BaseProcess.start = start_while_a_signal_comes
+try:
+    with Workers(2):
+        pass
+except Stop:
+    print("stopped after", len(started))
+"""
+
+
+def test_a_signal_leaves_no_process_half_started() -> None:
+    """A thread of a library may take it, though the main thread has it blocked."""
+    done = subprocess.run([sys.executable, "-c", BUSY_START], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("stopped after 2\n", "")
