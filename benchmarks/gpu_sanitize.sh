@@ -7,7 +7,7 @@ export PYTHONPATH=src:tests:${PYTHONPATH:-} PYTORCH_NO_CUDA_MEMORY_CACHING=1
 program='
 import torch, thinwire
 from thinwire import kernels
-from thinwire.kernels.updates import AdamUpdate, MomentumUpdate
+from thinwire.kernels.updates import AdamUpdate
 for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,bits=32,chunk=16", "quantize:bits=8",
              "quantize:bits=2", "randomk:ratio=1/64", "none", "topk:ratio=1/64,bits=2,chunk=none"):
     for numel in (20, 3 * 4096 + 5, 20_000):
@@ -20,11 +20,12 @@ for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,
         _, kernel = kernels.select(ct.layout, tensor.device)
         flag = torch.zeros(1, dtype=torch.int32, device="cuda")
         kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
-        if kernels.fuses(kernel, ct.layout):
-            m, v = torch.randn_like(tensor), torch.rand_like(tensor)
-            for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
-                kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)
-                kernel.encode_flagged(tensor, residual, ct.layout, ct.key, ct.payload, flag, update)
+        m, v = torch.randn_like(tensor), torch.rand_like(tensor)
+        update, made = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, 0.9), torch.empty_like(tensor)
+        for gradient in (tensor, tensor.bfloat16()):
+            update.write(gradient, made)
+            update.advance(gradient, residual)
+            update.advance(gradient, None)
         tensor[7] = torch.nan
         kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
 torch.cuda.synchronize()

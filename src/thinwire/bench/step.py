@@ -219,9 +219,9 @@ def _loaded() -> int:
     for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8"):
         thinwire.compressor(spec).compress(tensor, torch.zeros_like(tensor)).decompress()
     kernel = thinwire.kernels.adam(tensor.device)
-    m, v = torch.ones_like(tensor), torch.ones_like(tensor)
-    kernel.send(tensor, m, v, beta1=0.5, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0)
-    kernel.commit(tensor, m, v, beta1=0.5, beta2=0.999, scale=1.0, floor=1e-8, rate=1.0)
-    del tensor, m, v
+    m, v, out = (torch.ones_like(tensor) for _ in range(3))
+    kernel.write(tensor, m, v, beta1=0.5, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0, out=out)
+    kernel.advance(tensor, m, v, None, beta1=0.5, beta2=0.999, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0)
+    del tensor, m, v, out
     gc.collect()
     return peak_resident(lambda: None)

@@ -81,15 +81,13 @@ class Compressor(ABC):
         *,
         key: int | None = None,
         out: Tensor | None = None,
-        update: "Update | None" = None,
     ) -> CompressedTensor:
         """Send the best of tensor + residual, and keep the rest in `residual`, in place.
 
-        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read, unless there is an update.
+        tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
         residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
         key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
         out       uint8 buffer of `nbytes` for the payload, else a new one.
-        update    what an optimizer writes over the tensor before it is compressed; in the same pass where a kernel can.
 
         If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
         `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
@@ -97,7 +95,7 @@ class Compressor(ABC):
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
-        finite = self._write(ct, kernel, tensor, residual, update, commits=residual is not None)
+        finite = self._write(ct, kernel, tensor, residual, commits=residual is not None)
         self._count(ct, tensor, time.perf_counter() - started, finite)
         return ct
 
@@ -134,19 +132,17 @@ class Compressor(ABC):
         *,
         key: int | None = None,
         out: Tensor | None = None,
-        update: "Update | None" = None,
         counted: bool = False,
     ) -> CompressedTensor:
         """The first half of `compress`: the payload, with the residual only read.
 
         For a caller who must know more before anything may change, such as whether every rank's gradient is finite.
 
-        update    what an optimizer writes over the tensor before it is compressed; in the same pass where a kernel can.
         counted   in `stats`, as `compress` is.
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
-        finite = self._write(ct, kernel, tensor, residual, update, commits=False)
+        finite = self._write(ct, kernel, tensor, residual, commits=False)
         if counted:
             self._count(ct, tensor, time.perf_counter() - started, finite)
         return ct
@@ -171,25 +167,40 @@ class Compressor(ABC):
     def settle(
         self,
         ct: CompressedTensor,
-        tensor: Tensor,
+        gradient: Tensor,
         residual: Tensor | None,
         payloads: Tensor,
         own: int,
         weight: float,
         update: "Update | None" = None,
+        out: Tensor | None = None,
     ) -> None:
-        """commit `ct`, which is payloads[own], and the update that was encoded; then the sum of all payloads, weighted,
-        takes the tensor's place. All of them are finite. In one pass over the memory where a kernel can."""
-        _, kernel = kernels.select(ct.layout, tensor.device)
+        """What follows once every rank's payload is there, and all are finite: `ct` is payloads[own].
+
+        The residual takes what was encoded, less what `ct` decodes to; out <- weight * the sum of all payloads. In one
+        pass over the memory where a kernel can.
+
+        gradient  what was encoded, or with an update, what that was made of; only read, unless it is `out` too.
+        update    what was encoded is what this wrote; its moments advance now.
+        out       contiguous, of any float dtype; by default the gradient itself.
+        """
+        out = gradient if out is None else out
+        payloads = self._check_out(ct, out, payloads)
+        _check_settled(ct, gradient, residual, update, out)
+        if not ct.numel:
+            return
+        _, kernel = kernels.select(ct.layout, out.device)
         settling = kernels.settling(kernel)
-        if settling is not None and residual is not None and ct.numel:
-            settling.settle(tensor, residual, ct.layout, ct.key, payloads, own, weight, update)
+        if settling is not None and residual is not None:
+            settling.settle(gradient, residual, ct.layout, ct.key, payloads, own, float(weight), update, out)
             return
         if update is not None:
-            update.commit(tensor)
-        if residual is not None:
-            self.commit(ct, tensor, residual, finite=True)
-        self.decompress(ct, tensor, weight, payloads=payloads)
+            update.advance(gradient, residual)
+            if residual is not None:
+                kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, -1.0, True)
+        elif residual is not None:
+            kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
+        kernel.decode(payloads, ct.layout, ct.key, out, float(weight), False)
 
     def _prepare(
         self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
@@ -212,7 +223,6 @@ class Compressor(ABC):
         kernel: kernels.Kernel,
         tensor: Tensor,
         residual: Tensor | None,
-        update: "Update | None",
         *,
         commits: bool,
     ) -> bool | Tensor:
@@ -223,10 +233,6 @@ class Compressor(ABC):
         if not ct.numel:
             return True
         layout = ct.layout
-        with_update = () if update is None else (update,)
-        if update is not None and not kernels.fuses(kernel, layout):
-            update.apply(tensor)
-            with_update = ()
         on_device = kernels.on_device(kernel)
         if on_device is None:
             finite = kernel.encode(tensor, residual, layout, ct.key, ct.payload)
@@ -235,10 +241,10 @@ class Compressor(ABC):
             return finite
         if commits and residual is not None:
             flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # which `compress` begins with
-            on_device.compress(tensor, residual, layout, ct.key, ct.payload, flag, *with_update)
+            on_device.compress(tensor, residual, layout, ct.key, ct.payload, flag)
         else:
             flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
-            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag, *with_update)
+            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag)
         return flag
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
@@ -253,6 +259,15 @@ class Compressor(ABC):
     def _decode(
         self, ct: CompressedTensor, out: Tensor, weight: float, payloads: Tensor | None = None, *, add: bool
     ) -> Tensor:
+        payloads = self._check_out(ct, out, payloads)
+        if ct.numel:
+            _, kernel = kernels.select(ct.layout, out.device)
+            with torch.no_grad():
+                kernel.decode(payloads, ct.layout, ct.key, out, float(weight), add)
+        return out
+
+    def _check_out(self, ct: CompressedTensor, out: Tensor, payloads: Tensor | None) -> Tensor:
+        """ValueError unless the payloads, by default that of `ct`, can be decoded into `out`; returns the payloads."""
         self._check_made_here(ct)
         if out.numel() != ct.numel or out.dtype not in DTYPES or out.device != ct.payload.device:
             raise ValueError(
@@ -266,11 +281,7 @@ class Compressor(ABC):
         rows = payloads.shape[0] if payloads.dim() else 0
         _check_buffer("payloads", payloads, (rows, ct.nbytes), torch.uint8, out.device)
         _check_apart("out", out, "payload", payloads)
-        if ct.numel:
-            _, kernel = kernels.select(ct.layout, out.device)
-            with torch.no_grad():
-                kernel.decode(payloads, ct.layout, ct.key, out, float(weight), add)
-        return out
+        return payloads
 
     def _check_made_here(self, ct: CompressedTensor) -> None:
         if ct.compressor != self:
@@ -316,6 +327,23 @@ def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
         )
     if not given.is_contiguous():
         raise ValueError(f"{name} is not contiguous, expected a contiguous tensor")
+
+
+def _check_settled(
+    ct: CompressedTensor, gradient: Tensor, residual: Tensor | None, update: "Update | None", out: Tensor
+) -> None:
+    """What `settle` reads and writes besides the payloads: a kernel would go beyond the end of a smaller tensor."""
+    given = [("gradient", gradient, ct.dtype if update is None else gradient.dtype)]
+    if residual is not None:
+        given.append(("residual", residual, residual_dtype(ct.dtype)))
+        _check_apart("residual", residual, "gradient", gradient)
+        _check_apart("out", out, "residual", residual)
+    for name, tensor, dtype in given:
+        if tensor.numel() != ct.numel:
+            raise ValueError(f"{name} holds {tensor.numel()} entries, expected {ct.numel}")
+        _check_buffer(name, tensor, tuple(tensor.shape), dtype, out.device)
+    if (gradient.data_ptr(), gradient.dtype) != (out.data_ptr(), out.dtype):
+        _check_apart("out", out, "gradient", gradient)
 
 
 def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:

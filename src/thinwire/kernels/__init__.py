@@ -48,7 +48,6 @@ __all__ = [
     "check",
     "force",
     "force_now",
-    "fuses",
     "on_device",
     "register",
     "select",
@@ -72,18 +71,16 @@ class Kernel(Protocol):
 class DeviceKernel(Protocol):
     """Kernels of a device that works on its own. flag: an int32 there, 1 afterwards if not finite, else 0.
 
-    `encode_flagged` wants it to be 0 before. update: given only where the kernel `fuses`.
+    `encode_flagged` wants it to be 0 before.
     """
 
     def encode_flagged(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor,
-        *update: "Update",
-    ) -> None: ...  # fmt: skip
+        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None: ...
 
     def compress(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor,
-        *update: "Update",
-    ) -> None:  # fmt: skip
+        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None:
         """encode and commit."""
 
 
@@ -91,29 +88,33 @@ class SettlingKernel(Protocol):
     """Kernels that bring residual and moments up to date in the pass that decodes."""
 
     def settle(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
-        update: "Update | None",
+        self, gradient: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
+        update: "Update | None", out: Tensor,
     ) -> None:  # fmt: skip
-        """update.commit and commit, of payloads[own], and decode into `tensor`."""
+        """residual += update, or the gradient if there is none; residual -= payloads[own]; decode into `out`.
+
+        The update's moments advance. The gradient is only read, unless it is `out` too.
+        """
 
 
 class AdamKernel(Protocol):
     """The optimizer's own arithmetic; `reference.adam` says what it is."""
 
-    def send(
+    def write(
         self, g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float,
-        rate: float,
+        rate: float, out: Tensor,
     ) -> None: ...  # fmt: skip
 
-    def commit(
-        self, u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
-    ) -> None: ...
+    def advance(
+        self, g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float,
+        scale: float, floor: float, limit: float, rate: float,
+    ) -> None: ...  # fmt: skip
 
     def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None: ...
 
 
 class CheckedKernel(Kernel, Protocol):
-    """What the reference provides besides: the judge of bytes that came from outside."""
+    """What the reference provides besides, and `cpu` in a quick version: the judge of bytes that came from outside."""
 
     def check(self, payload: Tensor, layout: Layout) -> None: ...
 
@@ -121,7 +122,7 @@ class CheckedKernel(Kernel, Protocol):
 # Module names, imported on first use: `import thinwire` must not load Numba or Triton.
 _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     "cpu": {
-        DenseLayout: "thinwire.kernels.reference.dense",  # torch's own copy already runs at the speed of the memory
+        DenseLayout: "thinwire.kernels.cpu.dense",
         TopKLayout: "thinwire.kernels.cpu.topk",
         QuantizeLayout: "thinwire.kernels.cpu.quantize",
         RandomKLayout: "thinwire.kernels.cpu.randomk",
@@ -202,11 +203,6 @@ def on_device(kernel: Kernel) -> DeviceKernel | None:
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
-def fuses(kernel: Kernel, layout: Layout) -> bool:
-    """Whether the kernel makes an optimizer's update in the pass that compresses, if it is given one."""
-    return bool(kernel.fuses(layout)) if hasattr(kernel, "fuses") else False
-
-
 def settling(kernel: Kernel) -> SettlingKernel | None:
     """The kernel, if it commits and decodes in one pass."""
     return cast(SettlingKernel, kernel) if hasattr(kernel, "settle") else None
@@ -219,7 +215,15 @@ def adam(device: torch.device) -> AdamKernel:
 
 
 def check(payload: Tensor, layout: Layout) -> None:
-    """Raise ValueError for a payload that no compressor could have made. Works on the reference kernels alone."""
+    """Raise ValueError for a payload that no compressor could have made; the mark of an input with NaN is accepted.
+
+    In host memory it is quick enough for every step, unless the reference kernels are forced.
+    """
+    if payload.device.type == "cpu" and _forced() != "reference" and type(layout) in _MODULES["cpu"]:
+        kernel = _load("cpu", type(layout), payload.device)
+        if hasattr(kernel, "check"):
+            cast(CheckedKernel, kernel).check(payload, layout)
+            return
     cast(CheckedKernel, _load("reference", type(layout), payload.device)).check(payload, layout)
 
 

@@ -1,9 +1,10 @@
-"""What an optimizer makes of a gradient before it is sent: a recipe, which a kernel can follow while it compresses.
+"""What an optimizer makes of a gradient before it is sent: its update, by formula.
 
-Where there is no such kernel, `apply` writes the update over the gradient, and it is compressed after that. When the
-step counts, `commit` brings the moments up to date, from the update that is still in the gradient's place.
+The gradient is only read, and the update goes into a tensor of its own: a step that does not count, because of a NaN on
+some rank, leaves everything as it was. Only when the step counts does `advance` bring the moments up to date.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,56 +26,82 @@ class AdamUpdate:
     limit: float
     rate: float
     beta2: float = 1.0
-    """Of `commit`; 1 leaves v as it is."""
+    """Of `advance`; 1 leaves v as it is."""
 
-    def apply(self, tensor: Tensor) -> None:
-        wide = tensor.to(self.m.dtype)  # the same tensor, unless it is of 16 bits
-        adam(tensor.device).send(
-            wide, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate
+    @torch.no_grad()
+    def write(self, gradient: Tensor, out: Tensor) -> None:
+        """out <- the update. Only reads the gradient, of any float dtype, and the moments, whose dtype `out` has."""
+        adam(out.device).write(
+            gradient, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate, out
         )
-        if wide is not tensor:
-            tensor.copy_(wide)
 
-    def commit(self, tensor: Tensor) -> None:
-        adam(tensor.device).commit(
-            tensor.to(self.m.dtype), self.m, self.v, self.beta1, self.beta2, self.scale, self.floor, self.rate
-        )
+    @torch.no_grad()
+    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+        """Bring the moments up to date with this gradient; residual += what `write` made of it, bit for bit."""
+        adam(self.m.device).advance(
+            gradient, self.m, self.v, residual, self.beta1, self.beta2, self.factor, self.scale, self.floor,
+            self.limit, self.rate,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MomentumUpdate:
-    """rate * (gain g + share m): SGD's. To commit, m <- keep m + update / divisor."""
+    """SGD's. d = factor g + decay p; b = momentum m + d; update = rate b, or with Nesterov rate (d + momentum b)."""
 
-    m: Tensor
-    gain: float
-    share: float
-    rate: float
-    keep: float = 0.0
-    divisor: float | None = None
-    """None: there is no momentum to keep."""
+    m: Tensor | None
+    """None: no momentum is kept, and `momentum` is 0."""
+    momentum: float
+    factor: float = 1.0
+    nesterov: bool = False
+    rate: float = 1.0
+    decay: float = 0.0
+    parameters: tuple[tuple[int, int, Tensor], ...] = ()
+    """(start, stop, flat tensor): which entries of the gradient belong to which parameter, for weight decay."""
 
-    def apply(self, tensor: Tensor) -> None:
-        if (self.gain, self.share, self.rate) == (1.0, 0.0, 1.0):
+    @torch.no_grad()
+    def write(self, gradient: Tensor, out: Tensor) -> None:
+        """out <- the update. Only reads the gradient, of any float dtype, the momentum and the parameters."""
+        flat = out.view(-1)
+        for entries, _, update in self._blocks(gradient, out.dtype):
+            flat[entries] = update
+
+    @torch.no_grad()
+    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+        """m <- b; residual += what `write` made of this gradient, bit for bit."""
+        known = residual if self.m is None else self.m
+        if known is None:  # then nothing is kept
             return
-        wide = tensor.to(self.m.dtype)
-        if self.gain != 1.0:
-            wide.mul_(self.gain)
-        if self.share:
-            wide.add_(self.m, alpha=self.share)
-        if self.rate != 1.0:
-            wide.mul_(self.rate)
-        if wide is not tensor:
-            tensor.copy_(wide)
+        for entries, momentum, update in self._blocks(gradient, known.dtype):
+            if residual is not None:
+                residual.view(-1)[entries] += update
+            if self.m is not None:
+                self.m.view(-1)[entries] = momentum
 
-    def commit(self, tensor: Tensor) -> None:
-        if self.divisor is None:
-            return
-        if self.keep:
-            self.m.mul_(self.keep).add_(tensor, alpha=1 / self.divisor)
-        elif tensor.dtype == self.m.dtype:
-            torch.div(tensor, self.divisor, out=self.m)
-        else:  # which would divide in 16 bits
-            self.m.copy_(tensor).div_(self.divisor)
+    def _blocks(self, gradient: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(entries, b, update), a block at a time.
 
+        Of the same blocks whoever asks: where torch rounds a product before it adds it may depend on the place in a
+        tensor, and both callers must get the same bits.
+        """
+        flat = gradient.view(-1)
+        size = _CPU_BLOCK if flat.device.type == "cpu" else _BLOCK
+        for start in range(0, flat.numel(), size):
+            stop = min(start + size, flat.numel())
+            d = flat[start:stop].to(dtype, copy=True)
+            if self.factor != 1.0:
+                d.mul_(self.factor)
+            if self.decay:
+                for first, end, parameter in self.parameters:
+                    low, high = max(first, start), min(end, stop)
+                    if low < high:
+                        d[low - start : high - start].add_(parameter[low - first : high - first], alpha=self.decay)
+            b = d if self.m is None else torch.add(d, self.m.view(-1)[start:stop], alpha=self.momentum)
+            update = torch.add(d, b, alpha=self.momentum) if self.nesterov else b
+            yield slice(start, stop), b, update if self.rate == 1.0 else update * self.rate
+
+
+_BLOCK = 1 << 24
+_CPU_BLOCK = 1 << 18
+"""Entries at a time: temporary tensors stay this small, on a CPU in its cache."""
 
 Update = AdamUpdate | MomentumUpdate

@@ -1,6 +1,6 @@
-"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to send, 20 to commit.
+"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to write, 28 to advance.
 
-`topk.settle` commits chunk by chunk, where what is read and written is in the cache for what it does itself.
+`topk.settle` advances chunk by chunk, where what is read and written is in the cache for what it does itself.
 """
 
 import math
@@ -14,24 +14,25 @@ from torch.autograd.graph import increment_version
 from ..reference import adam as reference
 from ..updates import AdamUpdate
 from . import threads
-from .jit import as_array, fused_add, kernel
+from .jit import as_array, fused_add, kernel, widen
 
 
-def send(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
-) -> None:
-    numbers = [beta1, (1 - beta1) * factor, scale, floor, limit, rate, reference.largest(g.dtype)]
-    _spread(send_entries, [g, m, v], numbers)
+def write(
+    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
+    out: Tensor,
+) -> None:  # fmt: skip
+    numbers = [beta1, (1 - beta1) * factor, scale, floor, limit, rate, reference.largest(m.dtype)]
+    arrays = [as_array(tensor) for tensor in (g, m, v, out)]
+    _spread(write_entries, arrays, typed(arrays[1], numbers))
 
 
-def commit(
-    u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
-) -> None:
-    numbers = _commit_numbers(beta1, beta2, scale, floor, rate)
-    if beta2 < 1:
-        _spread(commit_both, [u, m, v], numbers)
-    else:
-        _spread(commit_momentum, [u, m, v], numbers[:2])
+def advance(
+    g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
+    floor: float, limit: float, rate: float,
+) -> None:  # fmt: skip
+    arrays = [as_array(g), as_array(m), as_array(v), None if residual is None else as_array(residual)]
+    numbers = advance_numbers(AdamUpdate(m, v, beta1, factor, scale, floor, limit, rate, beta2))
+    _spread(advance_entries, arrays, numbers)
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
@@ -39,7 +40,8 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
         if alike and all(each.is_contiguous() and each.device.type == "cpu" for each in (parameter, update)):
-            _spread(step_entries, [parameter, update], [keep, -rate])
+            arrays = [as_array(parameter), as_array(update)]
+            _spread(step_entries, arrays, typed(arrays[0], [keep, -rate]))
             increment_version(parameter)  # so that a backward pass through it as it was is refused
         else:
             left.append((parameter, update, rate))
@@ -47,13 +49,12 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
         reference.step([p for p, _, _ in left], [u for _, u, _ in left], keep, [rate for _, _, rate in left])
 
 
-def commit_numbers(update: AdamUpdate) -> list[float]:
-    """Of `commit_both`."""
-    return _commit_numbers(update.beta1, update.beta2, update.scale, update.floor, update.rate)
-
-
-def _commit_numbers(beta1: float, beta2: float, scale: float, floor: float, rate: float) -> list[float]:
-    return [scale / rate, floor / rate, beta1, 1 / (1 - beta1), beta2, 1 - beta2]
+def advance_numbers(update: AdamUpdate) -> tuple[Any, ...]:
+    """What `advance_entries` takes behind the arrays."""
+    beta1, beta2, factor = update.beta1, update.beta2, update.factor
+    made_of = [beta1, (1 - beta1) * factor, update.scale, update.floor, update.limit, update.rate]
+    numbers = [*made_of, reference.largest(update.m.dtype), factor, beta2, 1 - beta2]
+    return typed(as_array(update.m), numbers)
 
 
 def typed(array: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
@@ -61,25 +62,48 @@ def typed(array: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
     return tuple(array.dtype.type(number) for number in numbers)
 
 
-def _spread(function: Any, tensors: list[Tensor], numbers: list[float]) -> None:
-    arrays = [as_array(tensor) for tensor in tensors]
-    given = typed(arrays[0], numbers)
-
+def _spread(function: Any, arrays: list[Any], numbers: tuple[Any, ...]) -> None:
     def share(first: int, last: int) -> None:
-        function(*(array[first:last] for array in arrays), *given)
+        function(*(None if array is None else array[first:last] for array in arrays), *numbers)
 
     threads.run(share, threads.shares(arrays[0].size))
 
 
 @kernel
-def send_entries(g, m, v, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
-    for i in range(g.size):
-        own = gain * g[i]
-        update = (own + beta1 * m[i]) / (scale * np.sqrt(v[i]) + floor)
-        magnitude = abs(update)
-        too_large = (magnitude > limit) & (magnitude < np.inf)
-        sent = rate * (math.copysign(limit, update) if too_large else update)
-        g[i] = math.copysign(np.inf, own) if abs(own) > largest else sent
+def momentum_of(own, m, beta1):  # type: ignore[no-untyped-def]
+    return own + beta1 * m
+
+
+@kernel
+def update_of(own, momentum, v, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
+    update = momentum / (scale * np.sqrt(v) + floor)
+    magnitude = abs(update)
+    too_large = (magnitude > limit) & (magnitude < np.inf)
+    sent = rate * (math.copysign(limit, update) if too_large else update)
+    return math.copysign(np.inf, own) if abs(own) > largest else sent
+
+
+@kernel
+def write_entries(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
+    for i in range(m.size):
+        own = gain * m.dtype.type(widen(g[i]))
+        out[i] = update_of(own, momentum_of(own, m[i], beta1), v[i], scale, floor, limit, rate, largest)
+
+
+@kernel
+def advance_entries(  # type: ignore[no-untyped-def]
+    g, m, v, r, beta1, gain, scale, floor, limit, rate, largest, factor, beta2, rest
+):
+    for i in range(m.size):
+        gradient = m.dtype.type(widen(g[i]))
+        own = gain * gradient
+        momentum = momentum_of(own, m[i], beta1)
+        if r is not None:
+            r[i] += update_of(own, momentum, v[i], scale, floor, limit, rate, largest)
+        if beta2 < 1:
+            gradient = factor * gradient
+            v[i] = beta2 * v[i] + rest * gradient * gradient
+        m[i] = momentum
 
 
 @kernel
@@ -87,18 +111,3 @@ def step_entries(p, u, keep, gain):  # type: ignore[no-untyped-def]
     """Rounded as torch's two operations are: replicas of another backend must not drift apart."""
     for i in range(p.size):
         p[i] = fused_add(gain, u[i], keep * p[i])
-
-
-@kernel
-def commit_momentum(u, m, v, scale, floor):  # type: ignore[no-untyped-def]
-    for i in range(u.size):
-        m[i] = u[i] * (scale * np.sqrt(v[i]) + floor)
-
-
-@kernel
-def commit_both(u, m, v, scale, floor, beta1, inverse, beta2, rest):  # type: ignore[no-untyped-def]
-    for i in range(u.size):
-        momentum = u[i] * (scale * np.sqrt(v[i]) + floor)
-        gradient = (momentum - beta1 * m[i]) * inverse
-        v[i] = beta2 * v[i] + rest * gradient * gradient
-        m[i] = momentum

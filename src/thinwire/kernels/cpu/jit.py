@@ -44,6 +44,8 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 # No fastmath: every backend must decode the same bits.
 kernel = _compiled()
+# Where a part of a kernel sees one record only, the call, which counts references to arrays, would cost as much again.
+part_of_kernel = _compiled(inline="always")
 # The order of a sum is free where it is only rounded to bfloat16 afterwards.
 summing_kernel = _compiled(fastmath={"reassoc"})
 
@@ -224,6 +226,19 @@ def read_field(context: Any, data: Any, at: Any, offset: Any, width: Any) -> Any
         return builder.and_(builder.lshr(word, shift), mask)
 
     return types.int64(data, types.intp, types.intp, types.intp), generate
+
+
+@_intrinsic
+def load_as(context: Any, data: Any, at: Any, index: Any, number: Any) -> Any:
+    """Of the numbers from data[at] on, of the type of `number`, the one at `index`; aligned or not, but inside."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = context.get_data_type(signature.return_type).as_pointer()
+        first = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
+        return builder.load(builder.gep(first, [arguments[2]]), align=1)
+
+    return number(data, types.intp, types.intp, number), generate
 
 
 CACHE_LINE = 64

@@ -1,5 +1,7 @@
 """Quantize on the CPU: block by block, each in the first-level cache (`reference.quantize` defines the numbers)."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from ..layout import QuantizeLayout, residual_dtype
 from ..reference import quantize as reference
-from . import threads
+from . import checks, threads
 from .bits import pack, unpack
 from .jit import (
     INFINITY_BITS,
@@ -96,6 +98,20 @@ def _decode_part(
         )
 
     threads.run(share, threads.shares(out.size // entries, entries))
+
+
+def check(payload: Tensor, layout: QuantizeLayout) -> None:
+    """Raise ValueError for bytes that no compressor can have written: what `reference.quantize.check` says, quickly."""
+    data = checks.readable(payload, layout)
+    marked, largest = checks.is_marked(data, layout.leading_float), checks.largest_scale(layout.bits)
+    for entries, part in layout.parts(layout.numel):
+        nbytes, blocks, code_bits = layout.record_nbytes(entries), -(-entries // layout.block), entries * layout.bits
+        find = partial(checks.bad_quantize_record, data, part.nbytes.start, nbytes, blocks, code_bits, largest, marked)
+        bad = checks.first_bad(find, part.rows, blocks)
+        if bad != checks.NONE:
+            at, number = part.nbytes.start + bad * nbytes, part.entries.start // layout.record_entries + bad
+            alone = replace(layout, numel=entries)
+            checks.refuse(reference.check, number, payload[at : at + nbytes], alone, payload, layout)
 
 
 @kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layout import RandomKLayout, residual_dtype
 from ..reference import randomk as reference
 from ..reference.dense import mark, read_values
-from . import threads
+from . import checks, threads
 from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now, widen
 from .selection import total_at
 
@@ -55,6 +55,12 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
                 ),
                 _shares(layout),
             )
+
+
+def check(payload: Tensor, layout: RandomKLayout) -> None:
+    """Raise ValueError for bytes that no compressor can have written: values, as those of `dense.check`."""
+    if not checks.values_are_good(payload, layout):
+        checks.refuse_all(reference.check, payload, layout)
 
 
 def _start(payloads: Tensor, layout: RandomKLayout, key: int, g: Any, weight: float, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Spread a kernel over threads: plain Python threads, since the kernels run without the GIL.
 
 Numba's own parallel loops were not taken: their default scheduler aborts the process when two Python threads use it at
-once, as overlapping buckets do, and their thread count is a setting of its own beside torch's.
+once, as the caller and the wire do, and their thread count is a setting of its own beside torch's.
 """
 
 import os

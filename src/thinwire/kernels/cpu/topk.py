@@ -1,9 +1,9 @@
 """TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`.
 
 `settle` brings moments and residual up to date and decodes, chunk by chunk, while the entries are in the cache.
-(To make Adam's update in the pass that encodes was not quicker: both are bound by arithmetic.)
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch import Tensor
 from ..layout import TopKLayout, TopKRecord, residual_dtype
 from ..reference import topk as reference
 from ..updates import AdamUpdate, Update
-from . import threads, topk_global
-from .adam import commit_both, commit_numbers, typed
+from . import checks, threads, topk_global
+from .adam import advance_entries, advance_numbers
 from .jit import INFINITY_BITS, as_array, kernel, stage_limit, staged, widen
 from .records import add_entries, read_record, write_record
 from .selection import fill_magnitudes, largest, select, smallest, total_at
@@ -71,38 +71,48 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, paylo
 
 
 def settle(
-    tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
-    update: Update | None,
+    gradient: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
+    update: Update | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """update.commit, commit and decode; in one pass unless entries are of 16 bits or chunks do not fit the cache."""
-    fused = layout.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
-    moments, numbers = [], ()
-    if fused and isinstance(update, AdamUpdate) and update.beta2 < 1:
-        moments = [as_array(update.m), as_array(update.v)]
-        numbers = typed(moments[0], commit_numbers(update))
+    """What was encoded is added to the residual, payloads[own] subtracted, and out <- weight * each payload.
+
+    What was encoded: the gradient, or the update, whose moments advance in the same pass if it is Adam's. In one pass,
+    unless `out` is of 16 bits or chunks do not fit the cache. `out` may be the gradient itself.
+    """
+    vectors = {"r": as_array(residual), "g": as_array(gradient)}
+    numbers = None
+    fused = out.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
+    if fused and isinstance(update, AdamUpdate):
+        vectors |= {"m": as_array(update.m), "v": as_array(update.v)}
+        numbers = advance_numbers(update)
     elif update is not None:
-        update.commit(tensor)
+        update.advance(gradient, residual)
+        del vectors["g"]  # it is in the residual by now
     if not fused:
-        commit(tensor, residual, layout, key, payloads[own])
-        decode(payloads, layout, key, tensor, weight, False)
+        if update is None:
+            commit(gradient, residual, layout, key, payloads[own])
+        else:
+            decode(payloads[own : own + 1], layout, key, residual, -1.0, True)
+        decode(payloads, layout, key, out, weight, False)
         return
-    vectors, data = [as_array(tensor), as_array(residual), *moments], payloads.numpy()
+    vectors["out"] = as_array(out)
     for record, part in layout.parts(layout.numel):
-        _settle_part(data, own, part.nbytes.start, record, [v[part.entries] for v in vectors], numbers, weight)
+        mine = {name: vector[part.entries] for name, vector in vectors.items()}
+        _settle_part(payloads.numpy(), own, part.nbytes.start, record, mine, numbers, weight)
 
 
 def _settle_part(
-    payloads: Any, own: int, offset: int, record: TopKRecord, vectors: list[Any], numbers: Any, weight: float
+    payloads: Any, own: int, offset: int, record: TopKRecord, vectors: dict[str, Any], numbers: Any, weight: float
 ) -> None:
-    bitmap, factor = record.nbytes - record.high_at, vectors[0].dtype.type(weight)
+    bitmap, factor = record.nbytes - record.high_at, vectors["out"].dtype.type(weight)
 
     def share(first: int, last: int) -> None:
         entries, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
-        g, r, *moments = (vector[entries] for vector in vectors)
-        given = (*moments, numbers) if moments else None
-        settle_chunks(payloads, own, start, record, bitmap, g, r, given, factor)
+        mine = {name: vector[entries] for name, vector in vectors.items()}
+        moments = None if numbers is None else (mine["m"], mine["v"], numbers)
+        settle_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine["r"], moments, factor, mine["out"])
 
-    threads.run(share, threads.shares(vectors[0].size // record.n, record.n))
+    threads.run(share, threads.shares(vectors["out"].size // record.n, record.n))
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -128,6 +138,21 @@ def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight:
             start_chunks(payloads, start, record, bitmap, None if g is None else g[entries], factor, out[entries])
 
     threads.run(share, threads.shares(out.size // record.n, record.n))
+
+
+def check(payload: Tensor, layout: TopKLayout) -> None:
+    """Raise ValueError for bytes that no compressor can have written: what `reference.topk.check` says, but quickly."""
+    data = checks.readable(payload, layout)
+    marked = checks.is_marked(data, layout.leading_float)
+    for record, part in layout.parts(layout.numel):
+        compare = checks.compare_fields(record.low_bits)
+        find = partial(checks.bad_topk_record, data, part.nbytes.start, record, compare, marked)
+        bad = checks.first_bad(find, part.rows, record.k)
+        if bad != checks.NONE:
+            at = part.nbytes.start + bad * record.nbytes
+            alone = TopKLayout(record.n, layout.dtype, 1, record, None)
+            number = part.entries.start // layout.record.n + bad
+            checks.refuse(reference.check, number, payload[at : at + record.nbytes], alone, payload, layout)
 
 
 @kernel
@@ -178,21 +203,26 @@ def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, w
 
 @kernel
 def settle_chunks(
-    payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any
+    payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any, out: Any
 ) -> None:
-    """r <- r + g - payload[own] and g <- weight * each payload; with `moments` (m, v, numbers) these follow g first."""
+    """r <- r + g - payload[own] and out <- weight * each payload.
+
+    With `moments` (m, v, numbers) Adam's update takes the place of g, and they advance. Without g it is in r already.
+    """
     n = record.n
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
     minus_one = r.dtype.type(-1)
-    for row in range(g.size // n):
+    for row in range(out.size // n):
         entries = slice(row * n, (row + 1) * n)
-        chunk, kept = g[entries], r[entries]
+        kept, chunk = r[entries], out[entries]
         if moments is not None:
             m, v, numbers = moments
-            commit_both(chunk, m[entries], v[entries], *numbers)
-        for i in range(n):
-            kept[i] += chunk[i]
-            chunk[i] = 0
+            advance_entries(g[entries], m[entries], v[entries], kept, *numbers)
+        elif g is not None:
+            taken = g[entries]
+            for i in range(n):
+                kept[i] += widen(taken[i])
+        chunk[:] = 0  # only now: it may be the gradient's memory
         start = offset + row * record.nbytes
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]

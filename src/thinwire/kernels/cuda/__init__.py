@@ -10,9 +10,8 @@ there, 0 before, and 1 afterwards if something was not finite:
     encode_flagged(tensor, residual, layout, key, payload, flag)   encode
     compress(tensor, residual, layout, key, payload, flag)         encode and commit, TopK and Quantize in one pass
 
-Both can also make an optimizer's update first, in the same pass (`topk.fuses`). Scratch comes from torch's
-caching allocator, on the stream that is current, so a step that repeats allocates nothing; once it has run, it can be
-captured into a CUDA graph (`chunk=none` cannot).
+Scratch comes from torch's caching allocator, on the stream that is current, so a step that repeats allocates nothing;
+once it has run, it can be captured into a CUDA graph (`chunk=none` cannot).
 """
 
 try:

@@ -11,15 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ..layout import Part, TopKLayout, TopKRecord
+from ..layout import TopKLayout, TopKRecord
 from ..reference import topk as reference
-from ..updates import Update
 from . import topk_decode, topk_global, topk_sum
 from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
 from .marks import mark_if, marked_by
 from .shared import SHARED_LIMIT
 from .topk_encode import encode_chunks
-from .update import makes, moments_of
 
 LARGEST_CHUNK = 1 << 14
 
@@ -38,38 +36,24 @@ _WIDE_LIMIT = 1 << 26
 
 
 def encode_flagged(
-    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor,
-    update: Update | None = None,
-) -> None:  # fmt: skip
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite.
-
-    update: write this over the tensor first, in the same pass, if the layout `fuses`.
-    """
-    _encode(tensor, residual, layout, payload, flag, update, update_residual=False)
+    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    _encode(tensor, residual, layout, payload, flag, update_residual=False)
     _mark(layout, payload, flag)
 
 
 encode = waiting_for(encode_flagged)
 
 
-def fuses(layout: TopKLayout) -> bool:
-    """Whether an optimizer's update is made in the same pass."""
-    return layout.dtype == torch.float32 and layout.record.n <= LARGEST_CHUNK
-
-
-def compress(
-    tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor,
-    update: Update | None = None,
-) -> None:  # fmt: skip
+def compress(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
     """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
 
     A chunk that is not finite leaves its residual as it is. The others have written theirs when that is found, so it is
     taken back: the residual is then what it was, to the rounding of an addition (`numbers.is_drowned`).
-
-    update: as for `encode_flagged`.
     """
     flag.zero_()
-    _encode(tensor, residual, layout, payload, flag, update, update_residual=True)
+    _encode(tensor, residual, layout, payload, flag, update_residual=True)
     _finish(tensor, residual, layout, payload, flag)
     _mark(layout, payload, flag)
 
@@ -97,15 +81,14 @@ def _narrow(payloads: Tensor, out: Tensor) -> bool:
 
 
 def _encode(
-    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor, flag: Tensor, update: Update | None,
-    *, update_residual: bool,
-) -> None:  # fmt: skip
+    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor, flag: Tensor, *, update_residual: bool
+) -> None:
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     for record, part in layout.parts(layout.numel):
         g, r = flat[part.entries], None if kept is None else kept[part.entries]
         out = payload[part.nbytes]
         if record.n <= LARGEST_CHUNK:
-            _encode_chunks(g, r, record, part, layout.limit, out, flag, update, update_residual)
+            _encode_chunks(g, r, record, part.rows, layout.limit, out, flag, update_residual)
         else:
             for mine, nbytes in _long_records(record, part.rows):
                 r_row = None if r is None else r[mine]
@@ -119,10 +102,9 @@ def _long_records(record: TopKRecord, rows: int) -> Iterator[tuple[slice, slice]
 
 
 def _encode_chunks(
-    g: Tensor, r: Tensor | None, record: TopKRecord, part: Part, limit: float, out: Tensor, flag: Tensor,
-    update: Update | None, update_residual: bool,
+    g: Tensor, r: Tensor | None, record: TopKRecord, rows: int, limit: float, out: Tensor, flag: Tensor,
+    update_residual: bool,
 ) -> None:  # fmt: skip
-    rows = part.rows
     size = max(16, triton.next_power_of_2(record.n))
     lanes = max(size // _ENTRIES_PER_LANE, min(32, size // 4))
     k, bitmap = max(16, triton.next_power_of_2(record.k)), triton.next_power_of_2(record.nbytes - record.high_at)
@@ -131,10 +113,9 @@ def _encode_chunks(
     scratch = torch.empty(programs * (k + 2 * bitmap), dtype=torch.int32, device=g.device)
     settings: dict[str, Any] = {"maxnreg": _REGISTERS} if g.is_cuda and k <= 512 and lanes <= 512 else {}
     launch(
-        encode_chunks, (programs,), g, g if r is None else r, out, scratch, flag,
-        *moments_of(update, g, part.entries), rows, per_program,
+        encode_chunks, (programs,), g, g if r is None else r, out, scratch, flag, rows, per_program,
         record.n, record.k, record.low_bits, record.codes_at, record.low_at, record.high_at, record.nbytes, limit,
-        BITS=record.bits, MAKES=makes(update), HAS_R=r is not None, UPDATE=update_residual, MASKED=record.n < size,
+        BITS=record.bits, HAS_R=r is not None, UPDATE=update_residual, MASKED=record.n < size,
         STEPS=size // (4 * lanes), LANES=lanes, FIELD=8 if record.k < 256 else 16,
         K=k, LOW_BYTES=triton.next_power_of_2(max(1, record.high_at - record.low_at)),
         LOW_FIELDS=triton.next_power_of_2(7 // record.low_bits + 2) if record.low_bits else 0,

@@ -33,7 +33,6 @@ from .numbers import (
     signed_level,
 )
 from .selection import find_threshold, just_below, largest, reaches, slots_of
-from .update import update_of
 
 _ONE_BIT_EACH = tl.constexpr(0x0102040810204080)
 """Eight bytes of 0 or 1, times this: the highest byte has them as bits, the first one lowest."""
@@ -102,7 +101,6 @@ def write_low_bits(  # type: ignore[no-untyped-def]
 
 
 SIZES = [
-    "beta1", "gain", "scale", "floor", "update_limit", "rate",
     "rows", "per_program", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes", "limit",
 ]  # fmt: skip
 
@@ -110,16 +108,14 @@ SIZES = [
 @triton.jit(do_not_specialize=SIZES)
 def encode_chunks(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, out_ptr, scratch_ptr, flag_ptr,
-    m_ptr, v_ptr, beta1, gain, scale, floor, update_limit, rate,
     rows, per_program, n, k, low_bits, codes_at, low_at, high_at, nbytes, limit,
-    BITS: tl.constexpr, MAKES: tl.constexpr, HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
+    BITS: tl.constexpr, HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, FIELD: tl.constexpr,
     K: tl.constexpr, LOW_BYTES: tl.constexpr, LOW_FIELDS: tl.constexpr, BITMAP: tl.constexpr,
 ):  # fmt: skip
     """K, LOW_BYTES and BITMAP are k and the bytes of the last two fields, up to the next power of two.
 
     MASKED: n is below STEPS * LANES * 4, and there is one row.
-    MAKES: g becomes an optimizer's update first, as `update.moments_of` says: with momentum (1), Adam's (2).
     """
     program = tl.program_id(0)
     scratch = scratch_ptr + program.to(tl.int64) * (K + 2 * BITMAP)
@@ -140,18 +136,6 @@ def encode_chunks(  # type: ignore[no-untyped-def]
             total = tl.load(g + entries, mask=entries < n, other=0.0).to(tl.float32)
         else:
             total = tl.load(g + tl.max_contiguous(entries, [1, 4])).to(tl.float32)
-        if MAKES > 0:
-            m, v = m_ptr + base + entries, v_ptr + base + entries
-            past = tl.load(m, mask=entries < n, other=0.0) if MASKED else tl.load(m)
-            if MAKES == 2:
-                square = tl.load(v, mask=entries < n, other=1.0) if MASKED else tl.load(v)
-                total = update_of(total, past, square, beta1, gain, scale, floor, update_limit, rate)
-            else:
-                total = rate * (gain * total + beta1 * past)
-            if MASKED:
-                tl.store(g + entries, total, mask=entries < n)
-            else:
-                tl.store(g + entries, total)
         if HAS_R:
             if MASKED:
                 total += tl.load(r + entries, mask=entries < n, other=0.0)

@@ -1,13 +1,20 @@
-"""Adam's update in the place of the gradient, and its momentum from the update: plain torch, block by block.
+"""Adam's update of a gradient that is only read, and its moments once the step counts: plain torch, block by block.
 
-    send      u = (beta1 m + (1 - beta1) factor g) / (sqrt(v) scale + floor), cut to at most `limit`;   g <- rate u
-    commit    m' = u (sqrt(v) scale + floor);   v <- beta2 v + (1 - beta2) ((m' - beta1 m) / (1 - beta1))^2;   m <- m'
+    own = (1 - beta1) factor g;   momentum = own + beta1 m;   u = momentum / (sqrt(v) scale + floor), cut to ±limit
+
+    write     out <- rate u
+    advance   residual <- residual + rate u;   v <- beta2 v + (1 - beta2) (factor g)^2;   m <- momentum
     step      p <- keep p - rate u, for many parameters, each with its own rate
 
-`commit` works out momentum and gradient again from what `send` left, so that nothing has to be kept between the two,
-and nothing changes if a step is skipped. With beta2 = 1 the second moment stays as it is. Inf is not cut, but left for
-the compressor to find; a gradient so large that its square would be infinite becomes Inf, too.
+`advance` makes the update from the moments as they were, with the same bits as `write`: what was sent is then taken
+from the residual, and what is left must be what was not sent. The moments follow the gradient itself, not the cut
+update. With beta2 = 1 the second moment stays as it is; without a residual only the moments change. A gradient of
+another dtype is converted to that of the moments first. Inf and NaN are not cut, but left for the compressor to find;
+where `own` is so large that its square would be infinite, the update is Inf, too.
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,26 +28,44 @@ def largest(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max ** 0.5)
 
 
-def send(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
-) -> None:
-    for g_part, m_part, v_part in zip(g.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        own = g_part.mul_((1 - beta1) * factor).clone()
-        g_part.add_(m_part, alpha=beta1).div_(v_part.sqrt().mul_(scale).add_(floor))
-        torch.where(g_part.isinf(), g_part, g_part.clamp(-limit, limit), out=g_part)
-        g_part.mul_(rate)
-        torch.where(own.abs() > largest(g.dtype), own.sign() * torch.inf, g_part, out=g_part)
+def write(
+    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
+    out: Tensor,
+) -> None:  # fmt: skip
+    for g_part, m_part, v_part, out_part in _blocks(g, m, v, out):
+        out_part.copy_(_update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)[0])
 
 
-def commit(
-    u: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, scale: float, floor: float, rate: float
-) -> None:
-    for u_part, m_part, v_part in zip(u.split(_BLOCK), m.split(_BLOCK), v.split(_BLOCK), strict=True):
-        momentum = v_part.sqrt().mul_(scale).add_(floor).mul_(u_part).div_(rate)
+def advance(
+    g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
+    floor: float, limit: float, rate: float,
+) -> None:  # fmt: skip
+    for g_part, m_part, v_part, kept in _blocks(g, m, v, residual):
+        update, momentum = _update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)
+        if kept is not None:
+            kept.add_(update)
         if beta2 < 1:
-            gradient = (momentum - beta1 * m_part).div_(1 - beta1)
+            gradient = g_part.to(m.dtype) * factor
             v_part.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         m_part.copy_(momentum)
+
+
+def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The same entries of each; None stays None."""
+    flat = [None if tensor is None else tensor.view(-1) for tensor in (first, *others)]
+    for start in range(0, first.numel(), _BLOCK):
+        yield tuple(None if each is None else each[start : start + _BLOCK] for each in flat)
+
+
+def _update_of(
+    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
+) -> tuple[Tensor, Tensor]:
+    """(update, momentum) of some entries."""
+    own = g.to(m.dtype) * ((1 - beta1) * factor)
+    momentum = own.add(m, alpha=beta1)
+    update = momentum / v.sqrt().mul_(scale).add_(floor)
+    update = torch.where(update.isinf(), update, update.clamp(-limit, limit)).mul_(rate)
+    return torch.where(own.abs() > largest(m.dtype), own.sign() * torch.inf, update), momentum
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:

@@ -7,7 +7,7 @@ the result once.
 
 clock.py     how a time is taken          buffers.py   the tensors that are measured on
 floors.py    plain torch, and the floors  check.py     is it right? before it is timed
-parts.py     the rows of a compressor     updates.py   the rows of an optimizer's update, in the same pass
+parts.py     the rows of a compressor     updates.py   the rows of Adam's update
 rows.py      what is reported             table.py     as text
 
 Needs torch and Triton, and nothing else: where the command line's packages are missing,

@@ -1,4 +1,4 @@
-"""The rows of one size and dtype: plain torch, then every compressor, as a whole and in its parts."""
+"""The rows of one size and dtype: plain torch, every compressor, as a whole and in its parts, and Adam's update."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -26,7 +26,6 @@ def measure(cases: Sequence[Case], in_parts: Collection[str], clock: Clock, samp
     floors, rows = measure_floors(timer)
     yield from rows
     selections: dict[int, tuple[Row, Row]] = {}
-    shown = False
     for case in cases:
         one = Measured(case, timer, floors)
         try:
@@ -38,12 +37,12 @@ def measure(cases: Sequence[Case], in_parts: Collection[str], clock: Clock, samp
             yield one.compressed(None if kept is None else selections[kept])
             if case.label in in_parts:
                 yield from one.parts()
-            fused = kernels.on_device(one.kernel) if kernels.fuses(one.kernel, one.layout) else None
-            if fused is not None and not shown:  # one compressor is enough
-                shown = True
-                yield from measure_updates(case.compressor, one.layout, fused, timer, floors)
         except Mismatch as mismatch:
             raise Mismatch(f"{case.numel:,} x {dtype_name(case.dtype)}, {case.label}: {mismatch}") from mismatch
+    try:
+        yield from measure_updates(timer, floors)
+    except Mismatch as mismatch:
+        raise Mismatch(f"{first.numel:,} x {dtype_name(first.dtype)}, Adam's update: {mismatch}") from mismatch
 
 
 class Measured:
