@@ -2,12 +2,13 @@
 
 Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
 message each. Small and dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out,
-zeros take their place, and they come back when the run is done. Those of several buckets are packed into one tensor
+zeros take their place, and they come back when all runs are done. Those of several buckets are packed into one tensor
 and exchanged together.
 """
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,10 +45,19 @@ class Run:
     """None for a packed parameter in the middle."""
     sizes: tuple[int, ...]
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Entries, counted from the start of the run, that were taken out."""
+    @cached_property
+    def key(self) -> tuple[tuple[str | None, int], ...]:
+        """What tells it from other runs: its names and sizes."""
+        return tuple(zip(self.names, self.sizes, strict=True))
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
         ends = list(accumulate(self.sizes))
         return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Entries, counted from the start of the run, that were taken out."""
+        return self._gaps
 
 
 class Packed(NamedTuple):
@@ -153,16 +163,34 @@ def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
     return bucket
 
 
-def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
+def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
     """A part of a bucket in the shape of its parameter, with its strides if they leave no gap: so DDP has it.
 
     >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
     tensor([[0., 2., 4.],
             [1., 3., 5.]])
     """
+    if not _has_no_gaps(parameter):
+        return elements.view(parameter.shape)
+    return elements.as_strided(parameter.shape, parameter.stride(), elements.storage_offset())
+
+
+def flat(parameter: Tensor) -> Tensor:
+    """The elements of a parameter in the order of `shaped`: its own memory, or a copy if that has gaps."""
+    if not _has_no_gaps(parameter):
+        return parameter.reshape(-1)
+    return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+
+
+def _has_no_gaps(parameter: Tensor) -> bool:
+    return _is_dense(parameter.stride(), tuple(parameter.shape))
+
+
+@lru_cache(maxsize=4096)
+def _is_dense(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != expected:
-            return flat.view(parameter.shape)
+            return False
         expected *= size
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return True

@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("thinwire.train:run", "train a model between workers that send few bytes"),
+    "train": Command("thinwire.train.command:run", "train a model between workers that send few bytes"),
     "plan": Command("thinwire.plan:run", "predict what compression brings, from numbers or measured, and what to use"),
     "bench codec": Command(
         "thinwire.bench.codec.command:run", "time, bytes and memory of every compressor, beside plain torch"

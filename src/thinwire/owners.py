@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .buckets import Run
 from .collectives import ShardState
-from .compressors import format_spec
+from .compressors import Compressor, format_spec
+from .compressors import compressor as parsed
 from .residuals import NamedVectors
 
 _Key = tuple[tuple[str | None, int], ...]
@@ -22,19 +23,17 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self._states: dict[_Key, tuple[str, ShardState]] = {}
+        self._states: dict[_Key, tuple[Compressor, ShardState]] = {}
 
     def state(self, run: Run, residuals: NamedVectors) -> ShardState:
         """The state for this run, after all others that have a parameter of it were folded into the residuals."""
-        spec = format_spec(run.compressor)
-        key = tuple(zip(run.names, run.sizes, strict=True))
-        kept = self._states.get(key)
-        if kept is not None and kept[0] == spec:
+        kept = self._states.get(run.key)
+        if kept is not None and kept[0] == run.compressor:
             return kept[1]
         mine = {name for name in run.names if name is not None}
         self._fold(lambda names: not mine.isdisjoint(names), residuals)
         made = ShardState()
-        self._states[key] = (spec, made)
+        self._states[run.key] = (run.compressor, made)
         return made
 
     def fold(self, residuals: NamedVectors) -> None:
@@ -55,17 +54,17 @@ class Owners:
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [
-            {"run": [list(entry) for entry in key], "compressor": spec, **state.state_dict()}
-            for key, (spec, state) in self._states.items()
+            {"run": [list(entry) for entry in key], "compressor": format_spec(compressor), **state.state_dict()}
+            for key, (compressor, state) in self._states.items()
             if state.residual is not None
         ]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        made: dict[_Key, tuple[str, ShardState]] = {}
+        made: dict[_Key, tuple[Compressor, ShardState]] = {}
         for saved in states:
             state = ShardState()
             state.load_state_dict({"residual": saved["residual"], "spans": saved["spans"]})
-            made[tuple((name, int(size)) for name, size in saved["run"])] = (str(saved["compressor"]), state)
+            made[tuple((name, int(size)) for name, size in saved["run"])] = (parsed(str(saved["compressor"])), state)
         self._states = made
 
 

@@ -1,16 +1,18 @@
 """Synchronizer: averages gradients over ranks, compressed, and owns everything that lasts from step to step.
 
 It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
-buckets, from DDP's hook or from a plain loop, and `exchange.py` says how one step of them goes.
+buckets, from DDP's hook or from a plain loop, and `step.py` says how one step of them goes.
 
-All buckets of a step count together: residuals change only if every bucket is finite on every rank. If not, all
-gradients of the step are NaN on every rank, and nothing else has changed.
+All buckets of a step count together: residuals change only if every bucket is finite on every rank. If not, `finish`
+makes all gradients of the step NaN on every rank, and nothing else has changed; thinwire's optimizers skip the step.
 """
 
 import logging
+import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
@@ -19,26 +21,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
 from . import checkpoint
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, ShardState, all_reduce_compressed
-from .collectives.all_reduce import check_timeout
-from .collectives.groups import check_kind, compressing_ranks, place
+from .collectives.all_reduce import check_timeout, refusing
+from .collectives.channel import Channel
+from .collectives.groups import channels, check_kind, compressing_ranks, place
 from .collectives.local import LocalGroup
-from .collectives.plan import ALGORITHMS
+from .collectives.operation import Operation
+from .collectives.plan import ALGORITHMS, ENVIRONMENT_VARIABLE
+from .collectives.plan import max_bytes as budget
+from .collectives.request import make_request
+from .collectives.stage import Buffers
 from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
-from .exchange import Exchange, Transform, refuse
 from .owners import Owners
 from .policy import DENSE, Policy, Spec, share_bytes
 from .residuals import NamedVectors
+from .step import Mode, Slot, Step, Updates
 from .sync_stats import SyncStats
 from .trials import Trials
 
 _log = logging.getLogger("thinwire")
+
+_NO_LIMIT = 1 << 62
+"""For one operation: all are held until the step ends, so cutting one into segments would save nothing."""
 
 SKIPPED_IN_A_ROW = 20
 """Steps; when more are skipped, something is wrong."""
@@ -55,9 +64,11 @@ class Synchronizer:
     second           what owners compress sums with, for "sharded"; by default more entries and more bits.
     error_feedback   False: what is not sent is lost.
     grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
-    max_bytes        an error if the payloads of one step, which are held until it ends, need more memory.
+    max_bytes        an error if the payloads of one step, which are held until it ends, need more memory; by default
+                     THINWIRE_MAX_BYTES, or no limit.
     timeout          seconds for one exchange; by default that of the group.
-    transform        for optimizers, which send something else than gradients.
+    families         for optimizers, which send something else than gradients: the number of the parameter group of
+                     every parameter. Parameters of different ones are never compressed together.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -81,28 +92,27 @@ class Synchronizer:
         grad_scaler: Any = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
-        transform: Transform | None = None,
+        families: Mapping[str, int] | None = None,
     ) -> None:
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         known = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
         if self.policy.by_ranks and (isinstance(group, LocalGroup) or known):
             self.policy = self.policy.for_ranks(compressing_ranks(group))
-        if error_feedback and transform is None:
+        if error_feedback and families is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
             raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
-        if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
-            raise ValueError(f"max_bytes {max_bytes!r}, expected a whole number of bytes above 0, or None")
-        check_timeout(timeout)
+        limited = max_bytes is not None or os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+        self._timeout_seconds = check_timeout(timeout)
         check_kind(group)
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
-        self.max_bytes, self.timeout = max_bytes, timeout
-        self.transform = transform
+        self.max_bytes, self.timeout = budget(max_bytes) if limited else None, timeout
+        self._families = families
         self.entries: dict[str, int] | None = None
         """Of every parameter, by name; known from the first step on, or beforehand."""
         self.wanted_layout: list[tuple[str, ...]] = []
@@ -123,10 +133,17 @@ class Synchronizer:
             self._make_trials()
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
-        self._stats = SyncStats()
+        self.stats = SyncStats()
         self._warned_of_skipped = False
-        self._finite: bool | None = None
-        self._exchange: Exchange | None = None
+        self.finite: bool | None = None
+        """Whether the last step was finite on all ranks; None if nobody looked, as when nothing is compressed."""
+        self._step: Step | None = None
+        """The one under way."""
+        self.last_step: Step | None = None
+        self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
         self._fresh, self._loaded = True, False
         """Before the first step, and nothing was loaded."""
@@ -146,35 +163,17 @@ class Synchronizer:
         named = [(name, p) for name, p in everything if p.requires_grad]
         if not named:
             return
-        try:
+        with self.refusing(named[0][1].device):
             groups = group_parameters(named)
             self.know(everything)
-        except ValueError as error:
-            refuse(self, error, named[0][1].device)
-            raise
-        futures = [
-            self.reduce(flatten(group), first=index == 0, last=index == len(groups) - 1)
-            for index, group in enumerate(groups)
-        ]
-        self.wait()
-        for future in futures:
-            future.wait()
-
-    @property
-    def stats(self) -> SyncStats:
-        self._account()
-        return self._stats
+        for index, group in enumerate(groups):
+            self.add_bucket(flatten(group), first=index == 0, last=index == len(groups) - 1)
+        self.finish()
 
     @property
     def steps(self) -> int:
         """Steps that counted: not those that were skipped."""
         return self.stats.steps
-
-    @property
-    def finite(self) -> bool | None:
-        """Whether the last step was finite on all ranks; None if nobody looked, as when nothing is compressed."""
-        self._account()
-        return self._finite
 
     @property
     def choice(self) -> Choice | None:
@@ -192,14 +191,13 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank: every rank saves its own. Tensors are not copied."""
-        self._account()
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
             "world_size": self.world_size,
             "policy": self.policy.describe(),
             "options": self._options(),
-            "steps": self._stats.steps,
+            "steps": self.stats.steps,
             "scale": self._scale,
             "entries": dict(self.entries or {}),
             "layout": [list(names) for names in self._layout],
@@ -215,7 +213,7 @@ class Synchronizer:
 
         With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
         """
-        self._account()
+        self._drop_step()
         self._make_trials()
         choice = checkpoint.choose(state, self.rank, self.world_size)
         saved = choice.alike
@@ -232,7 +230,7 @@ class Synchronizer:
         else:
             vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
         self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
-        self._stats, self._finite, self._exchange, self._plans = SyncStats(steps=int(saved["steps"])), None, None, {}
+        self.stats, self.finite, self._plans = SyncStats(steps=int(saved["steps"])), None, {}
         self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
         self._fresh, self._loaded = not self._layout, True
         self._unchecked = dict(saved["entries"]) if self.entries is None else None
@@ -243,7 +241,7 @@ class Synchronizer:
             self._flushed = False
             self._trials.load_state_dict(saved["auto"])
             if not choice.same_world:  # whose links and payloads are others
-                self._trials.again(self._stats.steps, list(saved["entries"]))
+                self._trials.again(self.stats.steps, list(saved["entries"]))
 
     def _options(self) -> dict[str, Any]:
         second = None if self.second is None else format_spec(self.second)
@@ -261,23 +259,116 @@ class Synchronizer:
             checkpoint.check_model(self._unchecked, entries)
         self.entries, self._unchecked = entries, None
 
-    def reduce(self, bucket: Bucket, *, first: bool, last: bool) -> "Future[Tensor]":
-        """Average one bucket of a step, in place; the future is that of its tensor."""
+    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
+        """Send one bucket of a step. After the last one call `finish`."""
         if first:
-            self._begin(bucket.tensor.device)
-        exchange = self._exchange
-        assert exchange is not None
+            self.begin(bucket.tensor.device)
+        self.send(bucket, last=last)
+
+    def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
+        """Begin a step. An optimizer says what it sends in place of gradients."""
+        self._drop_step()
+        if self.policy.by_ranks and self.policy.ranks is None:
+            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
+        self._make_trials()
+        if self._loaded:
+            self._compare_steps(device)
+        self._follow_scale()
+        number = self.stats.steps
+        self._share_anew(number)
+        flushes = self._follow_trials(number, device)
+        passes_on = (
+            (updates is None or (self._trials is not None and device.type == "cpu"))
+            and self.policy.is_dense(number, self._shared)
+            and (self.group is None or isinstance(self.group, dist.ProcessGroup))
+        )
+        mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
+        collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
+        self._step = Step(
+            self, number, Mode.TORCH if passes_on else mode, updates, collects, flushes, *place(self.group)
+        )
+        return self._step
+
+    def send(self, bucket: Bucket, *, last: bool) -> None:
+        """Send one bucket of the step that was begun."""
+        step = self._step
+        assert step is not None
         try:
             self._check(bucket)
-            future = exchange.reduce(bucket, last=last)
-        except BaseException as error:
-            exchange.abandon(str(error))
+            step.add(bucket, last=last)
+        except BaseException:
+            self._drop_step()
             raise
-        if last:
-            self.entries, self._layout = {**(self.entries or {}), **exchange.entries}, exchange.shown
-            self.wanted_layout = self._layout if self._fresh and not exchange.passes_on else []
+
+    def finish(self) -> None:
+        """Wait for the step, and write the averages over the gradients; raises what went wrong.
+
+        If a rank's gradient was not finite, they are NaN on every rank, and nothing else has changed.
+        """
+        step = self.collect()
+        step.write()
+        self.count(step)
+
+    def collect(self) -> Step:
+        """Wait until everything of the step is exchanged; raises what went wrong. Nothing has changed so far."""
+        step, self._step = self._step, None
+        if step is None or not step.closed:
+            raise RuntimeError("no step to finish: its buckets have not come")
+        try:
+            step.wait()
+        except Exception:
+            step.abandon()
+            raise
+        except BaseException:  # Ctrl-C: the wire may go on with what it has, and nobody else with its memory
+            self._slots, self._scratch = {}, {}
+            raise
+        return step
+
+    def count(self, step: Step) -> None:
+        """The step is over: applied, or skipped. Here alone steps are counted."""
+        self.stats.add(step)
+        if step.finite is not False:
+            self.entries, self._layout = {**(self.entries or {}), **step.entries}, step.layout
+            self.wanted_layout = self._layout if self._fresh and not step.passes_on else []
             self._fresh = False
-        return future
+        self._warn_of_skipped()
+        self.finite, self.last_step = step.finite, step
+        step.release()
+        used = {id(slot) for slot in step.slots}
+        self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
+        if self._trials is not None and step.finite is not False:
+            self._trials.ended(step)
+            if step.flushes:
+                self._forget(step.entries)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether all buckets of a step were sent, and it was not finished so far."""
+        return self._step is not None and self._step.closed
+
+    @property
+    def pending_names(self) -> Collection[str]:
+        """The parameters whose gradients were sent in the step under way."""
+        return () if self._step is None else self._step.entries
+
+    @contextmanager
+    def refusing(self, device: torch.device) -> Iterator[None]:
+        """Let the other ranks, who wait for this one, know why it does not begin a step."""
+        try:
+            yield
+        except ValueError as error:
+            with suppress(ValueError), refusing(self.number_operations(device)):
+                raise error
+            raise
+
+    def drop(self) -> None:
+        """Forget a step that was sent and not finished."""
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.abandon()
 
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
         """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them.
@@ -300,14 +391,7 @@ class Synchronizer:
             )
         for handle in handles:
             handle.wait()
-        self._stats.add_averages(handles, started)
-
-    def wait(self) -> None:
-        """Until the step is over; raises what went wrong."""
-        if self._exchange is not None:
-            for handle in self._exchange.handles:
-                handle.wait()
-        self._account()
+        self.stats.add_averages(handles, started)
 
     @property
     def rank(self) -> int:
@@ -317,20 +401,20 @@ class Synchronizer:
     def world_size(self) -> int:
         return place(self.group)[1]
 
-    def plan(self, bucket: Bucket, exchange: Exchange) -> BucketPlan:
+    def plan(self, bucket: Bucket, step: Step) -> BucketPlan:
         """How a bucket is cut, at this step."""
-        key = (bucket.names, self.policy.phase(exchange.number), exchange.as_gradients)
+        key = (bucket.names, self.policy.phase(step.number), step.mode)
         made = self._plans.get(key)
         if made is None:
             compressors: list[Compressor] = [
-                self.policy.compressor_of(name, size, exchange.number, self._shared)
+                self.policy.compressor_of(name, size, step.number, self._shared)
                 for name, size in zip(bucket.names, bucket.sizes, strict=True)
             ]
-            families = [None if self.transform is None else self.transform.family(name) for name in bucket.names]
+            families = [None if self._families is None else self._families[name] for name in bucket.names]
             small = {
                 name
                 for name, size, made in zip(bucket.names, bucket.sizes, compressors, strict=True)
-                if self.policy.is_small(name, size) and (self.transform is not None or made != self.policy.final)
+                if self.policy.is_small(name, size) and (self._families is not None or made != self.policy.final)
             }
             made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families, small)
         return made
@@ -367,7 +451,6 @@ class Synchronizer:
 
     def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
         """What this rank owes to these parameters, which owe nothing then: whoever takes it must deliver it."""
-        self._account()
         self._owners.fold(self._vectors)
         taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
         self._forget(taken)
@@ -380,69 +463,86 @@ class Synchronizer:
         state = self._owners.state(run, self._vectors)
         return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
 
-    # From step to step.
+    def clear_gaps(self, run: Run, tensor: Tensor) -> None:
+        """Elements between the parameters of a run belong to others: nothing is owed to them."""
+        gaps = run.gaps()
+        if gaps and self.error_feedback and run.compressor.contracts:
+            kept = self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device)
+            torch._foreach_zero_([kept[begin:end] for begin, end in gaps])
 
-    def _begin(self, device: torch.device) -> None:
-        self._account()
-        if self.policy.by_ranks and self.policy.ranks is None:
-            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
-        self._make_trials()
-        if self._loaded:
-            self._compare_steps(device)
-        if self._exchange is not None:
-            self._exchange.abandon("its backward pass did not come to an end")
-        self._follow_scale()
-        number = self._stats.steps
-        self._share_anew(number)
-        flushes = self._follow_trials(number, device)
-        transform = self.transform
-        as_gradients = transform is not None and transform.begin()
-        passes_on = (
-            (transform is None or (self._trials is not None and device.type == "cpu"))
-            and self.policy.is_dense(number, self._shared)
-            and (self.group is None or isinstance(self.group, dist.ProcessGroup))
-        )
-        collects = bool(self.wanted_layout) or (transform is not None and transform.whole)
-        self._exchange = Exchange(self, number, passes_on, as_gradients, collects, flushes)
+    def number_operations(self, device: torch.device) -> list[Operation]:
+        """The next ones on the group's channels, which are looked up once for each default group of torch."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = self._channels.get(device)
+        if found is None or found[0] is not world:
+            found = self._channels[device] = world, channels(self.group, device)
+        operations = [Operation(channel) for channel in found[1]]
+        for operation in operations:
+            operation.limit(self._timeout_seconds)
+        return operations
+
+    def slot(
+        self,
+        run: Run,
+        source: Tensor,
+        operations: Sequence[Operation],
+        *,
+        has_residual: bool,
+        state: ShardState | None,
+        algorithm: str,
+        second: Compressor | None,
+    ) -> Slot:
+        """What a run is sent by: made when it is first seen."""
+        channels = [operation.channel for operation in operations]
+        key = (run.key, run.compressor, source.dtype, has_residual, state is not None, algorithm, second)
+        slot = self._slots.get(key)
+        if slot is None or slot.request.channels != channels:
+            request = make_request(
+                channels, source, run.compressor, op=dist.ReduceOp.AVG, algorithm=algorithm, second=second,
+                has_residual=has_residual, state=state, max_bytes=_NO_LIMIT,
+            )  # fmt: skip
+            slot = self._slots[key] = Slot(request, Buffers())
+        return slot
+
+    def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of as many elements, for what is used before the next one asks."""
+        key, numel = (dtype, like.device), like.numel()
+        if key not in self._scratch or self._scratch[key].numel() < numel:
+            self._scratch[key] = torch.empty(numel, dtype=dtype, device=like.device)
+        return self._scratch[key][:numel]
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On which buckets are encoded while backward goes on; None on a CPU, and where ranks take turns on one GPU."""
+        if device.type != "cuda" or isinstance(self.group, LocalGroup):
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    # From step to step.
 
     def _make_trials(self) -> None:
         """Make the trials of "auto", once the number of ranks is known."""
         if self.policy.auto and self._trials is None:
-            candidates = GRADIENTS if self.transform is None else updates(compressing_ranks(self.group))
+            candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
             self._trials = Trials(candidates, self.policy.warmup_steps)
 
     def _compare_steps(self, device: torch.device) -> None:
         """ValueError on all ranks if they go on from checkpoints of different steps."""
         steps = torch.zeros(self.world_size, dtype=torch.float64, device=device)
-        steps[self.rank] = self._stats.steps
+        steps[self.rank] = self.stats.steps
         all_reduce_compressed(steps, "none", group=self.group, timeout=self.timeout)
         if len(set(steps.tolist())) > 1:
             listed = ", ".join(f"rank {rank} at {int(step)}" for rank, step in enumerate(steps.tolist()))
             raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")
         self._loaded = False
 
-    def _account(self) -> None:
-        """Once the step is settled, count it."""
-        exchange = self._exchange
-        if exchange is not None:
-            exchange.look()
-        if exchange is not None and exchange.step.finite is not None:
-            self._stats.add(exchange)
-            self._warn_of_skipped()
-            nobody_looked = exchange.passes_on and self.transform is None
-            self._finite = None if nobody_looked else exchange.step.finite
-            self._exchange = None
-            if self._trials is not None and exchange.step.finite:
-                self._trials.ended(exchange)
-                if exchange.flushes:
-                    self._forget(exchange.entries)
-
     def _warn_of_skipped(self) -> None:
         """Say once that training stands still. A GradScaler that looks for its scale skips steps, but not so many."""
-        if self._stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
+        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
             self._warned_of_skipped = True
             warnings.warn(
-                f"{self._stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
+                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
                 "too large to be squared, on some rank: training stands still. Look for a loss that is NaN or Inf; try "
                 "a lower learning rate, or max_grad_norm",
                 stacklevel=4,
@@ -468,7 +568,7 @@ class Synchronizer:
         self._scale = scale
 
     def _is_gradient(self, name: str) -> bool:
-        return self.transform is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
+        return self._families is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
 
     def _share_anew(self, number: int) -> None:
         """Adaptive: share the bytes by what all ranks' residuals owe."""

@@ -1,10 +1,10 @@
 """What a synchronizer has done so far."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .collectives import Handle, Report
-from .exchange import Exchange
+from .step import Step
 
 
 @dataclass
@@ -38,15 +38,15 @@ class SyncStats:
         """How many times fewer bytes than dense; 1.0 before the first step."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
-    def add(self, exchange: Exchange) -> None:
-        counts = exchange.step.finite
-        self.steps, self.skipped = self.steps + bool(counts), self.skipped + (not counts)
+    def add(self, step: Step) -> None:
+        counts = step.finite is not False
+        self.steps, self.skipped = self.steps + counts, self.skipped + (not counts)
         self.skipped_in_a_row = 0 if counts else self.skipped_in_a_row + 1
         self.last_bytes_sent = 0
-        self.bytes_dense += exchange.bytes_dense
-        for handle in exchange.handles:
+        self.bytes_dense += step.bytes_dense
+        for handle in step.handles:
             self._count(handle.report)
-        self._block(exchange.handles, exchange.whole_at)
+        self._add_blocked({**_worked(step.handles, step.whole_at), "exchange": step.waited})
 
     def add_averages(self, handles: Sequence[Handle], started: float) -> None:
         """Operations outside a step, which was waited for since they were started."""
@@ -55,16 +55,13 @@ class SyncStats:
         self._block(handles, started)
 
     def _block(self, handles: Sequence[Handle], since: float) -> None:
-        """A moment in which two operations worked, as a small one may beside a large one, counts for the first."""
         whole = max((handle.ended or since for handle in handles), default=since) - since
-        worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
-        counted = since
-        for start, stop, phase in sorted((s.start, s.stop, s.phase) for handle in handles for s in handle.report.spans):
-            if phase in worked:
-                worked[phase] += max(0.0, stop - max(start, counted))
-                counted = max(counted, stop)
-        for phase, seconds in {**worked, "exchange": max(0.0, whole - sum(worked.values()))}.items():
-            self.blocked[phase] = self.blocked.get(phase, 0.0) + seconds
+        worked = _worked(handles, since)
+        self._add_blocked({**worked, "exchange": max(0.0, whole - sum(worked.values()))})
+
+    def _add_blocked(self, seconds: Mapping[str, float]) -> None:
+        for phase, more in seconds.items():
+            self.blocked[phase] = self.blocked.get(phase, 0.0) + more
 
     def _count(self, report: Report) -> None:
         self.bytes_sent += report.bytes_sent
@@ -73,3 +70,14 @@ class SyncStats:
         self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
         for phase, seconds in report.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+def _worked(handles: Sequence[Handle], since: float) -> dict[str, float]:
+    """Seconds of computing from then on. A moment in which two operations worked counts for the first."""
+    worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
+    counted = since
+    for start, stop, phase in sorted((s.start, s.stop, s.phase) for handle in handles for s in handle.report.spans):
+        if phase in worked:
+            worked[phase] += max(0.0, stop - max(start, counted))
+            counted = max(counted, stop)
+    return worked

@@ -18,7 +18,7 @@ from typing import Any
 from .auto import BucketTimes, Choice, Measured, confirm, decide
 from .compressors import Compressor, format_spec
 from .compressors import compressor as parsed
-from .exchange import Exchange
+from .step import Step
 
 BEFORE = 2
 """Steps after which DDP has put its buckets together."""
@@ -110,20 +110,20 @@ class Trials:
             self._add_step(self._open[0], now - self._open[1])
         self._open = (step, now) if self.choice is None else None
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, step: Step) -> None:
         """All buckets of a step have been exchanged."""
-        number = None if self.choice is not None else self._candidate(exchange.number)
-        if number is None or number == len(self.candidates) or self._is_first(exchange.number):
+        number = None if self.choice is not None else self._candidate(step.number)
+        if number is None or number == len(self.candidates) or self._is_first(step.number):
             return
-        if exchange.passes_on and any(handle.ended is None for handle in exchange.handles):
+        if step.passes_on and any(handle.ended is None for handle in step.handles):
             return  # somebody asked too early
-        began, busy, until = exchange.marks[0][1], 0.0, 0.0
-        for _, issued, first, last in exchange.marks:
-            end = max(_end_of(exchange, first, last) or issued, until)
+        began, busy, until = step.marks[0][1], 0.0, 0.0
+        for _, issued, first, last in step.marks:
+            end = max(_end_of(step, first, last) or issued, until)
             busy, until = busy + max(0.0, end - max(issued, until)), end
         # Buckets share the link while they are under way together, so each is taken to have held it for its bytes.
-        sent = [sum(one.report.bytes_sent for one in exchange.handles[a:b]) for _, _, a, b in exchange.marks]
-        for (names, issued, _, _), mine in zip(exchange.marks, sent, strict=True):
+        sent = [sum(one.report.bytes_sent for one in step.handles[a:b]) for _, _, a, b in step.marks]
+        for (names, issued, _, _), mine in zip(step.marks, sent, strict=True):
             self._held.setdefault(names, {}).setdefault(number, []).append(busy * mine / max(1, sum(sent)))
             self._ready.setdefault(names, []).append(issued - began)
 
@@ -212,10 +212,10 @@ class Trials:
         return (max(medians) if number else min(medians)) if medians else nan
 
 
-def _end_of(exchange: Exchange, first: int, last: int) -> float | None:
+def _end_of(step: Step, first: int, last: int) -> float | None:
     """When the bucket with these operations had been exchanged; what comes then waits for the others."""
-    handles = exchange.handles[first:last]
-    if exchange.passes_on:
+    handles = step.handles[first:last]
+    if step.passes_on:
         return max((handle.ended or 0.0 for handle in handles), default=None)
     return max(
         (stop for one in handles for phase, _, stop in one.report.spans if phase in ("encode", "exchange")),

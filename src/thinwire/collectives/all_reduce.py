@@ -1,20 +1,20 @@
 """`all_reduce_compressed`: the one function of this package that everything else is for."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor
 from .groups import channels
 from .handle import Handle
-from .job import Call, prepare
 from .operation import Operation
 from .plan import max_bytes as budget
-from .run import Part, pass_on, submit
+from .reduction import Reduction, pass_on
+from .request import make_request
 from .state import ShardState
 
 if TYPE_CHECKING:
@@ -73,36 +73,39 @@ def all_reduce_compressed(
     (tensor([ 0., -5.,  0.,  0.]), tensor([1.0000, 0.0000, 2.0000, 0.5000]))
     >>> dist.destroy_process_group()
     """
-    handle = start(
-        lambda: Call(tensor, compressor, residual, op, algorithm, key, second, state, budget(max_bytes)),
-        group, tensor.device, timeout,
-    )  # fmt: skip
+    operations = [Operation(channel) for channel in channels(group, tensor.device)]
+    with refusing(operations):
+        for operation in operations:
+            operation.limit(check_timeout(timeout))
+        if residual is not None and not isinstance(residual, Tensor):
+            raise ValueError(f"residual of type {type(residual).__name__}, expected a tensor or None")
+        request = make_request(
+            [operation.channel for operation in operations], tensor, compressor, op=op, algorithm=algorithm,
+            second=second, has_residual=residual is not None, state=state, max_bytes=budget(max_bytes),
+        )  # fmt: skip
+        request.asked_for.check_input(tensor, residual, request.key_of(key, operations[-1].number))
+        if not request.passes_on:
+            flat, kept = tensor.detach().view(-1), None if residual is None else residual.detach().view(-1)
+            reduction = Reduction(request, operations, flat, kept, state, key, has_future=True)
+    if request.passes_on:
+        handle = pass_on(request, operations[0], tensor)
+    else:
+        reduction.run_all(tensor)
+        handle = reduction.handle
     if not async_op:
         handle.wait()
     return handle
 
 
-def start(
-    make_call: Callable[[], Call],
-    group: object,
-    device: torch.device,
-    timeout: float | timedelta | None,
-    part: Part | None = None,
-) -> Handle:
-    """Number the operation, check the call, and set it going: with a `part`, as one of a step."""
-    operations = [Operation(channel) for channel in channels(group, device)]
+@contextmanager
+def refusing(operations: Sequence[Operation]) -> Iterator[None]:
+    """Let the other ranks, who wait for this one, know why it does not take part."""
     try:
-        for operation in operations:
-            operation.limit(check_timeout(timeout))
-        call = make_call()
-        job = prepare(call, operations)
-        if part is not None:
-            part.step.join()
+        yield
     except Exception as error:
         for operation in operations:
             operation.refuse(str(error))
         raise
-    return pass_on(job, call.op) if job.passes_on and part is None else submit(job, part)
 
 
 def check_timeout(timeout: float | timedelta | None) -> float | None:

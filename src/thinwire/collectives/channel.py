@@ -6,7 +6,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from .board import Board
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import GlooLink, Link, NcclLink
-from .plan import AT_ONCE
+from .wire import Wire
 
 _CONNECT_SECONDS = 60.0
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
@@ -32,7 +31,7 @@ class Channel(ABC):
         ranks: list[int],
         timeout: float,
         board: Board,
-        pool: ThreadPoolExecutor | None,
+        wire: Wire | None,
     ) -> None:
         self.group, self.backend = group, backend
         """`group` is None where torch knows of none: the ranks are threads."""
@@ -41,8 +40,8 @@ class Channel(ABC):
         """Global rank of each member."""
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout = timeout
-        self.board, self.pool = board, pool
-        """Without a pool an operation runs at once, in the thread and on the stream of its caller."""
+        self.board, self.wire = board, wire
+        """Without a wire an exchange is done at once, in the thread and on the stream of its caller."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
@@ -57,8 +56,8 @@ class Channel(ABC):
 
     def close(self) -> None:
         """What is under way may end; nothing new begins."""
-        if self.pool is not None and self.backend != "nccl":
-            self.pool.shutdown(wait=False)
+        if self.wire is not None and self.backend != "nccl":
+            self.wire.close()
         self._connection = None
 
     def pause(self, seconds: float) -> None:
@@ -87,7 +86,7 @@ class ProcessChannel(Channel):
             _timeout_of(group, device),
             Board(f"thinwire/{group.group_name}/{backend}", rank),
             # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
-            _ordered_pool() if backend == "nccl" else ThreadPoolExecutor(AT_ONCE, "thinwire-collective"),
+            _ordered_wire() if backend == "nccl" else Wire(),
         )
 
     def connect(self, number: int, deadline: float) -> Link:
@@ -111,6 +110,10 @@ class Connection:
         self.cause: CollectiveError | None = None
         self.agreed: set[str] = set()
         """Calls that were compared between ranks, or are about to be."""
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
 
     def link(self, deadline: float) -> Link:
         """Made when every rank is about to; else a rank whose other operation failed would be waited for in vain."""
@@ -165,7 +168,7 @@ class Connection:
 _LOCK = threading.Lock()
 _channels: dict[tuple[str, str], ProcessChannel] = {}
 _world: dist.ProcessGroup | None = None
-_pool: ThreadPoolExecutor | None = None
+_wire: Wire | None = None
 
 
 def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> ProcessChannel:
@@ -194,11 +197,11 @@ def _forget_destroyed() -> None:
             del _channels[key]
 
 
-def _ordered_pool() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(1, "thinwire-collective")
-    return _pool
+def _ordered_wire() -> Wire:
+    global _wire
+    if _wire is None:
+        _wire = Wire(ordered=True)
+    return _wire
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

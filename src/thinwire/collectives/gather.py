@@ -7,24 +7,24 @@ wins in small ones: (P - 1) payloads sent by each of P ranks.
 from torch import Tensor
 
 from ..kernels.updates import Update
-from .stage import Outcome, Stage
+from .stage import Outcome, Run, Stage
 
 
-def gather(stage: Stage) -> Outcome:
+def gather(stage: Stage) -> Run:
     layout = stage.layout
     payloads = stage.buffer(stage.size, layout.nbytes)
-    own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key, stage.update)
-    seen = stage.all_gather(list(payloads))
+    own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key)
+    seen = yield from stage.all_gather(list(payloads))
 
-    def commit() -> None:
-        stage.commit(own, stage.tensor, stage.residual)
+    def keep(gradient: Tensor | None, update: Update | None) -> None:
+        stage.keep(own, gradient, stage.residual, update)
 
     def write(out: Tensor) -> None:
-        with stage.compute("decode"):
+        with stage.clock("decode"):
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
-    def settle(update: Update | None) -> None:
-        with stage.compute("decode"):
-            stage.first.settle(own, stage.tensor, stage.residual, payloads, stage.rank, stage.weight, update)
+    def settle(gradient: Tensor, update: Update | None, out: Tensor) -> None:
+        with stage.clock("decode"):
+            stage.first.settle(own, gradient, stage.residual, payloads, stage.rank, stage.weight, update, out)
 
-    return Outcome(stage.no_mark(seen, [layout] * stage.size), commit, write, settle)
+    return Outcome(stage.judge(seen, [layout] * stage.size), keep, write, settle)

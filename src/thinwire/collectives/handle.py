@@ -66,46 +66,23 @@ class Report:
             self.spans.append(Span(phase, started, time.perf_counter()))
 
 
-class Promise:
-    """A result to come. The first result or error counts; what comes later, as after a mismatch, is dropped."""
+class Handle:
+    """An operation under way, as torch's own `Work`.
 
-    def __init__(self, device: torch.device) -> None:
-        self.future: Future[list[Tensor]] = Future(devices=[device] if device.type == "cuda" else None)
-        self.done = threading.Event()
+    The first result or error counts; what comes later, as after a mismatch, is dropped.
+    """
+
+    def __init__(self, report: Report, device: torch.device | None = None) -> None:
+        """With a device, there is a future for who waits by torch's means."""
+        self.report = report
         self.error: BaseException | None = None
         self.ended: float | None = None
-        """By `time.perf_counter`."""
-        self._lock = threading.Lock()
-        self._settled = False
-
-    def keep(self, result: list[Tensor]) -> None:
-        if self._is_first():
-            self.future.set_result(result)
-            self.done.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Frames are replaced by text, and the future gets a copy: torch hides what a future refers to from Python's
-        collector, so an error with the frames that refer to the future would keep it, and the tensors, for ever."""
-        if self._is_first():
-            if error.__traceback__ is not None:
-                error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
-            self.error = error
-            self.future.set_exception(copied(_without_frames(error)))  # type: ignore[arg-type]
-            self.done.set()
-
-    def _is_first(self) -> bool:
-        with self._lock:
-            first, self._settled = not self._settled, True
-            if first:
-                self.ended = time.perf_counter()
-            return first
-
-
-class Handle:
-    """An operation under way, as torch's own `Work`."""
-
-    def __init__(self, promise: Promise, report: Report) -> None:
-        self._promise, self.report = promise, report
+        """When it was completed, by `time.perf_counter`."""
+        self._done, self._lock = threading.Event(), threading.Lock()
+        self._is_settled = False
+        self._future: Future[list[Tensor]] | None = None
+        if device is not None:
+            self._future = Future(devices=[device] if device.type == "cuda" else None)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Until the result is in the tensor: then True, or the error. Work queued on the current stream comes after.
@@ -113,24 +90,49 @@ class Handle:
         timeout    seconds to wait here; the operation goes on if they pass, and `wait` may be called again.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._promise.done.wait(seconds):  # Ctrl-C gets through, which it would not while torch waits
+        if not self._done.wait(seconds):  # Ctrl-C gets through, which it would not while torch waits
             raise TimeoutError(f"the all-reduce is not done after {timeout}; it goes on")
-        if self._promise.error is not None:
-            raise self._promise.error
-        self._promise.future.wait()
+        if self.error is not None:
+            raise self.error
+        if self._future is not None:
+            self._future.wait()
         return True
 
-    def is_completed(self) -> bool:
-        return self._promise.done.is_set()
+    def wait_quietly(self) -> None:
+        """Until it is over, well or not."""
+        self._done.wait()
 
-    @property
-    def ended(self) -> float | None:
-        """When it was completed, by `time.perf_counter`."""
-        return self._promise.ended
+    def is_completed(self) -> bool:
+        return self._done.is_set()
 
     def get_future(self) -> "Future[list[Tensor]]":
         """A future of [tensor]."""
-        return self._promise.future
+        assert self._future is not None
+        return self._future
+
+    def complete(self, result: list[Tensor]) -> None:
+        """The result is there, or on a GPU queued on the current stream."""
+        if self._is_first():
+            if self._future is not None:
+                self._future.set_result(result)
+            self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The error without its frames: the future would keep them, and their tensors, for ever."""
+        if self._is_first():
+            if error.__traceback__ is not None:
+                error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
+            self.error = _without_frames(error)
+            if self._future is not None:
+                self._future.set_exception(copied(self.error))  # type: ignore[arg-type]
+            self._done.set()
+
+    def _is_first(self) -> bool:
+        with self._lock:
+            first, self._is_settled = not self._is_settled, True
+            if first:
+                self.ended = time.perf_counter()
+            return first
 
 
 def _without_frames(error: BaseException) -> BaseException:

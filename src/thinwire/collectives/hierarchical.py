@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ..kernels.updates import Update
 from .cost import DENSE, shares
 from .operation import Operation
 from .sharded import all_gather, reduce_scatter
-from .stage import Outcome, Stage
+from .stage import Outcome, Run, Stage
 
 
-def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Outcome], granule: int) -> Outcome:
+def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Run], granule: int) -> Run:
     """`stage` is on the operation between nodes; `inside` is the one of this rank's node."""
     node = replace(stage, operation=inside, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     cut = shares(stage.tensor.numel(), granule, node.size)
@@ -29,17 +31,20 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], O
         whole = (stage.tensor + stage.residual).to(stage.tensor.dtype)
         whole[start:stop] = stage.tensor[start:stop]
         node = replace(node, tensor=whole)
-    total, _ = reduce_scatter(node, cut)
+    total, _ = yield from reduce_scatter(node, cut)
 
-    between = algorithm(replace(stage, tensor=total, residual=residual))
-    result = torch.full_like(total, torch.nan)
+    between = yield from algorithm(replace(stage, tensor=total, residual=residual))
+    result = stage.empty(total.numel(), total.dtype).fill_(torch.nan)
     if between.finite:
         between.write(result)
-    around = all_gather(node, cut, result)
+    around = yield from all_gather(node, cut, result)
 
-    def commit() -> None:
-        between.commit()
+    def keep(gradient: Tensor | None, update: Update | None) -> None:
+        if update is not None and gradient is not None:
+            with stage.clock("update"):
+                update.advance(gradient, None)  # what was compressed is the sum of the node, not this rank's update
+        between.keep(total, None)
         for part in strays:
             part.zero_()
 
-    return Outcome(around.finite, commit, around.write)
+    return Outcome(around.finite, keep, around.write)

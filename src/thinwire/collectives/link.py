@@ -30,6 +30,11 @@ class Seen(NamedTuple):
     received: Buffers
 
 
+Wait = Callable[[float, Callable[[int], None]], Seen]
+"""(deadline, waits_for): wait until everything is sent and received; `waits_for` is told which peer is waited for.
+`LinkBroken` if one fails."""
+
+
 class LinkBroken(Exception):
     """A message did not arrive from, or could not be sent to, `peer`."""
 
@@ -41,17 +46,12 @@ class LinkBroken(Exception):
 class Link(ABC):
     """Connections between the ranks of one group."""
 
-    ordered: bool
-    """Whether operations must be issued in the same order on every rank."""
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     @abstractmethod
-    def exchange(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Seen:
-        """Send and receive everything; `waits_for` is told which peer is waited for. `LinkBroken` if one fails."""
+    def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
+        """Begin to send and receive everything, and return what waits for it. `LinkBroken` if a peer is gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,21 +61,17 @@ class Link(ABC):
 class GlooLink(Link):
     """Over gloo. Tensors of an accelerator are staged through pinned memory: only payloads cross."""
 
-    ordered = False
-
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
-    def exchange(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Seen:
+    def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one may be for all peers
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
         incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
         _synchronize(outgoing, sends)
-        works = []
+        works: list[tuple[int, Any]] = []
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         for peer in sorted({*outgoing, *incoming}, key=lambda peer: (peer - self.rank) % self.size):
             try:
@@ -85,17 +81,21 @@ class GlooLink(Link):
                     works.append((peer, self._group.send([outgoing[peer]], peer, tag)))
             except RuntimeError as error:
                 raise LinkBroken(peer, False, str(error)) from error
-        for peer, work in works:
-            waits_for(peer)
-            remaining = deadline - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(0.001, remaining)))
-            except RuntimeError as error:
-                raise LinkBroken(peer, time.monotonic() >= deadline, str(error)) from error
-        for peer, buffer in incoming.items():
-            if buffer is not receives[peer]:
-                receives[peer].copy_(buffer, non_blocking=True)
-        return Seen(outgoing, incoming)
+
+        def wait(deadline: float, waits_for: Callable[[int], None]) -> Seen:
+            for peer, work in works:
+                waits_for(peer)
+                remaining = deadline - time.monotonic()
+                try:
+                    work.wait(timedelta(seconds=max(0.001, remaining)))
+                except RuntimeError as error:
+                    raise LinkBroken(peer, time.monotonic() >= deadline, str(error)) from error
+            for peer, buffer in incoming.items():
+                if buffer is not receives[peer]:
+                    receives[peer].copy_(buffer, non_blocking=True)
+            return Seen(outgoing, incoming)
+
+        return wait
 
     def close(self) -> None:
         # A wait that runs out of time makes gloo close every connection of its group.
@@ -107,8 +107,6 @@ class GlooLink(Link):
 class NcclLink(Link):
     """Over NCCL: grouped sends and receives on the current stream, which the host then waits for."""
 
-    ordered = True
-
     def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
         super().__init__(rank, len(ranks))
         self._ranks = ranks
@@ -116,33 +114,33 @@ class NcclLink(Link):
             ranks, timedelta(seconds=timeout), "nccl", use_local_synchronization=True, group_desc="thinwire"
         )
 
-    def exchange(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Seen:
+    def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         todo = [
             dist.P2POp(function, buffer, self._ranks[peer], self._group)
             for function, buffers in ((dist.irecv, receives), (dist.isend, sends))
             for peer, buffer in buffers.items()
             if buffer.numel()
         ]
-        if not todo:
-            return Seen(sends, receives)
         peer = next(iter(receives), self.rank)
-        waits_for(peer)
+        done = torch.cuda.Event()
         try:
-            for work in dist.batch_isend_irecv(todo):
+            for work in dist.batch_isend_irecv(todo) if todo else ():
                 work.wait()
         except RuntimeError as error:
             raise LinkBroken(peer, False, str(error)) from error
-        done = torch.cuda.Event()
         done.record()
-        pause = 2e-5
-        while not done.query():
-            if time.monotonic() >= deadline:
-                raise LinkBroken(peer, True, "NCCL has not finished")
-            time.sleep(pause)
-            pause = min(1e-3, 1.5 * pause)
-        return Seen(sends, receives)
+
+        def wait(deadline: float, waits_for: Callable[[int], None]) -> Seen:
+            waits_for(peer)
+            pause = 2e-5
+            while not done.query():
+                if time.monotonic() >= deadline:
+                    raise LinkBroken(peer, True, "NCCL has not finished")
+                time.sleep(pause)
+                pause = min(1e-3, 1.5 * pause)
+            return Seen(sends, receives)
+
+        return wait
 
     def close(self) -> None:
         self._group.abort()

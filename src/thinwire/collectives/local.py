@@ -25,9 +25,9 @@ from .errors import CollectiveError
 from .link import Link
 from .local_link import LocalLink, Switchboard
 from .operation import Operation
-from .plan import AT_ONCE
 from .records import rank_list
 from .turns import Turns
+from .wire import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class LocalChannel(Channel):
             list(range(world.size)),
             world.timeout,
             Board("thinwire/local", rank, world.store),
-            None if world.takes_turns else ThreadPoolExecutor(AT_ONCE, "thinwire-collective"),
+            None if world.takes_turns else Wire(),
         )
         self._world = world
 

@@ -2,7 +2,7 @@
 
 Each rank posts what it sends and where it wants what it receives. Of two ranks that have messages for each other, the
 one that comes later copies them, all in one call; then both go on. So nothing is copied twice, and a buffer is free
-again when `exchange` returns, as with gloo.
+again when what `post` returns has waited, as with gloo.
 
 On CUDA nobody waits for the device. Ranks on one stream need nothing more, since what is queued first runs first. Ranks
 on streams of their own leave an event with what they post; who copies waits for it, and leaves one for them.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .link import Buffers, Link, LinkBroken, Seen
+from .link import Buffers, Link, LinkBroken, Seen, Wait
 from .turns import Turns
 
 
@@ -92,24 +92,24 @@ class Switchboard:
 class LocalLink(Link):
     """One rank's end of a switchboard."""
 
-    ordered = False
-
     def __init__(self, board: Switchboard, rank: int) -> None:
         super().__init__(rank, board.size)
         self._board = board
 
-    def exchange(
-        self, sends: Buffers, receives: Buffers, tag: int, deadline: float, waits_for: Callable[[int], None]
-    ) -> Seen:
+    def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         post = _post(sends, receives)
         self._board.post(self.rank, tag, post)
-        if post.waits_for:
-            waits_for(min(post.waits_for, key=lambda peer: (peer - self.rank) % self.size))
-            self._wait(post, deadline)
-        self._board.take(self.rank, tag)
-        for copied in post.copied:
-            copied.wait(post.stream)
-        return Seen(sends, receives)
+
+        def wait(deadline: float, waits_for: Callable[[int], None]) -> Seen:
+            if post.waits_for:
+                waits_for(min(post.waits_for, key=lambda peer: (peer - self.rank) % self.size))
+                self._wait(post, deadline)
+            self._board.take(self.rank, tag)
+            for copied in post.copied:
+                copied.wait(post.stream)
+            return Seen(sends, receives)
+
+        return wait
 
     def close(self) -> None:
         self._board.close(self.rank)

@@ -15,14 +15,14 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-from torch import Tensor
 
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import Buffers, LinkBroken, Seen, essence
+from .link import Buffers, LinkBroken, Seen, Wait, essence
 from .records import Record, difference, rank_list, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
@@ -38,7 +38,7 @@ class Operation:
         self.number, self._connection = channel.next()
         self._timeout = channel.timeout
         self._record = Record(self.number)
-        self._first_use = False
+        self._first_use, self._tag = False, 0
         self._deadline = 0.0
         self._exchanges = itertools.count()
         self._arrived = self._published = False
@@ -49,13 +49,18 @@ class Operation:
         """Seconds from `start` on; None leaves those of the group."""
         self._timeout = self._timeout if timeout is None else timeout
 
-    def describe(self, call: dict[str, Any], draw: int | None) -> None:
-        """Say what all ranks must have called with. `draw` must agree too, but may change from call to call."""
+    def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
+        """Say what all ranks must have called with. `draw` must agree too, but may change from call to call.
+
+        text   the call as JSON.
+        """
         since = {"connected since operation": self._connection.number}
         self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
-        text = json.dumps(call)
         self._first_use = text not in self._connection.agreed
         self._connection.agreed.add(text)
+        self._tag = tag_of(
+            self.number, zlib.crc32(f"{draw} {self._connection.number}".encode(), zlib.crc32(text.encode()))
+        )
 
     def refuse(self, reason: str) -> None:
         """This rank will not take part; let the others know."""
@@ -73,7 +78,8 @@ class Operation:
         self._on_failure = on_failure
         if self.channel.size == 1:
             return
-        watch.begin(self)
+        if on_failure is not None:
+            watch.begin(self)
         cause = self._connection.cause
         if cause is not None:
             self.refuse(f"an operation before it failed: {cause}")
@@ -81,14 +87,39 @@ class Operation:
         if self._first_use:
             self._agree()
 
-    def exchange(self, sends: Buffers, receives: Buffers) -> Seen:
-        """Send and receive everything, or raise a `CollectiveError` on every rank."""
-        tag = tag_of(self._record, next(self._exchanges))
+    @property
+    def meets(self) -> bool:
+        """Whether this operation waits for all ranks before its first byte: to agree, or to connect."""
+        return self.channel.size > 1 and (self._first_use or not self._connection.connected)
+
+    def post(self, sends: Buffers, receives: Buffers) -> Wait:
+        """Begin to send and receive everything, and return what waits for it; or raise, as `collect`."""
+        tag = self._tag | next(self._exchanges) % 8 << 16
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
-            return Seen(sends, receives)
+            return lambda deadline, waits_for: Seen(sends, receives)
+        with self._blaming():
+            wait = self._connection.link(self._deadline).post(sends, receives, tag)
+        self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
+        self.bytes_received += sum(buffer.numel() for buffer in receives.values())
+        self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
+        return wait
+
+    def collect(self, wait: Wait) -> Seen:
+        """Wait for what was posted, or raise a `CollectiveError` on every rank."""
+        if self.channel.size == 1:
+            return wait(self._deadline, self._note_peer)
+        watch.begin(self)  # only what is waited for: of many that are under way, one store is asked for one
         try:
-            link = self._connection.link(self._deadline)
-            seen = link.exchange(sends, receives, tag, self._deadline, self._note_peer)
+            with self._blaming():
+                return wait(self._deadline, self._note_peer)
+        finally:
+            watch.end(self)
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Find out, and let the others know, who is to blame if the link breaks."""
+        try:
+            yield
         except LinkBroken as broken:
             cause = self._connection.cause or self._connection.told() or self._blame(broken)
             raise self._error(self._connection.fail(cause)) from broken
@@ -96,19 +127,14 @@ class Operation:
             known = self._connection.cause or self._connection.told()
             cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
             raise self._error(self._connection.fail(cause)) from error
-        self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
-        self.bytes_received += sum(buffer.numel() for buffer in receives.values())
-        self.messages += sum(buffer.numel() > 0 for buffer in sends.values())
-        return seen
 
-    def all_gather(self, parts: list[Tensor]) -> list[Tensor]:
-        """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
-        others, own = self.channel.others, parts[self.channel.rank]
-        sent, received = self.exchange(dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
-        return [
-            next(iter(sent.values()), own) if part is own else received.get(rank, part)
-            for rank, part in enumerate(parts)
-        ]
+    def malformed(self, peer: int, reason: str) -> CollectiveError:
+        """Return the error for a payload of `peer`, a rank of the group, that no compressor could have made."""
+        rank = self.channel.ranks[peer]
+        found = PeerError(
+            f"rank {rank} sent a malformed payload: {reason}; rank {self._me} has used nothing of it", [rank]
+        )
+        return self._error(self._connection.fail(found))
 
     def once(self, look: Callable[[], bool]) -> bool:
         """Return what `look` finds in what was just exchanged, which is the same on all ranks."""

@@ -1,41 +1,83 @@
-"""What the algorithms have in common: a part of a tensor to reduce over one group, and what came of it."""
+"""What the algorithms have in common: a part of a tensor to reduce over one group, and what came of it.
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+An algorithm is a generator. It encodes, yields what is to be sent and received, is given what came, and so on; what it
+returns is an `Outcome`, which has not changed anything yet. So whoever runs it decides in which thread each part is
+done: in training, the encoding is the caller's, the exchanges are the wire's, and the outcome is applied by the caller
+again.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..compressors import CompressedTensor, Compressor
 from ..kernels.layout import Layout
 from ..kernels.updates import Update
 from .handle import Report
+from .link import Buffers as Messages
+from .link import Seen
 from .operation import Operation
 
-_COMPUTE = threading.Lock()
-SMALL = 1 << 16
 
+class Exchange(NamedTuple):
+    """What an algorithm asks for: to send these bytes and receive those, by rank of the operation's group."""
 
-def computing(tensor: Tensor) -> AbstractContextManager[object]:
-    """Compressing is done by one operation at a time: it takes all cores anyway, and the first one's bytes leave
-    sooner. On a CPU what is small need not wait for what is large, since the link would."""
-    return _COMPUTE if tensor.numel() > SMALL or tensor.is_cuda else nullcontext()
+    operation: Operation
+    sends: Messages
+    receives: Messages
 
 
 class Outcome(NamedTuple):
-    """The state after the exchange: nothing has been changed yet."""
+    """The state after the last exchange: nothing has been changed yet."""
 
     finite: bool
     """Whether every rank's input, and every sum that an owner sent on, is finite; the same on all ranks."""
-    commit: Callable[[], None]
-    """Update the residuals. Before `write`, since it needs the tensor as it was."""
+    keep: Callable[[Tensor | None, Update | None], None]
+    """(gradient, update): update the residuals, and the moments by the gradient, if there is an update."""
     write: Callable[[Tensor], None]
     """Write the result, weighted, into a flat tensor."""
-    settle: Callable[[Update | None], None] | None = None
-    """Commit the update and the residuals, and write the result over the tensor, in one pass; where that is known."""
+    settle: Callable[[Tensor, Update | None, Tensor], None] | None = None
+    """(gradient, update, out): `keep` and `write` in one pass over the memory, where a kernel can."""
+
+    def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
+        """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
+
+        gradient   what was encoded; or, with an update, what the update was made of. None: there is no residual.
+        """
+        if self.settle is not None and gradient is not None:
+            self.settle(gradient, update, out)
+        else:
+            self.keep(gradient, update)
+            self.write(out)
+
+
+Run = Generator[Exchange, Seen, Outcome]
+"""An algorithm at work."""
+
+
+class Buffers:
+    """Memory for payloads. One that is used for every step gives each of them the same memory again."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        """The next call of `take` is the first one of a step."""
+        self._next = 0
+
+    def take(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        if self._next == len(self._kept):
+            self._kept.append(torch.empty(shape, dtype=torch.uint8, device=device))
+        elif tuple(self._kept[self._next].shape) != shape:
+            self._kept[self._next] = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._next += 1
+        return self._kept[self._next - 1]
 
 
 @dataclass(frozen=True)
@@ -44,6 +86,7 @@ class Stage:
 
     operation: Operation
     tensor: Tensor
+    """Read by `encode` alone: in training, other tensors use its memory after that."""
     residual: Tensor | None
     first: Compressor
     second: Compressor
@@ -52,8 +95,7 @@ class Stage:
     key: int | None
     weight: float
     report: Report
-    update: Update | None = None
-    """What an optimizer makes of the tensor before it is compressed."""
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def rank(self) -> int:
@@ -64,48 +106,89 @@ class Stage:
         return self.operation.channel.size
 
     @property
+    def others(self) -> list[int]:
+        return self.operation.channel.others
+
+    @property
     def layout(self) -> Layout:
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
     def encode(
-        self,
-        compressor: Compressor,
-        tensor: Tensor,
-        residual: Tensor | None,
-        out: Tensor,
-        key: int | None,
-        update: Update | None = None,
+        self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor, key: int | None
     ) -> CompressedTensor:
         """The payload, counted in the compressor's statistics; the residual is only read."""
-        with self.compute("encode"):
-            return compressor.encode(tensor, residual, key=key, out=out, update=update, counted=True)
+        with self.clock("encode"):
+            return compressor.encode(tensor, residual, key=key, out=out, counted=True)
 
-    def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor | None) -> None:
-        """The second half of `encode`, if there is a residual; all ranks were finite."""
-        if residual is not None:
-            with self.compute("encode"):
-                ct.compressor.commit(ct, tensor, residual, finite=True)
+    def keep(
+        self, ct: CompressedTensor, gradient: Tensor | None, residual: Tensor | None, update: Update | None
+    ) -> None:
+        """The second half of `encode`: the residual, and the moments of an update; all ranks were finite."""
+        if update is not None and gradient is not None:
+            with self.clock("update"):
+                update.advance(gradient, residual)
+            if residual is not None:
+                with self.clock("encode"):
+                    ct.compressor.accumulate(ct, residual, -1.0)
+        elif residual is not None and gradient is not None:
+            with self.clock("encode"):
+                ct.compressor.commit(ct, gradient, residual, finite=True)
 
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        with self.report.clock("exchange"):
-            self.operation.exchange(sends, receives)
+    def exchange(self, sends: Messages, receives: Messages) -> Exchange:
+        return Exchange(self.operation, sends, receives)
 
-    def all_gather(self, parts: list[Tensor]) -> list[Tensor]:
+    def all_gather(self, parts: list[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
         """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
-        with self.report.clock("exchange"):
-            return self.operation.all_gather(parts)
+        own = parts[self.rank]
+        sent, received = yield self.exchange(
+            dict.fromkeys(self.others, own), {rank: parts[rank] for rank in self.others}
+        )
+        return [
+            next(iter(sent.values()), own) if part is own else received.get(rank, part)
+            for rank, part in enumerate(parts)
+        ]
 
-    @contextmanager
-    def compute(self, phase: str) -> Iterator[None]:
-        with computing(self.tensor), self.report.clock(phase):
-            yield
+    def clock(self, phase: str) -> AbstractContextManager[None]:
+        return self.report.clock(phase)
 
-    def no_mark(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
-        """Tell whether no rank's payload is that of an input that was not finite; all ranks have all of them."""
+    def judge(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
+        """Tell whether every rank's input was finite, from the payloads that came from each; all ranks have all."""
+        self.check(payloads, layouts)
+        return self.has_no_mark(payloads, layouts)
+
+    def has_no_mark(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
+        """Tell whether no payload is that of an input that was not finite."""
         return self.operation.once(lambda: _no_mark(payloads, layouts))
 
+    def check(self, payloads: list[Tensor], layouts: list[Layout]) -> None:
+        """Raise an error that names the rank whose payload no compressor could have made: nothing has changed so far.
+
+        Ranks that are threads of this process need no judge; this rank's own payload on a GPU would have to be fetched.
+        """
+        if self.operation.channel.group is None:
+            return
+        for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
+            if not layout.numel or (rank == self.rank and payload.is_cuda):
+                continue
+            try:
+                kernels.check(payload.cpu(), layout)
+            except ValueError as error:
+                raise self.operation.malformed(rank, str(error)) from None
+
+    def check_sums(self, sums: list[Tensor]) -> None:
+        """The same for sums of owners that are not compressed: NaN throughout or nowhere, but one may be infinite."""
+        if self.operation.channel.group is None:
+            return
+        for rank, part in enumerate(sums):
+            if bool(part.sum().isnan()) and 0 < int(part.isnan().sum()) < part.numel():  # one look is enough mostly
+                raise self.operation.malformed(rank, "some values are marked as not finite and others are not")
+
     def buffer(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.uint8, device=self.tensor.device)
+        return self.buffers.take(shape, self.tensor.device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As torch's, in memory of `buffers`: what is applied on another stream must not be freed on this one."""
+        return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
 def _no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:

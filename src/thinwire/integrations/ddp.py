@@ -8,13 +8,14 @@ hook's annotations as objects, so this module must not postpone their evaluation
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -72,33 +73,108 @@ def attach(
     return sync
 
 
-@dataclass(frozen=True)
+class Receiver(Protocol):
+    """Who sends the buckets of a model: a `Synchronizer`, or an optimizer of thinwire."""
+
+    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None: ...
+
+
+@dataclass
 class _HookState:
-    sync: Synchronizer
+    receiver: Receiver
     names: dict[int, str]
     may_be_unused: bool
+    waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
+    """Buckets of a backward pass of `attach`, until the last one."""
+    error: Exception | None = None
+    """What went wrong in this backward pass. Raised behind it: an error in a hook would leave DDP unusable."""
 
 
-def register(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
-    """Make the synchronizer the model's communication hook."""
+def register(ddp: DistributedDataParallel, receiver: Receiver) -> None:
+    """Make a synchronizer, or an optimizer, the model's communication hook."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     named = {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
+    sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync  # type: ignore[attr-defined]
     sync.know(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
-    ddp.register_comm_hook(_HookState(sync, names, ddp.find_unused_parameters), _hook)
+    state = _HookState(receiver, names, ddp.find_unused_parameters)
+    ddp.register_comm_hook(state, _hook_of_sync if isinstance(receiver, Synchronizer) else _hook_of_optimizer)
 
 
-def _hook(
+def _hook_of_sync(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
+    """The averages are there when backward ends: the last bucket waits for all of them, and DDP for their futures."""
+    sync, parameters = state.receiver, bucket.parameters()
+    assert isinstance(sync, Synchronizer)
+    last, flat = bucket.is_last(), _flat(state, bucket)
+    if bucket.index() == 0:
+        state.waiting = []
+    future = _future_of(flat)
+    state.waiting.append((future, flat, parameters))
+    _add(state, bucket, flat)
+    if last:
+        waiting, state.waiting = state.waiting, []
+        if state.error is None:
+            try:
+                sync.finish()
+            except Exception as error:
+                _fail(state, error)
+        for done, one, _ in waiting:
+            if state.error is not None:
+                one.tensor.fill_(torch.nan)  # parts of it may be averages, and others not
+            done.set_result(one.tensor)
+        if state.may_be_unused and state.error is None:
+            _after_backward(lambda: _give_to_unused(sync, waiting))
+    return future
+
+
+def _hook_of_optimizer(
+    state: _HookState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The bucket is sent, and DDP leaves it as it is: `step` does the rest."""
+    flat = _flat(state, bucket)
+    _add(state, bucket, flat)
+    if bucket.is_last() and state.error is None:
+        _after_backward(state.receiver.watch_gradients)  # type: ignore[attr-defined]
+    future = _future_of(flat)
+    future.set_result(flat.tensor)
+    return future
+
+
+def _add(state: _HookState, bucket: Any, flat: Bucket) -> None:
+    """Send a bucket, unless one before it went wrong."""
+    first = bucket.index() == 0
+    if first:
+        state.error = None
+    if state.error is None:
+        try:
+            state.receiver.add_bucket(flat, first=first, last=bucket.is_last())
+        except Exception as error:
+            _fail(state, error)
+
+
+def _fail(state: _HookState, error: Exception) -> None:
+    state.error = error
+
+    def raise_it() -> None:
+        raise error
+
+    _after_backward(raise_it)
+
+
+def _future_of(bucket: Bucket) -> "Future[Tensor]":
+    device = bucket.tensor.device
+    return Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _flat(state: _HookState, bucket: Any) -> Bucket:
     parameters = bucket.parameters()
     if bucket.buffer().layout != torch.strided:
         raise ValueError(f"the gradient of {state.names[id(parameters[0])]!r} is sparse, expected a dense one")
-    flat = Bucket(bucket.buffer(), tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
-    if state.may_be_unused:
-        _after_backward(lambda: _give_to_unused(state.sync, parameters, flat))
-    return state.sync.reduce(flat, first=bucket.index() == 0, last=bucket.is_last())
+    return Bucket(bucket.buffer(), tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
 
 
 def _after_backward(action: Callable[[], None]) -> None:
@@ -107,16 +183,17 @@ def _after_backward(action: Callable[[], None]) -> None:
     queue(lambda: queue(action))
 
 
-def _give_to_unused(sync: Synchronizer, parameters: Sequence[Tensor], bucket: Bucket) -> None:
+def _give_to_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:
     """DDP drops the gradient of a parameter that no rank used; but what was owed to it has been sent by now."""
     if sync.finite is None:  # nothing is compressed, so nothing was owed
         return
-    for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
-        result = shaped(part, parameter)
-        if parameter.grad is None:
-            parameter.grad = result.clone() if bool(part.any()) else None
-        elif parameter.grad.data_ptr() != result.data_ptr():
-            parameter.grad.copy_(result)  # which it holds already, if any rank used it
+    for _, bucket, parameters in buckets:
+        for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
+            result = shaped(part, parameter)
+            if parameter.grad is None:
+                parameter.grad = result.clone() if bool(part.any()) else None
+            elif parameter.grad.data_ptr() != result.data_ptr():
+                parameter.grad.copy_(result)  # which it holds already, if any rank used it
 
 
 _sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()

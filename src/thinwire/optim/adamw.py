@@ -10,6 +10,7 @@ second moment is larger than that of the averaged gradient: `second_moment.py` s
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,9 @@ from .. import kernels
 from ..buckets import Run
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
-from ..kernels.updates import AdamUpdate, Update
+from ..kernels.updates import AdamUpdate
 from ..policy import DEFAULT, Policy, Spec
+from ..step import Step
 from .base import CompressedOptimizer
 from .second_moment import for_ranks, measure
 from .settings import checked, policy_of
@@ -32,6 +34,22 @@ _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
 _PIECE, _AT_ONCE = 1 << 20, 8
 """Second moments are averaged in pieces of so many elements, so many at a time: there is no second copy of all."""
 _FOUR_BITS = Quantize(bits=4)
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """The numbers of `AdamUpdate`, at one step of one parameter group."""
+
+    beta1: float
+    beta2: float
+    scale: float
+    floor: float
+    limit: float
+    rate: float
+
+    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
+        m, v = moments
+        return AdamUpdate(m, v, self.beta1, factor, self.scale, self.floor, self.limit, self.rate, self.beta2)
 
 
 class AdamW(CompressedOptimizer):
@@ -138,13 +156,11 @@ class AdamW(CompressedOptimizer):
         """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed."""
         return dict(self._scales)
 
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
-        m, v = self._moments_of(run, tensor)
+    def _rule(self, group: dict[str, Any]) -> "AdamRule":
         scale, floor = self._divisor(group)
-        limit = _limit(group, self.sync.world_size)
         beta1, beta2 = group["compressed_betas"]
         kept = beta2 if self.refresh_every else 1.0
-        return AdamUpdate(m, v, beta1, factor, scale, floor, limit, self._rate(group), kept)
+        return AdamRule(beta1, kept, scale, floor, _limit(group, self.sync.world_size), self._rate(group))
 
     def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
         """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
@@ -198,26 +214,24 @@ class AdamW(CompressedOptimizer):
         if scale is not None:
             self._vectors["exp_avg_sq"][name].mul_(scale)
 
-    def _sampled_names(self) -> frozenset[str]:
+    def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
         """Those that are compressed, or will be at the next step, if c is measured at the end of this one."""
-        number, as_gradients = self._transform.number, self._transform.as_gradients
-        due = as_gradients or self._is_refresh(self._count + 1) or self._measures_next
+        due = warms_up or self._is_refresh(self._count + 1) or self._measures_next
         if not due or not self.refresh_every or self.sync.world_size == 1:
             return frozenset()
-        return frozenset(self._sent_as_updates(number + as_gradients))
+        return frozenset(self._sent_as_updates(number + warms_up))
 
-    def _after_step(self) -> None:
-        as_gradients = self._transform.as_gradients
-        self._follow_weights()
-        if self._transform.samples:
-            self._measure()
-        if as_gradients and not self._warms_up(self.sync.steps):
+    def _after_step(self, sent: Step) -> None:
+        self._follow_weights(sent)
+        if sent.samples:
+            self._measure(sent)
+        if sent.warms_up and not self._warms_up(self.sync.steps):
             self._to_updates(self._sent_as_updates(self.sync.steps))
-        elif not as_gradients and self._is_refresh(self._count):
+        elif not sent.warms_up and self._is_refresh(self._count):
             self._refresh()
 
-    def _follow_weights(self) -> None:
-        as_gradients = self._transform.as_gradients or not self._sent_as_updates(self._transform.number)
+    def _follow_weights(self, sent: Step) -> None:
+        as_gradients = sent.warms_up or not self._sent_as_updates(sent.number)
         kind = "betas" if as_gradients else "compressed_betas"
         made = []
         for group, (first, second) in zip(self.param_groups, self._weights, strict=True):
@@ -226,19 +240,17 @@ class AdamW(CompressedOptimizer):
             made.append((beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second))
         self._weights = made
 
-    def _measure(self) -> None:
+    def _measure(self, sent: Step) -> None:
         """c of all tensors of which this step has samples: half of it what it was, half what is found."""
-        samples = self._transform.samples
-        ordered = {name: samples[name] for name, _ in self.named_parameters() if name in samples}
+        ordered = {name: sent.samples[name] for name in self._parameters if name in sent.samples}
         for part in ordered.values():
-            if part.is_cuda:  # made on the stream of its exchange
+            if part.is_cuda:  # made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
         for name, found in measure(self.sync, ordered).items():
             known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
-        self._transform.samples = {}
         self._measures_next = False
-        if not self._transform.as_gradients:  # of one that was frozen before, the second moment is its own already
+        if not sent.warms_up:  # of one that was frozen before, the second moment is its own already
             self._scales |= {name: self._found[name] for name in ordered if name in self._found}
 
     def _to_updates(self, names: Collection[str]) -> None:

@@ -1,16 +1,16 @@
 """What the optimizers share: momentum on each rank, updates instead of gradients on the wire, steps that may not count.
 
-After the warm-up, what a rank sends is its update, made of its own gradients. So `.grad` holds the average update over
-ranks when the exchange is done, and `step` applies it. In the warm-up, and for small tensors always, it holds the
-average gradient, and `step` does what torch's optimizer of the same name does.
+After the warm-up, what a rank sends is its update, made of its own gradients; in the warm-up, and for small tensors
+always, it is the gradient, and `step` does what torch's optimizer of the same name does.
 
-The update is written over the gradient, and momentum changes when the step counts: it is worked out again from the
-update, so that a step that is skipped has changed nothing, and no memory is needed for a second copy.
+Backward sends, and changes nothing: `.grad` is and stays this rank's gradient. `step` is the transaction: it waits for
+what the ranks sent, and applies all of it, or nothing if a rank's gradient was not finite.
 """
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,20 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..buckets import Run, shaped
+from ..buckets import Bucket, flatten, group_parameters, shaped
 from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
-from ..kernels.updates import Update
 from ..policy import DENSE, Policy
 from ..residuals import NamedVectors
+from ..step import Rule, Step, Updates
 from ..sync import Synchronizer
 from .checks import check_groups, check_order, check_replicas, warn_of_averaged
 from .parameters import find
-from .transform import UpdateTransform
 
 _AT_ONCE = 1 << 20
 """Entries after which those that step by their gradients do: there is no second copy of a whole model."""
+
+Piece = tuple[int, list[str], list[Tensor], list[Tensor]]
 
 
 class CompressedOptimizer(Optimizer):
@@ -42,7 +43,7 @@ class CompressedOptimizer(Optimizer):
     """Names of the vectors kept for every parameter, the local ones first: torch's."""
     local_moments: tuple[str, ...]
     """Those that differ from rank to rank."""
-    _step_supports_amp_scaling = True  # GradScaler then leaves `.grad`, which is no gradient, alone
+    _step_supports_amp_scaling = True  # GradScaler then leaves `.grad`, which was sent by then, as it is
 
     def __init__(
         self,
@@ -64,20 +65,23 @@ class CompressedOptimizer(Optimizer):
         self._ddp = None if found.ddp is None else weakref.ref(found.ddp)  # which has us, as its hook
         if self.ddp is not None and options.get("group") is None:
             options["group"] = self.ddp.process_group
-        self._transform = UpdateTransform(self, max_grad_norm)
-        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, transform=self._transform, **options)
+        if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
+        self.max_grad_norm = max_grad_norm
         self._families = {
             name: number for number, group in enumerate(self.param_groups) for name in group["param_names"]
         }
+        self._parameters = dict(self.named_parameters())
+        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=self._families, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[int, set[str]] = {}
         self._count = 0
         """Steps taken."""
-        self._exchanged = 0
-        """Exchanges, of which the last was the one of the last step."""
+        self._guard: dict[str, tuple[Tensor | None, int]] = {}
+        """The gradients that were sent, and their versions: nobody may change them before `step`."""
         self.sync.know(self.named_parameters())
         if self.ddp is not None:
-            register(self.ddp, self.sync)
+            register(self.ddp, self)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -97,19 +101,39 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. What was exchanged and not applied by `step` is dropped."""
+        """As torch's. What was sent and not applied by `step` is dropped."""
         super().zero_grad(set_to_none)
-        self._exchanged = self._exchanges()
+        self._guard = {}
+        self.sync.drop()
 
     def exchange(self) -> None:
-        """Average over ranks now, without DDP; `step` does it unless it was done. GradScaler wants it before `step`."""
+        """Send now, without DDP; `step` does it unless it was done."""
         if self.ddp is not None:
             raise ValueError("with DDP the exchange is part of the backward pass; leave exchange() out")
-        if self._exchanged == 0 and self.sync.steps == 0 and self.sync.world_size > 1:
-            named = list(self.named_parameters())
-            check_replicas(self.sync, named)
-            warn_of_averaged(self.sync, named, type(self).__name__)
-        self.sync.all_reduce_gradients(self.named_parameters())
+        named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        if self._count == 0 and self.sync.stats.skipped == 0 and self.sync.world_size > 1:
+            everything = list(self.named_parameters())
+            check_replicas(self.sync, everything)
+            warn_of_averaged(self.sync, everything, type(self).__name__)
+        with self.sync.refusing(named[0][1].device if named else torch.device("cpu")):
+            groups = group_parameters(named)
+        for index, group in enumerate(groups):
+            self.add_bucket(flatten(group), first=index == 0, last=index == len(groups) - 1)
+        self.watch_gradients()
+
+    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
+        """Send one bucket of gradients, which are only read."""
+        if first:
+            self._check_begin()
+            self.sync.begin(bucket.tensor.device, self._updates())
+        self.sync.send(bucket, last=last)
+
+    def watch_gradients(self) -> None:
+        """All gradients were sent: from now until `step` they may not change."""
+        self._guard = {}
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            self._guard[name] = grad, -1 if grad is None else grad._version
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,25 +142,37 @@ class CompressedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_scaler()
-        if self._exchanges() == self._exchanged:
-            if self.ddp is not None:
-                raise RuntimeError(
-                    "no gradients were exchanged since the last step: the last backward pass before step() must be the "
-                    "DDP model's, and not under no_sync()"
-                )
-            self.exchange()
-        self.sync.wait()
-        self._exchanged = self._exchanges()
-        if self.sync.finite:
+        try:
+            sent = self._collect()
+        except BaseException:
+            self._leave_scaler()
+            raise
+        if sent.finite:
             self._count += 1
-            for group in self.param_groups:
-                self._apply(group)
-            self._after_step()
-            self._follow_choice()
+            self._apply(sent)
+        self.sync.count(sent)
+        if sent.finite:
+            self._after_step(sent)
+            self._follow_choice(sent)
+        else:
+            self._tell_scaler()
         return loss
 
-    def _sampled_names(self) -> frozenset[str]:
+    def _updates(self) -> Updates:
+        """What this step sends."""
+        scaler, number = self.sync.grad_scaler, self.sync.steps
+        warms_up = self._warms_up(number)
+        return Updates(
+            warms_up,
+            [self._rule(group) for group in self.param_groups],
+            list(self._vectors.values()),
+            float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            # Of P ranks' gradients with independent noise the average is sqrt(P) shorter.
+            None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
+            self._sampled_names(number, warms_up),
+        )
+
+    def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
         """Return the names of parameters of whose gradients samples are kept in the step that begins."""
         return frozenset()
 
@@ -148,8 +184,8 @@ class CompressedOptimizer(Optimizer):
     # What a subclass says.
 
     @abstractmethod
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
-        """How the update is made of the gradient, which is to be multiplied by `factor`; no other effect."""
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        """How updates are made of gradients at the step that begins."""
 
     @abstractmethod
     def _step_by_gradients(
@@ -173,7 +209,7 @@ class CompressedOptimizer(Optimizer):
     def _to_updates(self, names: Collection[str]) -> None:
         """Turn the moments of parameters whose gradients were sent into those of what is compressed."""
 
-    def _after_step(self) -> None:
+    def _after_step(self, sent: Step) -> None:
         """A step was taken."""
 
     def _warms_up(self, step: int) -> bool:
@@ -186,50 +222,54 @@ class CompressedOptimizer(Optimizer):
 
     # How it goes.
 
-    def _apply(self, group: dict[str, Any]) -> None:
-        unscale = 1.0 / self._transform.scale
-        updated: list[Tensor] = []
-        updated_names: list[str] = []
-        names: list[str] = []
-        others: list[Tensor] = []
-        gradients: list[Tensor] = []
-        entries = 0
-        by_gradient = self._sent_as_gradients(self._transform.number)
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if not self._transform.as_gradients and name not in by_gradient:
-                updated.append(parameter)
-                updated_names.append(name)
-                continue
-            if unscale != 1.0 or gradient.dtype != residual_dtype(gradient.dtype):
-                gradient = gradient.to(residual_dtype(gradient.dtype)).mul_(unscale)
-            names.append(name)
-            others.append(parameter)
-            gradients.append(gradient)
-            entries += gradient.numel()
-            if entries >= _AT_ONCE:
-                self._step_by_gradients(group, names, others, gradients)
-                names, others, gradients, entries = [], [], [], 0
-        if others:
-            self._step_by_gradients(group, names, others, gradients)
-        if updated:
-            self._step_by_updates(group, updated_names, updated, [p.grad for p in updated if p.grad is not None])
+    def _collect(self) -> Step:
+        """What was sent, once it is exchanged on all ranks; nothing has changed so far."""
+        self._check_scaler()
+        if not self.sync.is_pending:
+            if self.ddp is not None:
+                raise RuntimeError(
+                    "no gradients were exchanged since the last step: the last backward pass before step() must be the "
+                    "DDP model's, and not under no_sync()"
+                )
+            self.exchange()
+        self._check_gradients()
+        self._guard = {}  # which has the gradients, and would keep their memory
+        return self.sync.collect()
 
-    def _follow_choice(self) -> None:
+    def _apply(self, sent: Step) -> None:
+        """Run after run: its average is in memory that the next one uses again."""
+        assert sent.updates is not None
+        unscale = 1.0 / sent.updates.scale
+        for average in sent.averages():
+            named = (
+                (name, self._parameters[name], shaped(part, self._parameters[name]))
+                for name, part in average.parts()
+                if self._parameters[name].grad is not None or bool(part.any())  # else no rank has used it
+            )
+            for number, names, parameters, parts in _pieces(named, self._families):
+                if average.is_update:
+                    self._step_by_updates(self.param_groups[number], names, parameters, parts)
+                    continue
+                gradients = [
+                    part if unscale == 1.0 and part.dtype == residual_dtype(part.dtype)
+                    else part.to(residual_dtype(part.dtype)).mul_(unscale)
+                    for part in parts
+                ]  # fmt: skip
+                self._step_by_gradients(self.param_groups[number], names, parameters, gradients)
+
+    def _follow_choice(self, sent: Step) -> None:
         """Under auto: whose updates were sent, and who goes on by gradients, gets what it is owed, and one momentum."""
         if not self.sync.policy.auto or self.sync.choice is not None:
             return
         step = self.sync.steps
-        sent = set(self._sent_as_updates(step - 1))
+        before = set(self._sent_as_updates(step - 1))
         self.sync.choose_if_due(next(p.device for _, p in self.named_parameters()))
         go_on = set(self._sent_as_updates(step))
-        if not self._transform.as_gradients:  # else it is the end of the warm-up, which has done it
-            self._to_updates(go_on - sent)
+        if not sent.warms_up:  # else it is the end of the warm-up, which has done it
+            self._to_updates(go_on - before)
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
-            self._to_gradients(group, [(name, p) for name, p in named if name in sent - go_on])
+            self._to_gradients(group, [(name, p) for name, p in named if name in before - go_on])
 
     def _sent_as_updates(self, step: int) -> list[str]:
         if self._warms_up(step):
@@ -262,8 +302,8 @@ class CompressedOptimizer(Optimizer):
             self._to_gradient(name)
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """What an update is multiplied by when it is sent; never 0, since momentum is worked out from what was sent."""
-        return max(float(group["lr"]) / float(group["reference_lr"]), 1e-8)
+        """What an update is multiplied by when it is sent."""
+        return float(group["lr"]) / float(group["reference_lr"])
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
         """A parameter's vector, in its shape."""
@@ -272,13 +312,59 @@ class CompressedOptimizer(Optimizer):
             vectors.slice([name], [parameter.numel()], parameter.dtype, parameter.device)
         return shaped(vectors[name], parameter)
 
-    def _moments_of(self, run: Run, tensor: Tensor) -> list[Tensor]:
-        """The vectors of a run, flat."""
-        return [self._vectors[kind].slice(run.names, run.sizes, tensor.dtype, tensor.device) for kind in self.moments]
+    # What would go wrong silently.
 
-    def _exchanges(self) -> int:
-        stats = self.sync.stats
-        return stats.steps + stats.skipped
+    def _check_begin(self) -> None:
+        if getattr(getattr(self.ddp, "_join_config", None), "enable", False):
+            raise RuntimeError(
+                f"ddp.join() with thinwire.{type(self).__name__}: a rank that has no more data could not step "
+                "with the others; give all ranks as many batches, or use thinwire.attach"
+            )
+        if self.sync.is_pending:
+            raise RuntimeError(
+                "a second exchange before step(): the gradients of the first were sent; exchange once a step, with DDP "
+                "by no_sync() for all but the last backward pass"
+            )
+
+    def _check_gradients(self) -> None:
+        """Refuse gradients that were not sent as they are now: the step would be that of others."""
+        sent = self.sync.pending_names
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            if name not in sent:
+                if grad is not None:
+                    self._refuse(
+                        f"parameter {name!r} has a gradient that was not exchanged: set requires_grad before "
+                        "DistributedDataParallel(...) is made, or set its .grad to None"
+                    )
+            elif name not in self._guard:
+                self._refuse("the backward pass did not come to an end: call zero_grad(), and backward again")
+            elif grad is not self._guard[name][0] or (grad is not None and not self._is_as_sent(name, grad)):
+                beside = ", or of one beside it in memory," if grad is not None and self._sharing(grad) > 1 else ""
+                self._refuse(
+                    f"the gradient of {name!r}{beside} was changed after it was exchanged, as clip_grad_norm_ does; "
+                    f"what was sent is the gradient before that. To clip, give thinwire.{type(self).__name__} "
+                    "max_grad_norm=; to scale, scale the loss"
+                )
+
+    def _is_as_sent(self, name: str, grad: Tensor) -> bool:
+        changes = grad._version - self._guard[name][1]
+        if changes and getattr(self, "grad_scale", None) is not None:
+            # To look for Inf, GradScaler has multiplied all gradients by 1, which torch may count as a change.
+            counted = _changes_by_scaler(grad.device)
+            return counted > 0 and changes in (counted, counted * self._sharing(grad))
+        return changes == 0
+
+    def _sharing(self, grad: Tensor) -> int:
+        """How many gradients are views of the tensor that this one is a view of: their changes count together."""
+        memory = grad.untyped_storage().data_ptr()
+        others = (p.grad for p in self._parameters.values() if p.grad is not None)
+        return sum(other.untyped_storage().data_ptr() == memory for other in others)
+
+    def _refuse(self, reason: str) -> None:
+        self._guard = {}
+        self.sync.drop()
+        raise RuntimeError(reason)
 
     def _check_scaler(self) -> None:
         if not hasattr(self, "grad_scale"):  # GradScaler sets it while it calls step
@@ -286,12 +372,24 @@ class CompressedOptimizer(Optimizer):
         if self.sync.grad_scaler is None:
             raise ValueError("a GradScaler calls step(); give it to the optimizer too: grad_scaler=scaler")
         if self.grad_scale is None:
+            self.sync.drop()
             raise ValueError(
-                "scaler.unscale_(optimizer) was called, but .grad holds the update, which has no scale; leave it out, "
-                "and to clip give the optimizer max_grad_norm"
+                "scaler.unscale_(optimizer) was called, but the gradients were sent before that; leave it out, and to "
+                "clip give the optimizer max_grad_norm"
             )
-        if self.ddp is None and self._exchanges() == self._exchanged:
-            raise RuntimeError("call optimizer.exchange() before scaler.step(optimizer): all ranks must see an Inf")
+
+    def _leave_scaler(self) -> None:
+        """Take away what GradScaler has set, as it does itself after a step; else its next one would go by it."""
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _tell_scaler(self) -> None:
+        """A rank's gradient was not finite: the scalers of all ranks must see it, to choose the same scale."""
+        scaler = self.sync.grad_scaler
+        if hasattr(self, "grad_scale") and scaler is not None:
+            for found in scaler._found_inf_per_device(self).values():
+                found.fill_(1.0)
 
     # Checkpoints.
 
@@ -334,7 +432,6 @@ class CompressedOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         self._vectors = loaded
         self._load_own_state(alike["thinwire"])
-        self._exchanged = self._exchanges()
 
     def _local_names(self, state: Mapping[str, Any]) -> list[str]:
         """Parameters whose momentum differs between ranks in a checkpoint: those of which updates were sent."""
@@ -372,3 +469,31 @@ class CompressedOptimizer(Optimizer):
                 )
                 shaped(made[name], parameter).copy_(kept)
         return made
+
+
+@cache
+def _changes_by_scaler(device: torch.device) -> int:
+    """How often GradScaler's look for Inf counts as a change of a gradient: not all versions of torch count it."""
+    probe = torch.ones(1, device=device)
+    before = probe._version
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [probe], torch.zeros(1, device=device), torch.ones(1, device=device)
+    )
+    return int(probe._version - before)
+
+
+def _pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]], families: Mapping[str, int]) -> Iterator[Piece]:
+    """(parameter group, names, parameters, tensors): parameters of one group, of some megabytes together."""
+    open_ones: dict[int, Piece] = {}
+    elements: dict[int, int] = {}
+    for name, parameter, tensor in named:
+        number = families[name]
+        _, names, parameters, tensors = open_ones.setdefault(number, (number, [], [], []))
+        names.append(name)
+        parameters.append(parameter)
+        tensors.append(tensor)
+        elements[number] = elements.get(number, 0) + tensor.numel()
+        if elements[number] >= _AT_ONCE:
+            elements[number] = 0
+            yield open_ones.pop(number)
+    yield from open_ones.values()

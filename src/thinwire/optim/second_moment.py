@@ -10,30 +10,13 @@ is measured now and then, and the averaged update is divided by sqrt(c). It is m
 positions that all ranks draw alike, so that their values can be averaged as they are.
 """
 
-import zlib
 from collections.abc import Mapping
-from math import ceil
 
 import torch
 from torch import Tensor
 
-from ..compressors.spec import mix_key
-from ..kernels.layout import RandomKLayout, residual_dtype
-from ..kernels.reference.randomk import positions_and_widths
 from ..policy import DENSE
 from ..sync import Synchronizer
-
-_SHARE, _FEWEST = 128, 256
-"""One element in so many is sampled, but at least so many of a tensor."""
-
-
-def sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> Tensor:
-    """Return some elements of a flat gradient, times `factor`: those that all ranks draw for this step and name."""
-    numel = gradient.numel()
-    count = min(numel, max(_FEWEST, ceil(numel / _SHARE)))
-    layout = RandomKLayout(numel, gradient.dtype, count)
-    positions, _ = positions_and_widths(layout, mix_key(step, zlib.crc32(name.encode())), gradient.device)
-    return gradient[positions].to(residual_dtype(gradient.dtype)) * factor
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,20 +1,51 @@
 """SGD with momentum on each rank, whose momentum is what is compressed (Lin et al. 2018: momentum correction)."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..buckets import Run, shaped
-from ..kernels.updates import MomentumUpdate, Update
+from ..buckets import Run, flat
+from ..kernels.updates import MomentumUpdate
 from ..policy import DEFAULT, Policy, Spec
+from ..step import Step
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 
 _COMPRESSED_MOMENTUM = 0.5
+
+
+@dataclass(frozen=True)
+class MomentumRule:
+    """The numbers of `MomentumUpdate`, at one step of one parameter group."""
+
+    momentum: float
+    nesterov: bool
+    rate: float
+    decay: float
+    parameters: Mapping[str, Tensor]
+    """For the decay of weights, which momentum has part in."""
+
+    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
+        return MomentumUpdate(
+            moments[0] if self.momentum else None,
+            self.momentum,
+            factor,
+            self.nesterov,
+            self.rate,
+            self.decay,
+            tuple(self._places(run)) if self.decay else (),
+        )
+
+    def _places(self, run: Run) -> Iterator[tuple[int, int, Tensor]]:
+        start = 0
+        for name, size in run.key:
+            if name is not None:
+                yield start, start + size, flat(self.parameters[name].detach())
+            start += size
 
 
 class SGD(CompressedOptimizer):
@@ -84,27 +115,14 @@ class SGD(CompressedOptimizer):
             if group["compressed_momentum"] is None:
                 group["compressed_momentum"] = min(float(group["momentum"]), _COMPRESSED_MOMENTUM)
 
-    def _send(self, run: Run, tensor: Tensor, group: dict[str, Any], factor: float) -> Update:
-        """buffer' = momentum buffer + gradient; update = buffer', or gradient + momentum buffer' (Nesterov)."""
-        (buffer,) = self._moments_of(run, tensor)
-        momentum, gain = group["compressed_momentum"], 1.0 if group["weight_decay"] else factor
-        share, keep, rate = momentum, 0.0, self._rate(group) * _gain(tensor) * _momentum_ratio(group)
-        divisor = rate if momentum else None
-        if group["nesterov"]:  # the update is (1 + momentum) gradient + momentum^2 buffer
-            gain, share = gain * (1 + momentum), momentum * momentum
-            keep, divisor = momentum - momentum * momentum / (1 + momentum), (1 + momentum) * rate
-        update = MomentumUpdate(buffer, gain, share, rate, keep, divisor)
-        if not group["weight_decay"]:
-            return update
-        wide = tensor.to(buffer.dtype)  # the same tensor, unless it is of 16 bits
-        if factor != 1.0:
-            wide.mul_(factor)
-        self._add_decay(run, wide, group["weight_decay"])
-        if wide is tensor:
-            return update
-        update.apply(wide)
-        tensor.copy_(wide)
-        return replace(update, gain=1.0, share=0.0, rate=1.0)  # it is there
+    def _rule(self, group: dict[str, Any]) -> "MomentumRule":
+        return MomentumRule(
+            group["compressed_momentum"],
+            group["nesterov"],
+            self._rate(group) * _momentum_ratio(group),
+            group["weight_decay"],
+            self._parameters,
+        )
 
     def _step_by_gradients(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
@@ -120,8 +138,8 @@ class SGD(CompressedOptimizer):
         updates = [gradient.to(parameter.dtype) for parameter, gradient in zip(parameters, gradients, strict=True)]
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
-    def _after_step(self) -> None:
-        if self._transform.as_gradients and not self._warms_up(self.sync.steps):
+    def _after_step(self, sent: Step) -> None:
+        if sent.warms_up and not self._warms_up(self.sync.steps):
             self._to_updates(self._sent_as_updates(self.sync.steps))
 
     def _to_updates(self, names: Collection[str]) -> None:
@@ -141,22 +159,9 @@ class SGD(CompressedOptimizer):
     def _step_by_updates(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
     ) -> None:
-        for gain in {_gain(update) for update in updates}:
-            mine = [pair for pair in zip(parameters, updates, strict=True) if _gain(pair[1]) == gain]
-            torch._foreach_add_([p for p, _ in mine], [u for _, u in mine], alpha=-group["reference_lr"] / gain)
-
-    def _add_decay(self, run: Run, update: Tensor, decay: float) -> None:
-        parameters = dict(self.named_parameters())
-        for name, part in zip(run.names, update.split(list(run.sizes)), strict=True):
-            if name is not None:
-                shaped(part, parameters[name]).add_(parameters[name].detach(), alpha=decay)
+        torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])
 
 
 def _momentum_ratio(group: dict[str, Any]) -> float:
     """Return what momentum is multiplied by when it is sent, so that a gradient goes as far in the long run."""
     return float((1 - group["compressed_momentum"]) / (1 - group["momentum"]))
-
-
-def _gain(sent: Tensor) -> float:
-    """Gradients are small, and float16 knows nothing below 6e-8: there they are sent this much larger."""
-    return 256.0 if sent.dtype == torch.float16 else 1.0

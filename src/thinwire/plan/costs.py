@@ -39,7 +39,7 @@ class Speeds:
     halves: Costs
     """To 16 bits and back."""
     operation: float
-    """Seconds for an exchange of thinwire's that a rank alone has too: threads that start, and settle."""
+    """Seconds for an exchange of thinwire's that a rank alone has too: handing it to the wire, and applying it."""
     transfer: float
     message: float
     """Seconds for each transfer of it, and for each peer of that: a thread that sleeps and is woken."""

@@ -1,8 +1,7 @@
 """The ways to reduce that are compared: what each sends and computes, as a list of phases for each bucket.
 
 An exchange of thinwire's is a few phases, one after the other: compute, transfer, compute, transfer. What comes after
-its last transfer (the residual, the result) waits until all buckets of the step have been exchanged: see
-collectives/step.py.
+its last transfer (the residual, the result) waits until all buckets of the step have been exchanged: see step.py.
 """
 
 from dataclasses import dataclass

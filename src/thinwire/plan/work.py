@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from thinwire.buckets import BUCKET_BYTES
 from thinwire.compressors import compressor
-from thinwire.exchange import PACKED_BYTES
 from thinwire.policy import Policy
+from thinwire.step import PACKED_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
 """DDP's first bucket is small, so that the exchange begins early; the others are as large as thinwire's own."""
@@ -87,7 +87,7 @@ def of_sizes(sizes: Iterable[int]) -> tuple[Bucket, ...]:
 
 def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
     """Buckets of so many entries, and so many in small parameters: those wait for each other, until they are many or
-    the step's last (see exchange.py)."""
+    the step's last (see step.py)."""
     made: list[Bucket] = []
     waiting = 0
     for number, (entries, small) in enumerate(counts):

@@ -3,6 +3,7 @@
 import math
 
 import thinwire
+from thinwire.collectives.plan import max_bytes
 from thinwire.policy import AUTO, DEFAULT
 
 from .config import Config
@@ -37,6 +38,7 @@ def check(config: Config) -> None:
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
+    max_bytes(None)  # of the environment, which may be nonsense
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
     pick_device(config.device, 0)

@@ -3,7 +3,6 @@
 import gc
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from .models import batch, build
 from .network import Links
 from .settings import Model
-from .timeline import Marks, Recorded, Recorder, Timeline, timeline
+from .timeline import Marks, Timeline, recorded, timeline
 from .ways import Way, way
 
 
@@ -71,18 +70,16 @@ class LinkRank:
             self._step(self._way)
             return None
         dist.barrier()
-        recorded: list[Recorded | None] = []
-        with Recorder(sync) as recorder:
-            marks = self._step(self._way, lambda: recorded.append(recorder.operations()))
-        return None if recorded[0] is None else timeline(marks, recorded[0])
+        marks = self._step(self._way)
+        found = recorded(sync)
+        return None if found is None else timeline(marks, found)
 
-    def _step(self, way: Way, after_backward: Callable[[], None] = lambda: None) -> Marks:
+    def _step(self, way: Way) -> Marks:
         begin = time.perf_counter()
         way.optimizer.zero_grad()
         loss = F.mse_loss(way.module(self._batch), torch.zeros(()).expand_as(self._batch))
         backward = time.perf_counter()
         loss.backward()
         optimizer = time.perf_counter()
-        after_backward()
         way.optimizer.step()
         return Marks(begin, backward, optimizer, time.perf_counter())

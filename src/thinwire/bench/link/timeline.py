@@ -5,15 +5,11 @@ From the spans that operations record (`Report.spans`), by the clock that the st
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from thinwire import ShardState, Synchronizer
-    from thinwire.buckets import Bucket, BucketPlan, Run
+    from thinwire import Synchronizer
     from thinwire.collectives.handle import Span
-    from thinwire.exchange import Exchange
 
 PHASES = ("compute", "compress", "exchange", "decode")
 _PHASE_OF = {"update": "compute", "encode": "compress", "exchange": "exchange", "decode": "decode"}
@@ -72,44 +68,14 @@ class Recorded(NamedTuple):
     whole_at: float
 
 
-class Recorder:
-    """Looks over a synchronizer's shoulder for one step, to know which operation belongs to which bucket.
-
-    An operation is started right after its run's residual was asked for; all others carry what goes dense.
-    """
-
-    def __init__(self, sync: "Synchronizer") -> None:
-        self._sync, self._bucket = sync, 0
-        self._names: dict[int, str] = {}
-
-    def __enter__(self) -> Self:
-        plan, keep = self._sync.plan, self._sync.keep
-
-        def counted(bucket: "Bucket", exchange: "Exchange") -> "BucketPlan":
-            self._bucket += 1
-            return plan(bucket, exchange)
-
-        def named(run: "Run", tensor: "Tensor") -> "tuple[Tensor | None, ShardState | None]":
-            assert self._sync._exchange is not None
-            where = "small tensors" if self._sync._exchange.is_packing else f"bucket {self._bucket}"
-            self._names[len(self._sync._exchange.handles)] = f"{where}, {run.stop - run.start:,} entries"
-            return keep(run, tensor)
-
-        self._sync.plan, self._sync.keep = counted, named  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        del self._sync.plan, self._sync.keep  # of this object; those of its class are there again
-
-    def operations(self) -> Recorded | None:
-        """After the backward pass, before the optimizer's step; None if torch's own all-reduce did it, unrecorded."""
-        exchange = self._sync._exchange
-        assert exchange is not None
-        if exchange.passes_on:
-            return None
-        names = (self._names.get(number, "dense tensors") for number in range(len(exchange.handles)))
-        spans = (handle.report.spans for handle in exchange.handles)
-        return Recorded(list(zip(names, spans, strict=True)), exchange.whole_at)
+def recorded(sync: "Synchronizer") -> Recorded | None:
+    """After a step: what its operations did; None if torch's own all-reduce did it, unrecorded."""
+    step = sync.last_step
+    assert step is not None
+    if step.passes_on:
+        return None
+    spans = (handle.report.spans for handle in step.handles)
+    return Recorded(list(zip(step.labels, spans, strict=True)), step.whole_at)
 
 
 def timeline(marks: Marks, recorded: Recorded) -> Timeline:

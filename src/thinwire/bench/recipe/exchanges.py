@@ -154,7 +154,7 @@ def in_optimizer(setup: Setup) -> Exchange:
     optimizer: Any = setup.make(module, warmup_steps=setup.warmup_steps, **more)
     exchange = Exchange(module, optimizer, lambda steps: float(optimizer.sync.stats.bytes_sent))
     if setup.bucket is not None:
-        exchange = replace(exchange, after_backward=_reduced_by(optimizer.sync, setup.bucket))
+        exchange = replace(exchange, after_backward=_sent_by(optimizer, setup.bucket))
     return exchange
 
 
@@ -163,8 +163,17 @@ def _reduced_by(sync: thinwire.Synchronizer, bucket: Bucket | None) -> Callable[
     assert bucket is not None
 
     def reduce() -> None:
-        done = sync.reduce(bucket, first=True, last=True)
-        sync.wait()
-        done.wait()  # for what comes after the exchange, on a stream of its own
+        sync.add_bucket(bucket, first=True, last=True)
+        sync.finish()
 
     return reduce
+
+
+def _sent_by(optimizer: Any, bucket: Bucket) -> Callable[[], None]:
+    """Return what hands a rank's whole gradient to its optimizer."""
+
+    def send() -> None:
+        optimizer.add_bucket(bucket, first=True, last=True)
+        optimizer.watch_gradients()
+
+    return send

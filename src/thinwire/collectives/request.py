@@ -1,0 +1,192 @@
+"""From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare.
+
+A request knows sizes and dtypes, not the numbers: in training it is made once for each slice of a bucket, and serves
+every step.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compressors import Compressor, NoCompression, format_spec
+from ..compressors import compressor as parsed
+from ..compressors.spec import mix_key
+from ..kernels.layout import RandomKLayout, residual_dtype
+from .channel import Channel
+from .cost import Span, owned, shares
+from .plan import Plan, choose, plan
+from .state import ShardState
+
+_WHY_NOT = {
+    "PRODUCT": "an entry that is not sent would count as 0, and make every product 0",
+    "MIN": "an entry that is not sent would count as 0, which may be less than the rest",
+    "MAX": "an entry that is not sent would count as 0, which may be more than the rest",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """An all-reduce of tensors of one shape, checked and planned."""
+
+    channels: Sequence[Channel]
+    """That of the ranks inside the node, if there are two stages, and that of those who exchange compressed."""
+    plan: Plan
+    op: dist.ReduceOp.RedOpType
+    weight: float
+    passes_on: bool
+    """Nothing to compress and nothing kept: torch's own all-reduce does it."""
+    described: dict[str, Any]
+    """What all ranks must have asked for alike."""
+    positions_drawn: bool
+    """Whether the key must be the same on all ranks, because positions are drawn by it."""
+    draws: bool
+    asked_for: Compressor
+    """Even where it is not used, since nothing is smaller than dense."""
+    text: str = field(default="", compare=False)
+
+    @property
+    def algorithm(self) -> str:
+        return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
+
+    def key_of(self, key: int | None, number: int) -> int | None:
+        """Return what is drawn by in operation `number`: the given key, or one made of the number."""
+        if key is None and self.draws:
+            channel = self.channels[-1]
+            key = number if self.positions_drawn else mix_key(number, channel.ranks[channel.rank])
+        if key is not None and type(key) is not int:
+            raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
+        return key
+
+    def owner_residuals(
+        self, state: ShardState | None, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor | None]:
+        """Return, by segment, what this rank has not sent on as an owner."""
+        if state is None or self.plan.algorithm != "sharded":
+            return [None] * len(self.plan.segments)
+        spans = _owned_spans(self.plan, dtype, self.channels)
+        kept = state.prepare(spans, residual_dtype(dtype), device)
+        return list(kept.split([stop - start for start, stop in spans]))
+
+
+def make_request(
+    channels: Sequence[Channel],
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    op: dist.ReduceOp.RedOpType,
+    algorithm: str,
+    second: Compressor | str | None,
+    has_residual: bool,
+    state: ShardState | None,
+    max_bytes: int,
+) -> Request:
+    """ValueError for what cannot be done. Of `tensor` only shape, dtype and device are looked at."""
+    *nodes, channel = channels
+    in_node = nodes[0].size if nodes else 1
+    first = _made(compressor)
+    if second is None:
+        made_of_first = first.for_sum(channel.size)
+        sums = first if made_of_first is first else _kept(made_of_first)
+    else:
+        sums = _made(second, "second")
+    passes_on = (
+        isinstance(first, NoCompression)
+        and not has_residual
+        and not nodes
+        and algorithm in ("auto", "dense")
+        and channel.group is not None  # torch knows nothing of ranks that are threads
+    )
+    op_name = _op_name(op, passes_on)
+
+    # Between nodes it is a share of the node's sum that is compressed.
+    dtype, share = tensor.dtype, tensor.numel()
+    if nodes:
+        dtype, share = residual_dtype(dtype), -(-share // in_node)
+    positions_drawn = isinstance(first.layout(share, dtype), RandomKLayout)
+    if state is not None and not isinstance(state, ShardState):
+        raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
+    can_shard = state is not None or not has_residual  # else what owners do not send on would be lost
+    chosen, reason = choose(algorithm, first, sums, share, dtype, channel.size, can_shard=can_shard)
+    if chosen == "sharded":
+        _check_state(state, has_residual, sums)
+    made = plan(
+        chosen, reason, first, sums, tensor.numel(), tensor.dtype, channel.size, in_node, max_bytes
+    )  # fmt: skip
+    if chosen != "dense":  # plans are kept, and may be those of equal compressors; but each counts what it does
+        made = replace(made, first=first, second=sums)
+    described = {
+        "spec": format_spec(first),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "op": op_name,
+        "algorithm": chosen,
+        "second": format_spec(sums) if chosen == "sharded" else None,
+        "residual": has_residual,
+        "state": state is not None if chosen == "sharded" else None,
+        "segments": len(made.segments),
+        "ranks": [in_node, channel.size],
+    }
+    return Request(
+        channels,
+        made,
+        op,
+        1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
+        passes_on,
+        described,
+        positions_drawn,
+        first.draws or sums.draws,
+        first,
+        json.dumps(described),
+    )
+
+
+def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
+    """Of a spec, always the same object."""
+    made = parsed(given, name)
+    return made if made is given else _kept(made)
+
+
+@lru_cache(maxsize=256)
+def _kept(made: Compressor) -> Compressor:
+    """One for all equal ones, which nobody but us can see: on a GPU each begins with waiting for its counters."""
+    return made
+
+
+def _op_name(op: object, passes_on: bool) -> str:
+    name = str(getattr(op, "name", op)).rpartition(".")[2]
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (passes_on and name in _WHY_NOT):
+        return name
+    if name in _WHY_NOT:
+        use = f"for {name} use the compressor 'none' without a residual"
+        raise ValueError(f"op {name}, expected SUM or AVG: {_WHY_NOT[name]}; {use}")
+    raise ValueError(f"op {name}, expected SUM or AVG: what is compressed can only be added up")
+
+
+def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:
+    if state is None and has_residual:
+        raise ValueError(
+            "algorithm 'sharded' with a residual but no state: what owners do not send on would be lost; give "
+            "state=thinwire.ShardState() and keep it beside the residual"
+        )
+    if state is not None and not second.contracts:
+        raise ValueError(f"second {format_spec(second)}, whose residual would grow for ever; use another rounding")
+
+
+def _owned_spans(made: Plan, dtype: torch.dtype, channels: Sequence[Channel]) -> list[Span]:
+    """Which entries of each segment this rank owns."""
+    *nodes, channel = channels
+    dtype = residual_dtype(dtype) if nodes else dtype
+    spans: list[Span] = []
+    for start, stop in made.segments:
+        if nodes:
+            low, high = shares(stop - start, made.granule, nodes[0].size)[nodes[0].rank]
+            start, stop = start + low, start + high
+        low, high = owned(made.first, stop - start, dtype, channel.size)[channel.rank]
+        spans.append((start + low, start + high))
+    return spans
