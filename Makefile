@@ -42,8 +42,8 @@ packages:
 
 # Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
 # as that goes. Then those that want the machine for themselves.
-FIRST := tests/train tests/link tests/plan tests/contract tests/gpu
-SECOND := tests/cases.py tests/framing.py tests/oracle.py tests/processes.py tests/fuzz tests/unit tests/browser src tests/distributed
+FIRST := tests/train tests/link tests/plan tests/contract tests/gpu tests/fuzz tests/browser
+SECOND := tests/cases.py tests/framing.py tests/oracle.py tests/processes.py tests/unit src tests/distributed
 WHICH := not slow
 
 unit: $(READY)

@@ -5,6 +5,9 @@
 Both ranks share the GPU and this machine's loopback, so "no communication" is the time of two backward passes at once.
 Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to the end of the
 device's work; bytes are those of the loopback interface, divided by ranks and steps.
+
+For thinwire's optimizers two more columns: milliseconds of Python for each bucket, in DDP's hook and in `step()`. In
+`step()` it is the time of the whole call, less what it waited for the network, divided by the number of buckets.
 """
 
 import argparse
@@ -70,6 +73,27 @@ class Way:
             elif told is not None:
                 self.module.register_comm_hook(None, told)
 
+        self.hook_seconds = self.step_seconds = 0.0
+        self.buckets = 0
+        if hasattr(self.optimizer, "add_bucket"):
+            self._time_python()
+
+    def _time_python(self) -> None:
+        add_bucket, step = self.optimizer.add_bucket, self.optimizer.step
+
+        def timed_bucket(*args: Any, **options: Any) -> None:
+            started = time.perf_counter()
+            add_bucket(*args, **options)
+            self.hook_seconds += time.perf_counter() - started
+            self.buckets += 1
+
+        def timed_step() -> None:
+            started = time.perf_counter()
+            step()
+            self.step_seconds += time.perf_counter() - started - self.optimizer.sync.last_step.waited
+
+        self.optimizer.add_bucket, self.optimizer.step = timed_bucket, timed_step
+
     def step(self, tokens: torch.Tensor) -> None:
         silent: Callable[[], AbstractContextManager[None]] = self.module.no_sync
         with silent() if self.name == "no communication" else nullcontext():
@@ -89,12 +113,15 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, out: str) -> 
     tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     sent: dict[str, float] = {}
+    python: dict[str, tuple[float, float]] = {}
     for _ in range(rounds):
         for name in WAYS:  # one at a time is in memory; each makes its own model anew
             way = Way(name)
             for _ in range(4):  # the warm-up, and what is compiled
                 way.step(tokens)
             torch.cuda.synchronize()
+            way.hook_seconds = way.step_seconds = 0.0
+            way.buckets = 0
             dist.barrier()
             before = sent_bytes()
             for _ in range(steps):
@@ -107,28 +134,36 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, out: str) -> 
                 times[name].append(float(took))
             dist.barrier()
             sent[name] = (sent_bytes() - before) / 2 / steps
+            if way.buckets:
+                python[name] = 1e3 * way.hook_seconds / way.buckets, 1e3 * way.step_seconds / way.buckets
             del way
             torch.cuda.empty_cache()
     if rank == 0:
-        report(times, sent, out)
+        report(times, sent, python, out)
     dist.destroy_process_group()
 
 
-def report(times: dict[str, list[float]], sent: dict[str, float], out: str) -> None:
+def report(
+    times: dict[str, list[float]], sent: dict[str, float], python: dict[str, tuple[float, float]], out: str
+) -> None:
     conditions = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": 2, "backend": "gloo, loopback",
         "parameters": sum(p.numel() for p in CONFIG.build(0).parameters()), "batch": BATCH, "config": str(CONFIG),
         "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     rows = []
-    print(f"{conditions}\n{'way':56} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'MB per rank and step':>21}")
-    dense = statistics.median(times["dense"])
+    print(f"{conditions}\n{'way':56} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'x none':>7} "
+          f"{'MB per rank and step':>21} {'hook ms':>8} {'step ms':>8}")  # fmt: skip
+    dense, none = statistics.median(times["dense"]), statistics.median(times["no communication"])
     for name, taken in times.items():
         fifths = statistics.quantiles(taken, n=5)
         row = {"way": name, "p20": fifths[0], "p50": statistics.median(taken), "p80": fifths[3], "bytes": sent[name]}
+        if name in python:
+            row |= {"hook_ms": python[name][0], "step_ms": python[name][1]}
         rows.append(row)
+        each = "".join(f" {ms:8.3f}" for ms in python.get(name, ()))
         print(f"{name:56} {row['p20']:9.1f} {row['p50']:9.1f} {row['p80']:9.1f} {dense / row['p50']:8.2f} "
-              f"{sent[name] / 1e6:21.2f}", flush=True)  # fmt: skip
+              f"{row['p50'] / none:7.2f} {sent[name] / 1e6:21.2f}{each}", flush=True)  # fmt: skip
     if out:
         Path(out).write_text("".join(json.dumps(line) + "\n" for line in [conditions, *rows]))
 

@@ -1,11 +1,11 @@
-"""Adam's Triton kernels against the reference, on a GPU or in Triton's interpreter."""
+"""Adam's Triton kernels against the reference and a formula, on a GPU or in Triton's interpreter."""
 
 import torch
 from torch import Tensor
 
 import thinwire
 from thinwire import kernels
-from thinwire.kernels.cuda import adam, topk
+from thinwire.kernels.cuda import adam
 from thinwire.kernels.reference import adam as reference
 from thinwire.kernels.updates import AdamUpdate, MomentumUpdate, Update
 
@@ -14,43 +14,72 @@ NUMBERS = {"beta1": 0.5, "factor": 0.7, "scale": 1.3, "floor": 1e-8, "limit": 5.
 
 
 def check(device: str) -> None:
-    """Update and moments as the reference makes them, and the fused pass the same as the two it is made of."""
+    """Update and moments as the reference and a formula make them, whole steps through `Compressor.settle`."""
     g, m, v, r = (torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(4))
     v.square_()
-    sent, update = g.clone(), g.clone()
-    reference.send(sent, m, v, **NUMBERS)
-    adam.send(update, m, v, **NUMBERS)
-    torch.testing.assert_close(update, sent, rtol=2e-5, atol=1e-6)
-    for beta2 in (0.9, 1.0):
-        one, other = (m.clone(), v.clone()), (m.clone(), v.clone())
-        reference.commit(sent, *one, 0.5, beta2, 1.3, 1e-8, 0.25)
-        adam.commit(sent, *other, 0.5, beta2, 1.3, 1e-8, 0.25)
-        torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_formula(g.to(dtype), m, v, r)
+    check_formula(g, m.double(), v.double(), r.double())
     wrong = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e15, -1e15, 1e30, -1e30], device=device)
-    adam.send(wrong, torch.zeros_like(wrong), torch.ones_like(wrong), **{**NUMBERS, "limit": 10.0, "rate": 1.0})
-    assert wrong[1] == torch.inf
-    assert wrong[2] == -torch.inf
-    assert wrong[3].isnan()
-    assert wrong[4:].tolist() == [10.0, -10.0, torch.inf, -torch.inf]
-    check_fused(AdamUpdate(m, v, **NUMBERS), g, r)
-    check_fused(MomentumUpdate(m, gain=0.7, share=0.25, rate=0.5), g, r)
+    made = torch.empty_like(wrong)
+    numbers = {**NUMBERS, "limit": 10.0, "rate": 1.0}
+    adam.write(wrong, torch.zeros_like(wrong), torch.ones_like(wrong), **numbers, out=made)
+    assert made[1] == torch.inf
+    assert made[2] == -torch.inf
+    assert made[3].isnan()
+    assert made[4:].tolist() == [10.0, -10.0, torch.inf, -torch.inf]
+    kernels._DEVICES["cuda"] = device  # what the interpreter needs
+    for dtype in (torch.float32, torch.bfloat16):
+        for out in (None, torch.empty_like(r)):
+            check_settled(AdamUpdate(m.clone(), v.clone(), **NUMBERS, beta2=0.9), g.to(dtype), r, out)
+            weights = ((0, 1000, v[:1000]), (1000, NUMEL, v[1000:]))
+            check_settled(MomentumUpdate(m.clone(), 0.5, 0.7, True, 0.5, 0.1, weights), g.to(dtype), r, out)
+            check_settled(None, g.to(dtype), r, out)
 
 
-def check_fused(recipe: Update, g: Tensor, r: Tensor) -> None:
-    """One pass that makes the update and compresses it, against two."""
-    layout = thinwire.compressor("topk:ratio=1/64,bits=2").layout(NUMEL, torch.float32)
-    assert topk.fuses(layout)
-    update, fused, kept, apart = g.clone(), g.clone(), r.clone(), r.clone()
-    first, second = (torch.empty(layout.nbytes, dtype=torch.uint8, device=g.device) for _ in range(2))
-    flag = torch.zeros(1, dtype=torch.int32, device=g.device)
-    topk.compress(fused, kept, layout, 0, first, flag, recipe)
+def check_formula(g: Tensor, m: Tensor, v: Tensor, r: Tensor) -> None:
+    """write and advance against the reference and float64; what the residual takes is the update, bit for bit."""
+    before, expected, update = [t.clone() for t in (g, m, v)], torch.empty_like(m), torch.full_like(m, torch.nan)
+    reference.write(g, m, v, **NUMBERS, out=expected)
+    adam.write(g, m, v, **NUMBERS, out=update)
+    assert all(map(torch.equal, (g, m, v), before)), "writing the update must change nothing else"
+    torch.testing.assert_close(update, expected, rtol=2e-5, atol=1e-6)
+    wide, wide_m, wide_v = (t.double() for t in (g, m, v))
+    momentum = 0.5 * wide_m + 0.5 * 0.7 * wide
+    by_formula = 0.25 * (momentum / (1.3 * wide_v.sqrt() + 1e-8)).clamp(-5.0, 5.0)
+    torch.testing.assert_close(update.double(), by_formula, rtol=2e-5, atol=1e-6)
+    for beta2 in (0.9, 1.0):
+        one, other = ([t.clone() for t in (m, v, r)] for _ in range(2))
+        reference.advance(g, *one, beta2=beta2, **NUMBERS)
+        adam.advance(g, *other, beta2=beta2, **NUMBERS)
+        torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
+        assert torch.equal(other[2], r + update), "what is sent is not what the residual takes"
+        assert beta2 < 1 or torch.equal(other[1], v)
+        square = 0.9 * wide_v + 0.1 * (0.7 * wide).square() if beta2 < 1 else wide_v
+        torch.testing.assert_close([t.double() for t in other[:2]], [momentum, square], rtol=2e-5, atol=1e-6)
+        without = [m.clone(), v.clone()]
+        adam.advance(g, *without, None, beta2=beta2, **NUMBERS)
+        assert all(map(torch.equal, without, other))
+    assert torch.equal(g, before[0])
+
+
+def check_settled(update: Update | None, g: Tensor, r: Tensor, out: Tensor | None) -> None:
+    """A step through the compressor: nothing is lost, and the gradient is only read."""
+    compressor, residual, gradient = thinwire.compressor("topk:ratio=1/64,bits=2"), r.clone(), g.clone()
     with kernels.force("cuda"):
-        recipe.apply(update)
-    torch.testing.assert_close(fused, update, rtol=1e-6, atol=1e-7)  # torch may fuse a product into a sum
-    topk.compress(fused, apart, layout, 0, second, flag)
-    assert not flag.item()
-    assert torch.equal(first, second)
-    assert torch.equal(kept, apart)
+        encoded = g.clone()
+        if update is not None:
+            encoded = torch.empty_like(r)
+            update.write(gradient, encoded)
+        ct = compressor.encode(encoded, residual)
+        assert ct.kernels == "cuda"
+        payloads = ct.payload.repeat(2, 1)
+        compressor.settle(ct, gradient, residual, payloads, 1, 0.5, update, out)
+        sent = compressor.decompress(ct, torch.empty_like(r))
+    assert torch.equal(residual, r + encoded - sent)
+    assert out is None or torch.equal(gradient, g), "the gradient was written"
+    result = gradient if out is None else out
+    assert torch.equal(result, sent.to(result.dtype))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 TRITON_INTERPRET=1 python tests/triton_steps.py
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ import thinwire
 from thinwire import kernels
 from thinwire.collectives import stage
 from thinwire.collectives.local import LocalGroup, LocalWorld
-from thinwire.kernels.cuda import topk
 
 SPEC = "topk:ratio=1/64,bits=2"
 NUMEL = 4300
@@ -60,49 +57,41 @@ def reduce(group: LocalGroup, algorithm: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def collectives_change_nothing_unless_it_counts() -> None:
     for algorithm in ("gather", "sharded"):
-        there = LocalWorld(2).run(reduce, algorithm)
+        there = LocalWorld(2, turns=True).run(reduce, algorithm)
         with kernels.force("cpu"):
-            here = LocalWorld(2).run(reduce, algorithm)
+            here = LocalWorld(2, turns=True).run(reduce, algorithm)
         for (total, kept, after), (cpu_total, cpu_kept, _) in zip(there, here, strict=True):
             assert torch.equal(total, cpu_total), algorithm
             assert torch.equal(kept, cpu_kept), algorithm
             assert torch.equal(after, kept), algorithm
 
 
-def optimizers_fuse() -> None:
-    """The update is made in the pass that compresses: the same training as by two passes."""
+def optimizers_train() -> None:
+    """The same training as with the kernels of the CPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    usual_fuses = topk.fuses
     for kind in (thinwire.AdamW, thinwire.SGD):
         trained = []
-        for fuses in (True, False):
-            usual, given = topk.encode_flagged, []
-
-            def watched(*args: Any, usual: Any = usual, given: list[Any] = given) -> None:
-                given.append(args[6] if len(args) > 6 else None)
-                usual(*args)
-
-            topk.encode_flagged, topk.fuses = watched, lambda layout, fuses=fuses: fuses
+        for backend in ("cuda", "cpu"):
             torch.manual_seed(0)
-            module = nn.Linear(90, 50)
-            optimizer = kind(module, lr=1e-2, warmup_steps=1)
-            for _ in range(4):
-                optimizer.zero_grad()
-                module(torch.randn(8, 90)).square().mean().backward()
-                optimizer.step()
-            assert [update is not None for update in given[-3:]] == [fuses] * 3, "who makes the update?"
+            module, compressor = nn.Linear(90, 50), thinwire.compressor(SPEC)
+            before = module.weight.detach().clone()
+            with kernels.force(backend):
+                optimizer = kind(module, lr=1e-2, compressor=compressor, warmup_steps=1)
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    module(torch.randn(8, 90)).square().mean().backward()
+                    optimizer.step()
+            assert compressor.stats.kernels == {backend: 3}, "other kernels ran"
             trained.append(module.weight.detach().clone())
-            topk.encode_flagged = usual
+            assert not torch.equal(trained[-1], before)
         torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-6)
-        assert not torch.equal(trained[0], nn.Linear(90, 50).weight)
-    topk.fuses = usual_fuses
     dist.destroy_process_group()
 
 
 CASES = [
     compressors_count_and_take_back,
     collectives_change_nothing_unless_it_counts,
-    optimizers_fuse,
+    optimizers_train,
 ]
 
 if __name__ == "__main__":

@@ -74,9 +74,7 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         import torch, triton, thinwire
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from thinwire import kernels
         from thinwire.kernels.cuda import adam, dense, launch, marks, quantize, randomk, topk, topk_global
-        from thinwire.kernels.updates import AdamUpdate, MomentumUpdate
 
         NAMES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
                  torch.int64: "*i64"}}
@@ -102,12 +100,11 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         kernel.compress(tensor, residual, layout, 0, payload, flag)
         kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
-        if kernels.fuses(kernel, layout):
+        if kernel is topk:
             m, v = torch.zeros(40_000), torch.zeros(40_000)
-            for update in (AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0), MomentumUpdate(m, 1.0, 0.5, 1.0)):
-                kernel.encode_flagged(tensor, residual, layout, 0, payload, flag, update)
-            adam.send(tensor, m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0)
-            adam.commit(tensor, m, v, 0.5, 0.9, 1.0, 1e-8, 1.0)
+            adam.write(tensor, m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, m)
+            for kept, beta2 in ((residual, 0.9), (residual, 1.0), (None, 0.9), (None, 1.0)):
+                adam.advance(tensor, m, v, kept, 0.5, beta2, 1.0, 1.0, 1e-8, 8.0, 1.0)
         assert len(done) > 2, done
         assert kernel is not topk or "none" in "{spec}" or any("sum_chunks" in str(one) for one in done)
         """

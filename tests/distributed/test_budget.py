@@ -2,12 +2,16 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from training import SEVERAL, TOPK, Given, assert_same, attached, gradients, policy, raises, weight_bits
 
 import thinwire
 from oracle import bytes_of, same_bits
@@ -127,14 +131,20 @@ def test_a_budget_that_is_too_small_says_what_is_needed(ranks: Ranks) -> None:
     assert found[0] == found[1]
 
 
+@contextmanager
+def environment(text: str) -> Iterator[None]:
+    os.environ["THINWIRE_MAX_BYTES"] = text
+    try:
+        yield
+    finally:
+        del os.environ["THINWIRE_MAX_BYTES"]
+
+
 def by_environment(rank: int, world_size: int) -> list[int]:
     segments = []
     for text in ("", "400000", "300KiB", "1GiB"):
-        os.environ["THINWIRE_MAX_BYTES"] = text
-        try:
+        with environment(text):
             work = thinwire.all_reduce_compressed(torch.ones(NUMEL), "quantize:bits=8", algorithm="gather")
-        finally:
-            del os.environ["THINWIRE_MAX_BYTES"]
         segments.append(work.report.segments)
     return segments
 
@@ -150,6 +160,7 @@ def measure(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[tu
 
 
 def measure_one(spec: str, algorithm: str) -> int | None:
+    thinwire.all_reduce_compressed(torch.ones(100_000), spec, algorithm=algorithm)  # which may compile the kernels
     tensor, residual, state = torch.ones(4_000_000), torch.zeros(4_000_000), thinwire.ShardState()
 
     def job() -> None:
@@ -171,3 +182,81 @@ def test_the_measured_memory_is_within_the_budget(ranks: Ranks, world_size: int)
     for rank, peaks in enumerate(ranks.run(measure, world_size, cases, timeout=100)):
         for name, peak in peaks:
             assert peak is None or peak <= BUDGET // 4 + SLACK, f"rank {rank}, {name}: {peak:,} bytes"
+
+
+# Training: all payloads of a step are held until it ends.
+
+
+TRAINED = [
+    (kind, ddp, compressed)
+    for kind, ddp in (("AdamW", True), ("AdamW", False), ("SGD", True), ("SGD", False), ("attach", True), ("", False))
+    for compressed in (True, False)
+]
+"""(optimizer, or attach, or a plain Synchronizer; whether DDP is there; whether anything is compressed)."""
+
+
+class Trained:
+    """A model and whatever exchanges its gradients."""
+
+    def __init__(self, kind: str, ddp: bool, compressed: bool, **options: Any) -> None:
+        self.module, spec = Given(), policy(TOPK) if compressed else "none"
+        if kind in ("AdamW", "SGD"):
+            self.model = DistributedDataParallel(self.module, **SEVERAL) if ddp else self.module
+            make: Any = getattr(thinwire, kind)
+            given = self.model if ddp else self.module.named_parameters()
+            self.optimizer = make(given, lr=0.01, compressor=spec, warmup_steps=1, **options)
+            self.finish = lambda: None
+        else:
+            self.model, _, self.finish = attached(self.module, spec, ddp, SEVERAL, **options)  # type: ignore[assignment]
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, rank: int, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(gradients(self.module, rank, step)).backward()
+        self.finish()
+        self.optimizer.step()
+
+
+def nonsense(rank: int, world_size: int) -> None:
+    for text in ("banana", "-1", "0", "1.5 GB"):
+        for given in TRAINED:
+            with environment(text), raises(ValueError, "THINWIRE_MAX_BYTES", text, "expected bytes"):
+                Trained(*given)
+    for wrong in (0, -1, 1.5, "banana"):
+        for given in TRAINED:
+            with raises(ValueError, "max_bytes", repr(wrong)):
+                Trained(*given, max_bytes=wrong)
+    with environment(""):
+        Trained("SGD", False, True).step(rank, 0)
+
+
+def test_a_budget_of_nonsense_is_told_when_training_is_set_up(ranks: Ranks) -> None:
+    ranks.run(nonsense, 1)
+
+
+def train_within(rank: int, world_size: int, kind: str, ddp: bool, compressed: bool) -> None:
+    """One byte is too little: told by every rank, in the first step and whoever sets it. A megabyte is enough."""
+    start = weight_bits(Given())
+    for text, argument in (("1", None), ("", 1)):
+        if argument and not compressed and kind not in ("AdamW", "SGD"):
+            continue  # torch's own all-reduce, which holds nothing
+        with environment(text):
+            trained = Trained(kind, ddp, compressed, max_bytes=argument)
+            with raises(ValueError, "max_bytes 1", "raise max_bytes or THINWIRE_MAX_BYTES"):
+                trained.step(rank, 0)
+        assert_same(start, weight_bits(trained.module), "weights")
+    ends = []
+    for text, argument in (("", None), ("1MiB", None), ("", 1 << 20)):
+        with environment(text):
+            trained = Trained(kind, ddp, compressed, max_bytes=argument)
+            for step in range(3):
+                trained.step(rank, step)
+        ends.append(weight_bits(trained.module))
+    assert start != ends[0]
+    for end in ends[1:]:
+        assert_same(end, ends[0], "weights with more memory and less")
+
+
+@pytest.mark.parametrize(("kind", "ddp", "compressed"), TRAINED)
+def test_training_within_a_budget(ranks: Ranks, kind: str, ddp: bool, compressed: bool) -> None:
+    ranks.run(train_within, 2, kind, ddp, compressed, timeout=30)

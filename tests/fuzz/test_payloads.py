@@ -4,18 +4,21 @@ Whatever the bytes say, nothing is written outside `out`. The reference may rais
 """
 
 import contextlib
+import itertools
+import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import SMALL, bounded
+from samples import SMALL, bounded, sample
 
 import thinwire
 from cases import BACKENDS, DTYPES
 from framing import write_positions
 from guard import guarded
 from thinwire import kernels
-from thinwire.kernels.layout import DenseLayout, Layout, TopKLayout
+from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
 
 SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
 
@@ -117,3 +120,85 @@ def test_encoding_stays_inside_the_payload(spec: str, numel: int, dtype: torch.d
         for backend in BACKENDS:
             with kernels.force(backend), guarded(compressor.nbytes(numel, dtype), torch.uint8, offset=offset) as out:
                 assert compressor.compress(tensor, key=3, out=out).finite is not poison
+
+
+def fields_of(layout: Layout) -> list[tuple[int, int]]:
+    """Where the fields of each record begin and end: scales, codes, low bits, bitmap; or the values, as one field."""
+    fields, start = [], 0
+    if isinstance(layout, TopKLayout):
+        for record in [layout.record] * layout.rows + ([layout.tail] if layout.tail else []):
+            ends = [0, record.codes_at, record.low_at, record.high_at, record.nbytes]
+            fields += [(start + a, start + b) for a, b in itertools.pairwise(ends)]
+            start += record.nbytes
+    elif isinstance(layout, QuantizeLayout):
+        for entries, part in layout.parts(1):
+            scales = part.nbytes.start + layout.scales_nbytes(entries)
+            fields += [(part.nbytes.start, scales), (scales, part.nbytes.stop)]
+    else:
+        fields = [(0, layout.nbytes)]
+    return [(begin, end) for begin, end in fields if end > begin]
+
+
+def complaint(payload: torch.Tensor, layout: Layout, backend: str) -> str | None:
+    """What the check says, less the number of the record, which only the quick one knows."""
+    with kernels.force(backend):
+        try:
+            kernels.check(payload, layout)
+        except ValueError as error:
+            return str(error).split(": ", 1)[-1]
+    return None
+
+
+SCALES = (0, 0x7FC0, 0x7F80, 0x7F7F, 0x7E00, 0x0080, 0x007F, 0x8000, 0xFFFF)
+
+
+@pytest.mark.parametrize("spec", SMALL)
+def test_one_change_is_judged_as_by_the_reference(spec: str) -> None:
+    """A bit, a byte or two bytes changed in every field of the first and the last record, and of others by chance."""
+    chance = random.Random(spec)
+    refused = 0
+    for numel in (1, 7, 33, 100, 700, 4097, 9001):
+        for dtype in (torch.float32, chance.choice(DTYPES[1:])):
+            layout = thinwire.compressor(spec).layout(numel, dtype)
+            fields = fields_of(layout)
+            for begin, end in [*fields[:4], *fields[-4:], *chance.choices(fields, k=4)]:
+                for marked in (False, False, False, True):
+                    payload = sample(spec, numel, dtype, marked).payload.clone()
+                    at = chance.choice([begin, end - 1, chance.randrange(begin, end)])
+                    kind = chance.randrange(3)
+                    if kind == 0:
+                        payload[at] ^= 1 << chance.randrange(8)
+                    elif kind == 1:
+                        payload[at] = chance.choice([0, 0xFF, 0x80, 0x7F, chance.randrange(256)])
+                    else:
+                        at, scale = min(at & ~1, layout.nbytes - 2), chance.choice(SCALES)
+                        payload[at], payload[at + 1] = scale & 0xFF, scale >> 8
+                    said, expected = (complaint(payload, layout, backend) for backend in ("cpu", "reference"))
+                    assert (said is None) == (expected is None), (numel, dtype, marked, at, kind)
+                    if not marked:  # in a marked payload two things are wrong: a bad scale, and that it is no mark
+                        assert said == expected, (numel, dtype, at, kind)
+                    refused += said is not None
+    assert refused > 10
+
+
+@bounded(400)
+@given(
+    st.sampled_from(SMALL),
+    st.sampled_from(SIZES),
+    st.sampled_from(DTYPES),
+    st.one_of(st.binary(min_size=1, max_size=64), st.sampled_from(EDGES)),
+)
+def test_any_bytes_are_judged_as_by_the_reference(spec: str, numel: int, dtype: torch.dtype, content: bytes) -> None:
+    layout = thinwire.compressor(spec).layout(numel, dtype)
+    payload = as_payloads(layout, 1, content)[0]
+    assert (complaint(payload, layout, "cpu") is None) == (complaint(payload, layout, "reference") is None)
+
+
+@pytest.mark.parametrize("numel", [40, 100, 500])
+@pytest.mark.parametrize("spec", ["topk:ratio=1/8,bits=2,chunk=none", "topk:ratio=1/3,bits=1,chunk=64"])
+def test_every_bit_is_judged_as_by_the_reference(spec: str, numel: int) -> None:
+    layout = thinwire.compressor(spec).layout(numel, torch.float32)
+    for bit in range(8 * layout.nbytes):
+        payload = sample(spec, numel, torch.float32).payload.clone()
+        payload[bit // 8] ^= 1 << bit % 8
+        assert complaint(payload, layout, "cpu") == complaint(payload, layout, "reference"), bit

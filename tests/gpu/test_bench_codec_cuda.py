@@ -14,6 +14,7 @@ import torch
 from thinwire import record
 from thinwire.bench.codec import gpu
 from thinwire.bench.codec.cases import default_specs
+from thinwire.bench.codec.gpu.updates import ADVANCE, WRITE
 
 try:
     import pytest
@@ -43,10 +44,7 @@ def test_the_whole_run() -> None:
         mine = {row["name"]: row for row in rows if row["dtype"] == dtype}
         names = [f"compress {spec}" for spec in default_specs("cuda")] + [f"{part} {first}" for part in PARTS]
         names += ["copy", "residual.add_(grad)", "out.zero_()", "torch.topk, 1/64", "torch.topk, 1/8"]
-        if dtype == "float32":
-            names += [f"compress {name} update, one pass" for name in ("Adam's", "SGD's")]
-        else:
-            names += ["the same in float32"]
+        names += [WRITE, ADVANCE, *(["the same in float32"] if dtype != "float32" else [])]
         assert not set(names) - set(mine), set(names) - set(mine)
         for row in mine.values():
             assert 0 < row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"], row

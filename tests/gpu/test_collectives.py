@@ -75,7 +75,7 @@ def worker(rank: int, world: int, backend: str, rendezvous: str) -> None:
                     assert all(torch.equal(on_gpu[0], other) for other in gathered), f"{spec} {algorithm}: ranks differ"
     if backend == "nccl":  # it refuses two ranks on one GPU; a message to itself takes the same way
         sent, received = torch.arange(99, device="cuda", dtype=torch.uint8), torch.zeros(99, device="cuda").byte()
-        NcclLink([0], 0, 30.0).exchange({0: sent}, {0: received}, 0, time.monotonic() + 30, lambda peer: None)
+        NcclLink([0], 0, 30.0).post({0: sent}, {0: received}, 0)(time.monotonic() + 30, lambda peer: None)
         assert torch.equal(sent, received)
     tensor, residual = torch.ones(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
     tensor[7] = torch.nan if rank == 0 else 1

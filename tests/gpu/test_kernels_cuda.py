@@ -198,7 +198,7 @@ def test_more_than_two_to_the_31_entries() -> None:
 
 
 def test_adam() -> None:
-    """As the reference on the same device; the fused pass is the same as the two it is made of."""
+    """As the reference on the same device, and through `Compressor.settle`."""
     import triton_adam
 
     triton_adam.check("cuda")

@@ -94,6 +94,21 @@ def test_wrong_options_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
+def test_a_budget_in_the_environment_that_is_nonsense_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before any worker is started, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.train.launch.Workers", None)
+    monkeypatch.setenv("THINWIRE_MAX_BYTES", "banana")
+    assert cli.main(["train", "--out", "run"]) == 2
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("thinwire train: error: THINWIRE_MAX_BYTES='banana', expected bytes")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_a_device_that_is_not_there(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

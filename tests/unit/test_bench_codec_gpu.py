@@ -19,15 +19,18 @@ from thinwire import cli, kernels
 from thinwire.bench.codec.cases import default_specs, plan
 from thinwire.bench.codec.check import Mismatch
 from thinwire.bench.codec.command import Options
-from thinwire.bench.codec.gpu.check import check
+from thinwire.bench.codec.gpu.check import check, check_update
 from thinwire.bench.codec.gpu.clock import SETS, Call
 from thinwire.bench.codec.gpu.floors import Floors
 from thinwire.bench.codec.gpu.parts import can_be_captured, measure
 from thinwire.bench.codec.gpu.rows import Row
 from thinwire.bench.codec.gpu.table import COLUMNS, NAME_WIDTH, NOTES, Table
+from thinwire.bench.codec.gpu.updates import ADVANCE, WRITE
 from thinwire.bench.measure import Timing
+from thinwire.kernels.cpu import adam as cpu_adam
 from thinwire.kernels.layout import QuantizeLayout
 from thinwire.kernels.reference import quantize as reference_quantize
+from thinwire.kernels.updates import AdamUpdate
 
 HERE = Path(__file__).parent
 CONDITIONS = {
@@ -183,6 +186,7 @@ def test_every_row_of_a_size(dtype: str) -> None:
         *(f"{part} topk:ratio=1/64,bits=2" for part in PARTS),
         "compress quantize:bits=8",
         "compress randomk:ratio=1/64",
+        WRITE, ADVANCE,
     ]  # fmt: skip
     compress = next(row for row in rows if row.name.startswith("compress topk"))
     assert compress.kernel == "thinwire.kernels.reference.topk"
@@ -197,13 +201,16 @@ def test_every_row_of_a_size(dtype: str) -> None:
     by_name = {row.name: row for row in rows}
     assert by_name["compress quantize:bits=8"].torch_ops is None
     assert by_name["decode 8 x topk:ratio=1/64,bits=2"].of_floor == 1.0
+    assert by_name[WRITE].entry_bytes == {"float32": 16, "bfloat16": 14, "float64": 32}[dtype]
+    assert by_name[ADVANCE].entry_bytes == {"float32": 28, "bfloat16": 26, "float64": 56}[dtype]
+    assert by_name[WRITE].kernel == by_name[ADVANCE].kernel == "thinwire.kernels.reference.adam"
     assert all(row.torch_ops is None for row in rows if not row.name.startswith("compress"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 @pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"])
 def test_in_the_interpreter(spec: str) -> None:
-    """The very kernels, checked and called as on a GPU: with one pass, and an optimizer's update in it."""
+    """The very kernels, checked and called as on a GPU: with one pass, and Adam's update."""
     code = f"""
         from thinwire import kernels
         kernels._DEVICES["cuda"] = "cpu"
@@ -222,9 +229,8 @@ def test_in_the_interpreter(spec: str) -> None:
         OMP_NUM_THREADS="1",
     )  # fmt: skip
     kernel = "thinwire.kernels.cuda." + spec.split(":")[0]
-    fused = [f"compress {name} update, one pass; {kernel}; True" for name in ("Adam's", "SGD's")]
     expected = [f"{part} {spec}; {kernel}; True" for part in PARTS]
-    assert printed.splitlines() == expected + (fused if "topk" in spec else [])
+    assert printed.splitlines() == expected + [f"{name}; thinwire.kernels.cuda.adam; True" for name in (WRITE, ADVANCE)]
 
 
 def test_long_records_cannot_be_captured() -> None:
@@ -284,3 +290,27 @@ def test_nothing_wrong_is_timed(spoilt: str, message: str, monkeypatch: pytest.M
     before = residual.clone()
     check(layout, 0, torch.randn(5000), residual)
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ("write", "advance: residual: 1 of 5000 differ from the update that was written, the first at 17"),
+        ("advance", "momentum: off by up to 1"),
+    ],
+)
+def test_no_wrong_update_is_timed(spoilt: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, m, v, residual = torch.randn(5000), torch.randn(5000), torch.rand(5000) + 0.1, torch.randn(5000)
+    before = [tensor.clone() for tensor in (gradient, m, v, residual)]
+    update = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, 0.9)
+    check_update(update, gradient, residual)
+    assert all(map(torch.equal, (gradient, m, v, residual), before))
+    usual = getattr(cpu_adam, spoilt)
+
+    def wrong(g: Tensor, m: Tensor, *rest: Any) -> None:
+        usual(g, m, *rest)
+        (rest[-1] if spoilt == "write" else m)[17] += 1
+
+    monkeypatch.setattr(cpu_adam, spoilt, wrong)
+    with pytest.raises(Mismatch, match=message):
+        check_update(update, gradient, residual)

@@ -24,36 +24,123 @@ def test_encode_and_commit_are_compress(spec: str) -> None:
     assert same_bits(halves, whole)
 
 
+OPTIMIZERS = ["none", "adam", "adam frozen", "sgd", "nesterov", "no momentum"]
+
+
+def make_update(optimizer: str, m: torch.Tensor, v: torch.Tensor) -> Update | None:
+    weights = torch.linspace(-1, 1, m.numel())
+    half = m.numel() // 2
+    parameters = ((0, half, weights[:half]), (half, m.numel(), weights[half:]))
+    return {
+        "none": None,
+        "adam": AdamUpdate(m, v, 0.5, 0.9, 1.3, 1e-8, 10.0, 0.5, beta2=0.9),
+        "adam frozen": AdamUpdate(m, v, 0.5, 1.0, 1.3, 1e-8, 10.0, 0.5),
+        "sgd": MomentumUpdate(m, 0.5, rate=2.0),
+        "nesterov": MomentumUpdate(m, 0.5, 0.9, nesterov=True, rate=2.0, decay=0.1, parameters=parameters),
+        "no momentum": MomentumUpdate(None, 0.0, decay=0.1, parameters=parameters),
+    }[optimizer]
+
+
+def encoded_of(update: Update | None, gradient: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """What an optimizer compresses: its update, or the gradient."""
+    if update is None:
+        return gradient.clone()
+    written = torch.empty_like(m)
+    update.write(gradient, written)
+    return written
+
+
 @pytest.mark.parametrize("spec", [*WITH_RESIDUAL, "topk:ratio=1/64,bits=2,chunk=none"])
-@pytest.mark.parametrize("optimizer", ["none", "adam", "adam frozen", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_settle_is_commit_and_decode(spec: str, optimizer: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["over the gradient", "apart"])
+def test_settle_is_commit_and_decode(
+    spec: str, optimizer: str, dtype: torch.dtype, out_dtype: torch.dtype | None
+) -> None:
     """In one pass where a kernel can, and bit by bit the same as one after the other."""
     compressor, numel = thinwire.compressor(spec), 150_001
     tensor, residual = make_input("normal", numel, dtype)
     m, v = torch.randn_like(residual), torch.rand_like(residual) + 0.5
     results = []
     for in_one in (False, True):
-        sum_, kept, momentum, second = tensor.clone(), residual.clone(), m.clone(), v.clone()
-        update: Update | None = {
-            "none": None,
-            "adam": AdamUpdate(momentum, second, 0.5, 1.0, 1.3, 1e-8, 10.0, 0.5, beta2=0.9),
-            "adam frozen": AdamUpdate(momentum, second, 0.5, 1.0, 1.3, 1e-8, 10.0, 0.5),
-            "sgd": MomentumUpdate(momentum, 1.0, 0.5, 2.0, divisor=2.0),
-        }[optimizer]
-        ct = compressor.encode(sum_, kept, key=KEY, update=update)
-        other = compressor.encode(tensor, key=KEY)
+        gradient, kept, momentum, second = tensor.clone(), residual.clone(), m.clone(), v.clone()
+        out = gradient if out_dtype is None else torch.full((numel,), torch.nan, dtype=out_dtype)
+        update = make_update(optimizer, momentum, second)
+        encoded = encoded_of(update, gradient, m)
+        ct = compressor.encode(encoded, kept, key=KEY)
+        other = compressor.encode(encoded.flip(0), key=KEY)
         payloads = torch.stack([other.payload, ct.payload])
         if in_one:
-            compressor.settle(ct, sum_, kept, payloads, 1, 0.5, update)
+            compressor.settle(ct, gradient, kept, payloads, 1, 0.5, update, None if out is gradient else out)
         else:
             if update is not None:
-                update.commit(sum_)
-            compressor.commit(ct, sum_, kept)
-            compressor.decompress(ct, sum_, 0.5, payloads=payloads)
-        results.append([sum_, kept, momentum, second])
+                update.advance(gradient, None)
+            compressor.commit(ct, encoded, kept)
+            compressor.decompress(ct, out, 0.5, payloads=payloads)
+        assert out is gradient or same_bits(gradient, tensor), "the gradient was written"
+        results.append([out, kept, momentum, second])
     for name, apart, in_one in zip(["sum", "residual", "m", "v"], *results, strict=True):
         assert same_bits(apart, in_one), name
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "topk:ratio=1/64,bits=32", "quantize:bits=4"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("over", [False, True], ids=["apart", "over the gradient"])
+def test_nothing_is_lost_over_some_steps(
+    backend: str, spec: str, optimizer: str, dtype: torch.dtype, over: bool
+) -> None:
+    """All that was decoded, and what the residual still has, is the sum of all updates."""
+    compressor, numel = thinwire.compressor(spec), 20_000
+    residual, m, v = torch.zeros(numel), torch.zeros(numel), torch.rand(numel) + 0.5
+    sent, came = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    with kernels.force(backend):
+        for step in range(5):
+            gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step)).to(dtype)
+            before, out = gradient.clone(), gradient if over else torch.empty(numel)
+            update = make_update(optimizer, m, v)
+            encoded = encoded_of(update, gradient, m)
+            assert same_bits(gradient, before), "the gradient was written"
+            ct = compressor.encode(encoded, residual, key=step)
+            compressor.settle(ct, gradient, residual, ct.payload.unsqueeze(0), 0, 1.0, update, None if over else out)
+            assert over or same_bits(gradient, before), "the gradient was written"
+            assert same_bits(out, compressor.decompress(ct, torch.empty_like(out)))
+            sent += compressor.decompress(ct, torch.empty(numel))
+            came += encoded
+    torch.testing.assert_close(sent + residual, came, rtol=1e-5, atol=1e-5)
+
+
+def test_settle_without_a_residual_advances_the_moments() -> None:
+    compressor, gradient = thinwire.TopK("1/64", bits=2), torch.randn(5000)
+    m, v = torch.zeros(5000), torch.ones(5000)
+    update = make_update("adam", m, v)
+    ct = compressor.encode(encoded_of(update, gradient, m))
+    out = torch.empty(5000)
+    compressor.settle(ct, gradient, None, ct.payload.unsqueeze(0), 0, 1.0, update, out)
+    torch.testing.assert_close(m, 0.5 * 0.9 * gradient)
+    assert same_bits(out, compressor.decompress(ct))
+
+
+def test_settle_refuses_tensors_that_do_not_fit() -> None:
+    compressor, gradient, residual = thinwire.TopK("1/64", bits=2), torch.randn(5000), torch.zeros(5000)
+    ct = compressor.encode(gradient, residual)
+    payloads = ct.payload.unsqueeze(0)
+    with pytest.raises(ValueError, match="gradient holds 4999 entries, expected 5000"):
+        compressor.settle(ct, gradient[:4999], residual, payloads, 0, 1.0, out=torch.empty(5000))
+    with pytest.raises(ValueError, match="residual holds 4999 entries, expected 5000"):
+        compressor.settle(ct, gradient, residual[:4999], payloads, 0, 1.0)
+    with pytest.raises(ValueError, match=r"residual has shape .*, torch.float64"):
+        compressor.settle(ct, gradient, residual.double(), payloads, 0, 1.0)
+    with pytest.raises(ValueError, match="gradient is not contiguous"):
+        compressor.settle(ct, gradient.repeat(2)[::2], residual, payloads, 0, 1.0, out=torch.empty(5000))
+    with pytest.raises(ValueError, match="out holds"):
+        compressor.settle(ct, gradient, residual, payloads, 0, 1.0, out=torch.empty(4999))
+    with pytest.raises(ValueError, match="out shares the residual's memory"):
+        compressor.settle(ct, gradient, residual, payloads, 0, 1.0, out=residual)
+    memory = torch.randn(5001)
+    with pytest.raises(ValueError, match="out shares the gradient's memory"):
+        compressor.settle(ct, memory[:5000], residual, payloads, 0, 1.0, out=memory[1:])
 
 
 def test_commit_of_what_is_not_finite_does_nothing() -> None:

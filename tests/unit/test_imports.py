@@ -11,7 +11,7 @@ import thinwire
 
 ROOT = Path(thinwire.__file__).parent
 TRAINING = {
-    "sync", "sync_stats", "exchange", "futures", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals",
+    "sync", "sync_stats", "step", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals",
     "auto", "trials",
 }  # fmt: skip
 LAYERS = [

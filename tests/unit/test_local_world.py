@@ -268,7 +268,7 @@ def test_a_link_that_is_closed_wakes_everybody() -> None:
     def wait(rank: int) -> None:
         buffers = {2: torch.zeros(4, dtype=torch.uint8)}
         try:
-            links[rank].exchange(buffers if rank else {}, {} if rank else buffers, 7, time.monotonic() + 30, int)
+            links[rank].post(buffers if rank else {}, {} if rank else buffers, 7)(time.monotonic() + 30, int)
         except LinkBroken as broken:
             found[rank] = broken
 
@@ -281,19 +281,19 @@ def test_a_link_that_is_closed_wakes_everybody() -> None:
         thread.join(10)
     assert {(rank, broken.peer, broken.late) for rank, broken in found.items()} == {(0, 2, False), (1, 2, False)}
     with pytest.raises(LinkBroken, match="rank 2 closed the connection"):
-        links[0].exchange({1: torch.zeros(4, dtype=torch.uint8)}, {}, 8, time.monotonic() + 30, int)
+        links[0].post({1: torch.zeros(4, dtype=torch.uint8)}, {}, 8)(time.monotonic() + 30, int)
 
 
 def test_a_message_of_another_size_is_refused() -> None:
     board = Switchboard(2)
     sender = threading.Thread(
         target=caught,
-        args=(lambda: LocalLink(board, 0).exchange({1: _bytes(4)}, {}, 7, time.monotonic() + 10, int),),
+        args=(lambda: LocalLink(board, 0).post({1: _bytes(4)}, {}, 7)(time.monotonic() + 10, int),),
     )
     sender.start()
     link = LocalLink(board, 1)
     with pytest.raises(LinkBroken, match="4 bytes came, expected 5"):
-        link.exchange({}, {0: _bytes(5)}, 7, time.monotonic() + 10, int)
+        link.post({}, {0: _bytes(5)}, 7)(time.monotonic() + 10, int)
     link.close()
     sender.join(10)
     assert not sender.is_alive()
@@ -302,7 +302,7 @@ def test_a_message_of_another_size_is_refused() -> None:
 def test_the_deadline_is_kept() -> None:
     started = time.monotonic()
     with pytest.raises(LinkBroken, match="no message in time") as broken:
-        LocalLink(Switchboard(2), 0).exchange({}, {1: _bytes(4)}, 7, started + 0.2, int)
+        LocalLink(Switchboard(2), 0).post({}, {1: _bytes(4)}, 7)(started + 0.2, int)
     assert (broken.value.peer, broken.value.late) == (1, True)
     assert 0.2 <= time.monotonic() - started < 5
 
@@ -311,7 +311,7 @@ def test_nothing_is_left_behind() -> None:
     before = set(threading.enumerate())
     world = LocalWorld(4)
     world.run(reduce, EIGHT_BITS, "auto")
-    made = [thread for thread in threading.enumerate() if thread not in before and "thinwire-col" in thread.name]
+    made = [thread for thread in threading.enumerate() if thread not in before and "thinwire-wire" in thread.name]
     assert made
     del world
     deadline = time.monotonic() + 30
