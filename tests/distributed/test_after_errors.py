@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from training import loss_of, make_net, policy, raises, weight_bits
 
 import thinwire
 from ranks import Ranks, meet
 from thinwire.collectives.link import GlooLink, LinkBroken
-from training import loss_of, make_net, policy, weight_bits
 
 TOPK = "topk:ratio=1/8,bits=4,chunk=512"
 
@@ -36,7 +36,7 @@ def break_once(rank: int, world_size: int, kind: str) -> Any:
             before = weight_bits(ddp)
             if rank == 1:
                 GlooLink.post = breaks  # type: ignore[method-assign]
-            with pytest.raises(thinwire.CollectiveError, match="rank"):
+            with raises(thinwire.CollectiveError, "rank"):
                 loss_of(ddp, rank, step).backward()
                 optimizer.step()
             assert weight_bits(ddp) == before
