@@ -4,6 +4,7 @@ DDP rebuilds its buckets after the first iteration, a checkpoint knows parameter
 have other buckets. So a parameter's part is found by its name, and moves when it is asked for in other company.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -25,6 +26,7 @@ class NamedVectors:
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
         self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
+        self._lock = threading.Lock()
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -33,6 +35,12 @@ class NamedVectors:
 
         Where the name is None there is a gap: entries that belong to nobody.
         """
+        with self._lock:  # backward may have a thread of its own
+            return self._slice(names, sizes, dtype, device)
+
+    def _slice(
+        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
         kept = self._slices.get(key)
         if kept is not None and kept.dtype == wide and kept.device == device:
