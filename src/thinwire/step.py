@@ -110,6 +110,7 @@ class Sent:
     gradient: Tensor
     """A slice of its bucket; of packed parameters, a copy of theirs."""
     reduction: Reduction
+    residual: Tensor | None
     update: Update | None = None
     places: Sequence[tuple[Tensor, Packed]] = ()
     """Where packed parameters are: in which bucket, and at which elements."""
@@ -183,8 +184,9 @@ class Step:
         if not self.collects:
             self._send(bucket, last)
         elif last:
-            for one in self._collected():
-                self._send(one, one is self._last)
+            buckets = self._collected()
+            for one in buckets:
+                self._send(one, one is buckets[-1])
         self.closed = last
 
     def _collected(self) -> list[Bucket]:
@@ -199,9 +201,7 @@ class Step:
                 Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
                 for names in layout
             ]
-        buckets = self._regrouped if regroup else self._buckets
-        self._last = buckets[-1]
-        return buckets
+        return self._regrouped if regroup else self._buckets
 
     def _send(self, bucket: Bucket, last: bool) -> None:
         issued, first = time.perf_counter(), len(self.handles)
@@ -260,7 +260,7 @@ class Step:
         label = f"bucket {len(self.marks) + 1}, {run.stop - run.start:,} elements"
         reduction = self._start(run, source, residual, state, label)
         reduction.handle.report.spans += written
-        self._sent.append(Sent(run, gradient, reduction, update))
+        self._sent.append(Sent(run, gradient, reduction, residual, update))
 
     def _send_packed(self) -> None:
         """Send those that wait, in one operation for each kind of tensor and compressor."""
@@ -278,7 +278,7 @@ class Step:
                 self._as_gradient(packed)
             residual, state = (None, None) if isinstance(compressor, NoCompression) else self.sync.keep(run, packed)
             reduction = self._start(run, packed, residual, state, "small tensors", packs=True)
-            self._sent.append(Sent(run, packed, reduction, places=places))
+            self._sent.append(Sent(run, packed, reduction, residual, places=places))
 
     def _start(
         self,
@@ -389,7 +389,7 @@ class Step:
             handle.wait()
         self.waited = time.perf_counter() - started
         if self.mode is not Mode.TORCH:
-            self.finite = all(sent.reduction.finite for sent in self._sent)
+            self.finite = all(handle.report.finite for handle in self.handles)
         elif self.updates is not None:
             self.finite = all(_is_finite(bucket.tensor) for bucket, _ in self._summed)
         self._join_streams()
@@ -433,7 +433,8 @@ class Step:
             else:
                 out = self.sync.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent.gradient), sent.update, out)
-                self.sync.clear_gaps(sent.run, sent.gradient)
+                if sent.residual is not None and sent.run.gaps():  # which belong to others: nothing is owed to them
+                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])
             yield Average(sent.run, out, sent.update is not None)
 
     def release(self) -> None:

@@ -8,11 +8,10 @@ makes all gradients of the step NaN on every rank, and nothing else has changed;
 """
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
@@ -31,8 +30,7 @@ from .collectives.channel import Channel
 from .collectives.groups import channels, check_kind, compressing_ranks, place
 from .collectives.local import LocalGroup
 from .collectives.operation import Operation
-from .collectives.plan import ALGORITHMS, ENVIRONMENT_VARIABLE
-from .collectives.plan import max_bytes as budget
+from .collectives.plan import ALGORITHMS, given_max_bytes
 from .collectives.request import make_request
 from .collectives.stage import Buffers
 from .compressors import Compressor, NoCompression, TopK, format_spec
@@ -104,14 +102,13 @@ class Synchronizer:
             raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
-        limited = max_bytes is not None or os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
         self._timeout_seconds = check_timeout(timeout)
         check_kind(group)
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
-        self.max_bytes, self.timeout = budget(max_bytes) if limited else None, timeout
+        self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
         self._families = families
         self.entries: dict[str, int] | None = None
         """Of every parameter, by name; known from the first step on, or beforehand."""
@@ -160,14 +157,10 @@ class Synchronizer:
         if isinstance(named_parameters, nn.Module):
             named_parameters = named_parameters.named_parameters()
         everything = list(named_parameters)
-        named = [(name, p) for name, p in everything if p.requires_grad]
-        if not named:
+        if not any(p.requires_grad for _, p in everything):
             return
-        with self.refusing(named[0][1].device):
-            groups = group_parameters(named)
-            self.know(everything)
-        for index, group in enumerate(groups):
-            self.add_bucket(flatten(group), first=index == 0, last=index == len(groups) - 1)
+        for bucket, first, last in self.buckets_of(everything):
+            self.add_bucket(bucket, first=first, last=last)
         self.finish()
 
     @property
@@ -213,7 +206,7 @@ class Synchronizer:
 
         With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
         """
-        self._drop_step()
+        self.drop()
         self._make_trials()
         choice = checkpoint.choose(state, self.rank, self.world_size)
         saved = choice.alike
@@ -267,7 +260,7 @@ class Synchronizer:
 
     def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
         """Begin a step. An optimizer says what it sends in place of gradients."""
-        self._drop_step()
+        self.drop()
         if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         self._make_trials()
@@ -297,7 +290,7 @@ class Synchronizer:
             self._check(bucket)
             step.add(bucket, last=last)
         except BaseException:
-            self._drop_step()
+            self.drop()
             raise
 
     def finish(self) -> None:
@@ -351,21 +344,24 @@ class Synchronizer:
         """The parameters whose gradients were sent in the step under way."""
         return () if self._step is None else self._step.entries
 
-    @contextmanager
-    def refusing(self, device: torch.device) -> Iterator[None]:
-        """Let the other ranks, who wait for this one, know why it does not begin a step."""
+    def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
+        """Gradients without DDP, as (bucket, whether it is the first, whether it is the last).
+
+        ValueError for what cannot be sent; the other ranks, who wait for this one, get to know why.
+        """
+        trained = [(name, p) for name, p in named if p.requires_grad]
         try:
-            yield
+            groups = group_parameters(trained)
+            self.know(named)
         except ValueError as error:
-            with suppress(ValueError), refusing(self.number_operations(device)):
+            with suppress(ValueError), refusing(self.number_operations(trained[0][1].device)):
                 raise error
             raise
+        for index, group in enumerate(groups):
+            yield flatten(group), index == 0, index == len(groups) - 1
 
     def drop(self) -> None:
-        """Forget a step that was sent and not finished."""
-        self._drop_step()
-
-    def _drop_step(self) -> None:
+        """Forget a step that was begun and not finished."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()
@@ -462,13 +458,6 @@ class Synchronizer:
             return None, None
         state = self._owners.state(run, self._vectors)
         return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
-
-    def clear_gaps(self, run: Run, tensor: Tensor) -> None:
-        """Elements between the parameters of a run belong to others: nothing is owed to them."""
-        gaps = run.gaps()
-        if gaps and self.error_feedback and run.compressor.contracts:
-            kept = self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device)
-            torch._foreach_zero_([kept[begin:end] for begin, end in gaps])
 
     def number_operations(self, device: torch.device) -> list[Operation]:
         """The next ones on the group's channels, which are looked up once for each default group of torch."""

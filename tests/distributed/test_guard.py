@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import (
     SEVERAL,
+    VIEWS,
     Given,
     assert_same,
     gradients,
@@ -26,8 +27,6 @@ from training import (
 )
 
 from ranks import Ranks
-
-VIEWS = {**SEVERAL, "gradient_as_bucket_view": True}
 
 
 class Order(NamedTuple):

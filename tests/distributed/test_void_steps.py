@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import (
     SEVERAL,
     SPECS,
+    VIEWS,
     Given,
     assert_same,
     grad_bits,
@@ -30,7 +31,6 @@ from ranks import Ranks
 
 SIZES = (2048, 2048, 10, 3000, 700, 2048)
 """Four of them fill a bucket each."""
-VIEWS = {**SEVERAL, "gradient_as_bucket_view": True}
 
 
 def places(layout: list[list[str]]) -> list[int]:

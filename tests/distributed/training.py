@@ -40,6 +40,7 @@ def make_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 SEVERAL = {"bucket_cap_mb": 0.006}
 """Makes DDP use two buckets and more for `make_net`, from its second iteration on."""
+VIEWS = {**SEVERAL, "gradient_as_bucket_view": True}
 
 
 def make_batch(rank: int, step: int, rows: int = 8, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -153,13 +153,18 @@ def max_bytes(given: int | None) -> int:
     >>> max_bytes(1 << 20)
     1048576
     """
+    return given_max_bytes(given) or DEFAULT_MAX_BYTES
+
+
+def given_max_bytes(given: int | None) -> int | None:
+    """The memory budget that a user has given, as an argument or by the environment variable; None if neither."""
     if given is not None:
         if type(given) is not int or given <= 0:
             raise ValueError(f"max_bytes {given!r}, expected a whole number of bytes above 0")
         return given
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not text:
-        return DEFAULT_MAX_BYTES
+        return None
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(i?)B?", text, re.IGNORECASE)
     if not match or int(match[1]) == 0:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}={text!r}, expected bytes above 0, such as 268435456, 256MiB or 1GiB")

@@ -24,7 +24,7 @@ from .link import Seen, Wait
 from .operation import Operation
 from .request import Request
 from .sharded import sharded
-from .stage import Buffers, Exchange, Outcome, Run, Stage
+from .stage import Buffers, Exchange, Outcome, Run, Stage, all_gather
 from .state import ShardState
 from .values import values
 
@@ -117,12 +117,6 @@ class Reduction:
         except BaseException as error:
             self.fail(error)
             raise
-
-    @property
-    def finite(self) -> bool:
-        """Whether every rank's tensor was finite; known when the handle is done."""
-        assert self._outcome is not None
-        return self._outcome.finite
 
     def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and moments, and write the result: see `Outcome.apply`."""
@@ -277,11 +271,9 @@ class Reduction:
             if part is not None
         )
         for operation in self._operations:
-            channel = operation.channel
-            bounds = torch.full((channel.size, 1), bound, dtype=torch.float64, device=self._tensor.device)
-            parts = list(bounds.view(torch.uint8))
-            sends = dict.fromkeys(channel.others, parts[channel.rank])
-            yield Exchange(operation, sends, {rank: parts[rank] for rank in channel.others})
+            size = operation.channel.size
+            bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self._tensor.device)
+            yield from all_gather(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
         return bound <= torch.finfo(residual_dtype(self._tensor.dtype)).max  # False for NaN
 

@@ -138,15 +138,7 @@ class Stage:
         return Exchange(self.operation, sends, receives)
 
     def all_gather(self, parts: list[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-        """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
-        own = parts[self.rank]
-        sent, received = yield self.exchange(
-            dict.fromkeys(self.others, own), {rank: parts[rank] for rank in self.others}
-        )
-        return [
-            next(iter(sent.values()), own) if part is own else received.get(rank, part)
-            for rank, part in enumerate(parts)
-        ]
+        return all_gather(self.operation, parts)
 
     def clock(self, phase: str) -> AbstractContextManager[None]:
         return self.report.clock(phase)
@@ -189,6 +181,15 @@ class Stage:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """As torch's, in memory of `buffers`: what is applied on another stream must not be freed on this one."""
         return self.buffer(numel * dtype.itemsize).view(dtype)
+
+
+def all_gather(operation: Operation, parts: list[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+    """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
+    others, own = operation.channel.others, parts[operation.channel.rank]
+    sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
+    return [
+        next(iter(sent.values()), own) if part is own else received.get(rank, part) for rank, part in enumerate(parts)
+    ]
 
 
 def _no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:

@@ -45,7 +45,6 @@ class Wire:
     """ordered: one reduction after the other, from its first byte to its last, as NCCL needs it."""
 
     def __init__(self, *, ordered: bool = False) -> None:
-        self._at_once = 1 if ordered else AT_ONCE
         self._ordered = ordered
         self._waiting: queue.SimpleQueue[Carried] = queue.SimpleQueue()
         # An executor, since Python waits for its threads when the program ends.
@@ -103,4 +102,4 @@ class Wire:
             return True
         if self._ordered or reduction.meets:
             return False
-        return reduction.encoded or under_way < self._at_once
+        return reduction.encoded or under_way < AT_ONCE

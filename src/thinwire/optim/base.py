@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..buckets import Bucket, flatten, group_parameters, shaped
+from ..buckets import Bucket, shaped
 from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
@@ -110,15 +110,12 @@ class CompressedOptimizer(Optimizer):
         """Send now, without DDP; `step` does it unless it was done."""
         if self.ddp is not None:
             raise ValueError("with DDP the exchange is part of the backward pass; leave exchange() out")
-        named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        named = list(self.named_parameters())
         if self._count == 0 and self.sync.stats.skipped == 0 and self.sync.world_size > 1:
-            everything = list(self.named_parameters())
-            check_replicas(self.sync, everything)
-            warn_of_averaged(self.sync, everything, type(self).__name__)
-        with self.sync.refusing(named[0][1].device if named else torch.device("cpu")):
-            groups = group_parameters(named)
-        for index, group in enumerate(groups):
-            self.add_bucket(flatten(group), first=index == 0, last=index == len(groups) - 1)
+            check_replicas(self.sync, named)
+            warn_of_averaged(self.sync, named, type(self).__name__)
+        for bucket, first, last in self.sync.buckets_of(named):
+            self.add_bucket(bucket, first=first, last=last)
         self.watch_gradients()
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
