@@ -110,13 +110,17 @@ class Policy:
         return sum(steps for steps, _ in self.warmup)
 
     def phase(self, step: int) -> int:
-        """Which part of the warm-up a step is in; their number when it is over."""
+        """Which part of the warm-up a step is in; their number, or more, when it is over.
+
+        All steps of a phase are sent alike, but for what is chosen by measuring.
+        """
         end = 0
         for index, (steps, _) in enumerate(self.warmup):
             end += steps
             if step < end:
                 return index
-        return len(self.warmup)
+        passed = [until for until, _ in denser_start(self.ranks or 2) if step - end >= until] if self.by_ranks else []
+        return len(self.warmup) + len(passed)
 
     def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
         """Whether nothing at all is compressed at this step."""
@@ -153,7 +157,10 @@ class Policy:
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        return self._of_layer(name) or (shared or {}).get(name) or self.final
+        given = self._of_layer(name) or (shared or {}).get(name)
+        if given is None and self.by_ranks:
+            return default_compressor(self.ranks or 2, step - self.warmup_steps)
+        return given or self.final
 
     def adapts(self, name: str, numel: int) -> bool:
         """Whether this parameter takes part when bytes are shared anew."""
@@ -188,21 +195,39 @@ class Policy:
         }
 
 
-def default_compressor(ranks: int) -> TopK:
+def default_compressor(ranks: int, step: int | None = None) -> TopK:
     """Return what thinwire's optimizers compress with by default: the more ranks, the fewer elements of each.
 
-    What moves the weights is the union of what all ranks send, one element in 40 whatever the number of ranks, so each
+    step   counted from the end of the warm-up: the first ones send more (`denser_start`); None: what stays.
+
+    What moves the weights is the union of what all ranks send, one element in 48 whatever the number of ranks, so each
     can send less. The chunk grows with the ranks, so that a chunk's scales are shared by as many elements.
 
     >>> for ranks in (2, 4, 8, 32):
-    ...     print(format_spec(default_compressor(ranks)))
-    topk:ratio=1/80,bits=2,chunk=4096
-    topk:ratio=1/160,bits=2,chunk=8192
-    topk:ratio=1/320,bits=2,chunk=16384
-    topk:ratio=1/1280,bits=2,chunk=16384
+    ...     print(format_spec(default_compressor(ranks)), default_compressor(ranks, 0).ratio)
+    topk:ratio=1/96,bits=2,chunk=4096 1/24
+    topk:ratio=1/192,bits=2,chunk=8192 1/48
+    topk:ratio=1/384,bits=2,chunk=16384 1/96
+    topk:ratio=1/1536,bits=2,chunk=16384 1/384
     """
-    chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (max(2, ranks) - 1).bit_length())
-    return TopK(ratio=UNION / max(2, ranks), bits=2, chunk=chunk)
+    ranks = max(2, ranks)
+    chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (ranks - 1).bit_length())
+    denser = [] if step is None else [times for until, times in denser_start(ranks) if step < until]
+    return TopK(ratio=(denser[0] if denser else 1) * UNION / ranks, bits=2, chunk=chunk)
+
+
+def denser_start(ranks: int) -> tuple[tuple[int, int], ...]:
+    """(until which step after the warm-up, how many times as many elements): of a young training little may wait.
+
+    An element waits for as many steps as there are elements to one that is sent, 48 for each rank. In the steps in
+    which a training learns the most, that is too long; the more ranks, the longer, up to 8 of them, since with the
+    length grow the bytes.
+
+    >>> denser_start(2), denser_start(8), denser_start(64)
+    (((32, 4), (96, 2)), ((128, 4), (384, 2)), ((128, 4), (384, 2)))
+    """
+    counted = min(8, max(2, ranks))
+    return (16 * counted, 4), (48 * counted, 2)
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:

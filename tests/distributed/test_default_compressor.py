@@ -16,6 +16,7 @@ from thinwire.policy import default_compressor
 SIZES = (40_000, 10, 9000, 300)
 LR, BEFORE, AFTER = 0.5, 6, 5
 SMALL = 310
+STEPS = 100
 
 
 def add(totals: list[Tensor], given: list[Tensor]) -> None:
@@ -72,7 +73,7 @@ def go_on(rank: int, world_size: int, saved: list[dict[str, Any]]) -> dict[str, 
     for (name, weight), total in zip(model.named_parameters(), totals, strict=True):
         torch.testing.assert_close(weight.detach().double() - LR * left[name], -LR * total, rtol=1e-4, atol=1e-3)
     run = sum(SIZES[:3])  # the last ones first, and the small one between two large ones lies in their run
-    expected = cost.gather(wanted, run, torch.float32, world_size).sent
+    expected = cost.gather(default_compressor(world_size, BEFORE + AFTER - 1), run, torch.float32, world_size).sent
     expected += cost.gather(thinwire.Quantize(bits=8), SMALL, torch.float32, world_size).sent
     assert optimizer.sync.stats.last_bytes_sent == expected
     return weight_bits(model)
@@ -87,3 +88,25 @@ def test_another_number_of_ranks_has_its_own_and_loses_nothing(ranks: Ranks, bef
         assert kept["compressor"] == format_spec(default_compressor(before))
         assert kept["policy"]["compressor"] == "default"
     assert identical(ranks.run(go_on, after, saved))
+
+
+def train_from_the_start(rank: int, world_size: int) -> list[int]:
+    model = Given(SIZES)
+    optimizer = make(model)
+    sent = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(gradients(model, rank, step % 4)).backward()
+        optimizer.step()
+        sent.append(optimizer.sync.stats.last_bytes_sent)
+    return sent
+
+
+def test_the_first_steps_send_more(ranks: Ranks) -> None:
+    small = cost.gather(thinwire.Quantize(bits=8), SMALL, torch.float32, 2).sent
+    expected = [
+        cost.gather(default_compressor(2, step), sum(SIZES[:3]), torch.float32, 2).sent + small for step in range(STEPS)
+    ]
+    assert len(set(expected)) == 3
+    for sent in ranks.run(train_from_the_start, 2):
+        assert sent == expected

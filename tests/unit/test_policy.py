@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinwire import NoCompression, Policy, Quantize, TopK, compressor, format_spec, ramp
+from thinwire import NoCompression, Policy, Quantize, TopK, compressor, default_compressor, format_spec, ramp
 from thinwire.policy import share_bytes
 
 FINAL = "topk:ratio=1/64,bits=2"
@@ -222,3 +222,21 @@ def test_who_takes_part_in_the_sharing() -> None:
     warm = Policy(FINAL, adapt_every=10, warmup=[(5, "none")])
     assert isinstance(warm.compressor_of("w", BIG, 4, shared), NoCompression)
     assert warm.compressor_of("w", BIG, 5, shared) == shared["w"]
+
+
+def test_default_begins_denser_once_the_warm_up_is_over() -> None:
+    policy = Policy("default", warmup=[(2, "quantize:bits=8")], layers={"head": "quantize:bits=4"}).for_ranks(8)
+    found = [policy.compressor_of("body", 100_000, step) for step in range(2 + 400)]
+    assert found[:2] == [Quantize(bits=8)] * 2
+    ratios = [str(made.ratio) for made in found[2:] if isinstance(made, TopK)]
+    assert ratios == ["1/96"] * 128 + ["1/192"] * 256 + ["1/384"] * 16
+    phases = [policy.phase(step) for step in range(2 + 400)]
+    assert phases == [0] * 2 + [1] * 128 + [2] * 256 + [3] * 16
+    assert {policy.compressor_of("head", 100_000, step) for step in range(2, 402)} == {Quantize(bits=4)}
+    assert policy.final == default_compressor(8)
+
+
+def test_only_the_default_begins_denser() -> None:
+    policy = Policy("topk:ratio=1/64,bits=2", warmup=[(2, "none")])
+    assert {policy.compressor_of("body", 100_000, step) for step in range(2, 500)} == {policy.final}
+    assert {policy.phase(step) for step in range(2, 500)} == {1}

@@ -14,7 +14,7 @@ BITS = (1, 2, 4, 8, 16, 32)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
 DENSER = 8
 """A sum is sent on with up to this many times the elements: 512 of 4,096 after 64 of 4,096 cost no loss in training."""
-UNION = Fraction(1, 40)
+UNION = Fraction(1, 48)
 """Of all elements, that the ranks of a training send together by default; a sum is sent on with as many."""
 CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
 
