@@ -6,6 +6,7 @@ zeros take their place, and they come back when all runs are done. Those of seve
 and exchanged together.
 """
 
+import zlib
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -55,6 +56,11 @@ class Run:
         ends = list(accumulate(self.sizes))
         return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
 
+    @cached_property
+    def seed(self) -> int:
+        """What draws depend on besides the step."""
+        return zlib.crc32(str(self.names[0]).encode())
+
     def gaps(self) -> list[tuple[int, int]]:
         """Entries, counted from the start of the run, that were taken out."""
         return self._gaps
@@ -77,6 +83,11 @@ class Packed(NamedTuple):
 class BucketPlan:
     runs: tuple[Run, ...]
     packed: tuple[Packed, ...]
+
+    @cached_property
+    def packed_by_compressor(self) -> tuple[tuple[Compressor, tuple[Packed, ...]], ...]:
+        kinds = dict.fromkeys(part.compressor for part in self.packed)
+        return tuple((kind, tuple(part for part in self.packed if part.compressor == kind)) for kind in kinds)
 
 
 def plan_bucket(

@@ -4,6 +4,7 @@ DDP rebuilds its buckets after the first iteration, a checkpoint knows parameter
 have other buckets. So a parameter's part is found by its name, and moves when it is asked for in other company.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .kernels.layout import residual_dtype
+
+_generations = itertools.count()
 
 
 class NamedVectors:
@@ -27,6 +30,8 @@ class NamedVectors:
         self._parts: dict[str, Tensor] = {}
         self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
         self._lock = threading.Lock()
+        self.generation = next(_generations)
+        """Another number whenever a vector has moved, and in every object."""
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -51,6 +56,7 @@ class NamedVectors:
                     f"parameter {name!r} has {size} entries, its residual has {self._parts[name].numel()}: it belongs "
                     "to another model"
                 )
+        self.generation = next(_generations)
         made = torch.zeros(sum(sizes), dtype=wide, device=device)
         for name, part in zip(names, made.split(list(sizes)), strict=True):
             if name is not None:
@@ -81,6 +87,7 @@ class NamedVectors:
         """Replace everything."""
         self._parts = {name: tensor.detach().clone().view(-1) for name, tensor in named.items()}
         self._slices = {}
+        self.generation = next(_generations)
 
     def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
         """Multiply the vectors of the chosen names, as when the scale of the loss changes."""

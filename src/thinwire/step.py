@@ -9,7 +9,7 @@ known to be finite on every rank. A step that is not is simply not applied.
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +23,7 @@ from .buckets import Bucket, Packed, Run
 from .collectives import ShardState
 from .collectives.all_reduce import all_reduce_compressed, refusing
 from .collectives.cost import ring
-from .collectives.handle import Handle, Span, copied
+from .collectives.handle import Handle, copied
 from .collectives.operation import Operation
 from .collectives.plan import ENVIRONMENT_VARIABLE
 from .collectives.reduction import Reduction
@@ -33,8 +33,9 @@ from .compressors import Compressor, NoCompression
 from .compressors.spec import mix_key
 from .kernels.layout import RandomKLayout, residual_dtype
 from .kernels.reference.randomk import positions_and_widths
-from .kernels.updates import Update
+from .kernels.updates import AdamUpdate, Update
 from .policy import DENSE
+from .recording import Recording
 from .residuals import NamedVectors
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Updates:
     scale      what GradScaler has multiplied the loss by.
     max_norm   of this rank's gradient; it is clipped to it.
     sampled    names of parameters of whose gradient samples are wanted.
+    numbers    those of the rules, in the memory of a GPU, a row for each: there a recording finds them. The first two
+               of a row are what a gradient is multiplied by.
     """
 
     warms_up: bool
@@ -78,6 +81,7 @@ class Updates:
     scale: float = 1.0
     max_norm: float | None = None
     sampled: frozenset[str] = frozenset()
+    numbers: Tensor | None = None
 
 
 class Average(NamedTuple):
@@ -98,8 +102,11 @@ class Average(NamedTuple):
 class Slot:
     """What a run is sent by, prepared once and used at every step."""
 
+    run: Run
     request: Request
     buffers: Buffers
+    recording: Recording | None
+    """Of what makes the payload, on a GPU."""
 
 
 @dataclass
@@ -109,11 +116,36 @@ class Sent:
     run: Run
     gradient: Tensor
     """A slice of its bucket; of packed parameters, a copy of theirs."""
+    source: Tensor
+    """What is encoded: the gradient, or in other memory the update that is made of it."""
+    slot: Slot
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
     places: Sequence[tuple[Tensor, Packed]] = ()
     """Where packed parameters are: in which bucket, and at which elements."""
+    key: Hashable = None
+    """What encoding it depends on; None if that cannot be recorded."""
+
+
+class Waiting(NamedTuple):
+    """Small parameters of one bucket that are to be sent together with those of others."""
+
+    bucket: Bucket
+    parts: Sequence[Packed]
+    compressor: Compressor
+    copied: Tensor | None
+    """Them, one behind the other; None if the bucket still has them when they are sent."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.bucket.tensor.itemsize
+
+    def pieces(self) -> list[Tensor]:
+        """Return them, in their order."""
+        if self.copied is not None:
+            return [self.copied]
+        return [self.bucket.tensor[part.start : part.stop] for part in self.parts]
 
 
 @dataclass
@@ -150,15 +182,19 @@ class Step:
     """What each of `handles` carries."""
     slots: list[Slot] = field(default_factory=list)
     """Those that this step has used."""
+    packs: set[tuple[str | None, ...]] = field(default_factory=set)
+    """Which small parameters were sent together."""
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Of this rank's gradient, by parameter, if an optimizer wants them."""
+    _held: int = 0
+    """Bytes of payloads, until the step ends."""
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
     _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
     """What torch's own all-reduce sums."""
-    _packed: list[tuple[Bucket, Sequence[Packed], Compressor, Tensor]] = field(default_factory=list)
-    """Small parameters that wait to be sent together: where they are, by what they are sent, and a copy."""
+    _packed: list[Waiting] = field(default_factory=list)
+    """Small parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
     """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
 
@@ -194,6 +230,8 @@ class Step:
         parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
         if self.updates is not None and self.updates.max_norm is not None:
             self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())])
+            if self.updates.numbers is not None:
+                self.updates.numbers[:, :2].mul_(self._clip)
         layout = self.sync.wanted_layout
         regroup = layout != self.layout and {name for names in layout for name in names} == parts.keys()
         if regroup:
@@ -233,68 +271,102 @@ class Step:
     @torch.no_grad()
     def _encode(self, bucket: Bucket, last: bool) -> None:
         tensor, plan = bucket.tensor, self.sync.plan(bucket, self)
-        for compressor in dict.fromkeys(part.compressor for part in plan.packed):
-            parts = [part for part in plan.packed if part.compressor == compressor]
-            copies = torch.cat([tensor[part.start : part.stop] for part in parts])
-            self._packed.append((bucket, parts, compressor, copies))
-        if last or sum(copies.nbytes for *_, copies in self._packed) >= PACKED_BYTES:
+        for compressor, parts in plan.packed_by_compressor:
+            # An optimizer's gradients stay as they are; others are written over, and their gaps are now.
+            copied = torch.cat([tensor[part.start : part.stop] for part in parts]) if self.updates is None else None
+            self._packed.append(Waiting(bucket, parts, compressor, copied))
+        if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             self._send_packed()  # first: what is compressed little can be on its way at once
         for run in plan.runs:
-            self._send_run(run, tensor[run.start : run.stop])
+            known = self.sync.prepared(run, tensor) if self._may_replay else None
+            if known is None:
+                self._send_run(run, tensor[run.start : run.stop])
+            else:
+                self._send_again(known)
+
+    @property
+    def _samples(self) -> bool:
+        """Whether samples of gradients are kept in this step, which no recording does."""
+        return self.updates is not None and bool(self.updates.sampled)
+
+    @property
+    def _may_replay(self) -> bool:
+        return self.mode is Mode.UPDATES and not self._samples and not self.flushes
+
+    def _send_again(self, known: Sent) -> None:
+        """Send a run as at the last step: what it is made of is where it was, and encoding it is a replay."""
+        slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
+        self._check_no_failure(operations)
+        with refusing(operations):
+            self._hold(slot)
+        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
+        sent = Sent(
+            known.run, known.gradient, known.source, slot, reduction, known.residual, known.update, (), known.key
+        )
+        self._submit(sent, None)
 
     def _send_run(self, run: Run, gradient: Tensor) -> None:
         self._sample(run, gradient)
-        update, source = None, gradient
-        written: list[Span] = []
-        if self.mode is Mode.UPDATES:
-            update = self._update(run, gradient)
-            source = self.sync.scratch(gradient, residual_dtype(gradient.dtype))
-            started = time.perf_counter()
-            update.write(self._clipped(gradient), source)
-            written.append(Span("update", started, time.perf_counter()))
-        elif self.mode is Mode.WARMUP:
-            source = self._as_gradient(self.sync.scratch(gradient, gradient.dtype).copy_(gradient))
-        if run.gaps():  # copies of these are sent with the other small ones
-            torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
+        update = self._update(run, gradient) if self.mode is Mode.UPDATES else None
+        source = gradient
+        if self.mode in (Mode.UPDATES, Mode.WARMUP):
+            dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
+            source = self.sync.scratch(gradient, dtype)
         residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.keep(run, source)
-        label = f"bucket {len(self.marks) + 1}, {run.stop - run.start:,} elements"
-        reduction = self._start(run, source, residual, state, label)
-        reduction.handle.report.spans += written
-        self._sent.append(Sent(run, gradient, reduction, residual, update))
+        slot, reduction = self._begin(run, source, residual, state)
+        sent = Sent(run, gradient, source, slot, reduction, residual, update)
+        if self.mode is not Mode.WARMUP and _is_recordable(update):
+            sent.key = self.sync.addresses(sent)
+
+        def encode() -> None:
+            if update is not None:
+                with reduction.handle.report.clock("update"):
+                    update.write(self._clipped(sent), source)
+            elif self.mode is Mode.WARMUP:
+                self._as_gradient(source.copy_(gradient))
+            if run.gaps():  # copies of these are sent with the other small ones
+                torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
+            reduction.encode()
+
+        self._submit(sent, encode)
+        if self._may_replay and sent.key is not None:
+            self.sync.prepare(sent)
 
     def _send_packed(self) -> None:
         """Send those that wait, in one operation for each kind of tensor and compressor."""
-        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[tuple[Bucket, Sequence[Packed], Tensor]]] = {}
-        for bucket, parts, compressor, copies in self._packed:
-            kinds.setdefault((copies.dtype, copies.device, compressor), []).append((bucket, parts, copies))
+        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[Waiting]] = {}
+        for waiting in self._packed:
+            tensor = waiting.bucket.tensor
+            kinds.setdefault((tensor.dtype, tensor.device, waiting.compressor), []).append(waiting)
         self._packed = []
-        for (_, _, compressor), group in kinds.items():
-            packed = torch.cat([copies for *_, copies in group])
-            places = [(bucket.tensor, part) for bucket, parts, _ in group for part in parts]
-            names, sizes = tuple(part.name for _, part in places), tuple(part.numel for _, part in places)
-            run = Run(0, packed.numel(), compressor, None, names, sizes)
+        for group in kinds.values():
+            self._send_group(group)
+
+    def _send_group(self, group: Sequence[Waiting]) -> None:
+        run, packed = self.sync.packed(group)
+        self.packs.add(run.names)
+        residual, state = (None, None) if isinstance(run.compressor, NoCompression) else self.sync.keep(run, packed)
+        slot, reduction = self._begin(run, packed, residual, state, packs=True)
+        places = [(waiting.bucket.tensor, part) for waiting in group for part in waiting.parts]
+        sent = Sent(run, packed, packed, slot, reduction, residual, places=places)
+        if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
+            buckets = [waiting.bucket.tensor.data_ptr() for waiting in group]
+            sent.key = *self.sync.addresses(sent), *buckets, self._clip, self.updates.scale
+
+        def encode() -> None:
+            torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
             self._sample(run, packed)
             if self.updates is not None:
                 self._as_gradient(packed)
-            residual, state = (None, None) if isinstance(compressor, NoCompression) else self.sync.keep(run, packed)
-            reduction = self._start(run, packed, residual, state, "small tensors", packs=True)
-            self._sent.append(Sent(run, packed, reduction, residual, places=places))
+            reduction.encode()
 
-    def _start(
-        self,
-        run: Run,
-        source: Tensor,
-        residual: Tensor | None,
-        state: ShardState | None,
-        label: str,
-        *,
-        packs: bool = False,
-    ) -> Reduction:
-        """Encode what is in `source`, and hand it to the wire."""
+        self._submit(sent, encode)
+
+    def _begin(
+        self, run: Run, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
+    ) -> tuple[Slot, Reduction]:
+        """Number the operation that sends what will be in `source`."""
         sync, dense = self.sync, self.flushes or isinstance(run.compressor, NoCompression)
-        key = mix_key(self.number, zlib.crc32(str(run.names[0]).encode()))
-        if not isinstance(run.compressor.layout(source.numel(), source.dtype), RandomKLayout):
-            key = mix_key(key, self.rank)  # each rank rounds by draws of its own
         state = None if dense else state
         operations = sync.number_operations(source.device)
         self._check_no_failure(operations)
@@ -309,16 +381,32 @@ class Step:
                 second=None if dense or packs else sync.second,
             )
             self._hold(slot)
-            reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
+            key = None
+            if slot.request.draws:
+                key = mix_key(self.number, run.seed)
+                if not isinstance(run.compressor.layout(source.numel(), source.dtype), RandomKLayout):
+                    key = mix_key(key, self.rank)  # each rank rounds by draws of its own
+            return slot, Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
+
+    def _submit(self, sent: Sent, encode: Callable[[], None] | None) -> None:
+        """Encode, or replay it, and hand the payload to the wire. `encode` is None if it is known to be recorded."""
+        reduction, recording = sent.reduction, sent.slot.recording
         self.handles.append(reduction.handle)
-        self.labels.append(label)
+        self.labels.append("small tensors" if sent.places else f"bucket {len(self.marks) + 1}")
+        self._sent.append(sent)
         try:
-            reduction.encode()
+            if encode is not None and (recording is None or sent.key is None or self._samples):
+                encode()
+            elif recording is not None and recording.replay(sent.key):
+                reduction.encode(is_replayed=True)
+            else:
+                assert recording is not None
+                assert encode is not None
+                recording.run(sent.key, encode)
             reduction.submit()
         except BaseException as error:
             reduction.fail(error)  # else who waits for it would wait for ever
             raise
-        return reduction
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
@@ -330,11 +418,12 @@ class Step:
 
     def _hold(self, slot: Slot) -> None:
         self.slots.append(slot)
-        held, most = sum(one.request.plan.cost.memory for one in self.slots), self.sync.max_bytes
-        if most is not None and held > most:
+        self._held += slot.request.plan.cost.memory
+        most = self.sync.max_bytes
+        if most is not None and self._held > most:
             raise ValueError(
-                f"max_bytes {most:,}, but the payloads of one step, which are held until it ends, need {held:,} and "
-                f"more: raise max_bytes or {ENVIRONMENT_VARIABLE}, or compress more"
+                f"max_bytes {most:,}, but the payloads of one step, which are held until it ends, need {self._held:,} "
+                f"and more: raise max_bytes or {ENVIRONMENT_VARIABLE}, or compress more"
             )
 
     def _check_no_failure(self, operations: Sequence[Operation]) -> None:
@@ -355,9 +444,11 @@ class Step:
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
         return self.updates.rules[run.family].update(run, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        """The gradient, times what only the GPU knows."""
-        return gradient.to(self._clip.dtype) * self._clip if isinstance(self._clip, Tensor) else gradient
+    def _clipped(self, sent: Sent) -> Tensor:
+        """The gradient, times what only the GPU knows, unless the numbers of its update have that in them."""
+        if not isinstance(self._clip, Tensor) or _is_recordable(sent.update):
+            return sent.gradient
+        return sent.gradient.to(self._clip.dtype) * self._clip
 
     def _as_gradient(self, copy: Tensor) -> Tensor:
         """Clip a copy of a gradient; if its square would overflow the second moment, make it NaN: the step is void."""
@@ -400,6 +491,19 @@ class Step:
             side = self.sync.side_stream(device)
             if side is not None:
                 torch.cuda.current_stream(device).wait_stream(side)
+        for sent in self._sent:
+            sent.reduction.join_streams()
+
+    def addresses(self) -> tuple[Hashable, ...] | None:
+        """What applying this step depends on besides parameters; None if it cannot be recorded."""
+        if self.mode is not Mode.UPDATES or self._regrouped or self._summed:
+            return None
+        for sent in self._sent:
+            if sent.slot.recording is None or not sent.slot.request.is_exchanged_at_once:
+                return None
+            if not sent.places and not _is_recordable(sent.update):
+                return None
+        return tuple(self.sync.addresses(sent) for sent in self._sent)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -432,7 +536,7 @@ class Step:
                 sent.reduction.apply(sent.gradient if sent.places else None, None, out)
             else:
                 out = self.sync.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
-                sent.reduction.apply(self._clipped(sent.gradient), sent.update, out)
+                sent.reduction.apply(self._clipped(sent), sent.update, out)
                 if sent.residual is not None and sent.run.gaps():  # which belong to others: nothing is owed to them
                     torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])
             yield Average(sent.run, out, sent.update is not None)
@@ -461,6 +565,11 @@ def _clip_to(updates: Updates, parts: Sequence[Tensor]) -> float | Tensor:
         return torch.where(total.isfinite(), (updates.max_norm / (total + 1e-6)).clamp(max=1.0), 1.0).float()
     norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / updates.scale
     return min(1.0, updates.max_norm / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same in whatever buckets
+
+
+def _is_recordable(update: Update | None) -> bool:
+    """Whether what changes from step to step is in the GPU's memory: the update's numbers, if there is one."""
+    return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
 
 
 _SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256

@@ -10,7 +10,7 @@ makes all gradients of the step NaN on every rank, and nothing else has changed;
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint
+from . import checkpoint, kernels
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
 from .collectives import Handle, ShardState, all_reduce_compressed
@@ -35,10 +35,12 @@ from .collectives.request import make_request
 from .collectives.stage import Buffers
 from .compressors import Compressor, NoCompression, TopK, format_spec
 from .compressors import compressor as parsed
+from .kernels.updates import AdamUpdate
 from .owners import Owners
 from .policy import DENSE, Policy, Spec, share_bytes
+from .recording import Recording
 from .residuals import NamedVectors
-from .step import Mode, Slot, Step, Updates
+from .step import Mode, Sent, Slot, Step, Updates, Waiting
 from .sync_stats import SyncStats
 from .trials import Trials
 
@@ -139,7 +141,16 @@ class Synchronizer:
         self.last_step: Step | None = None
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self._slots: dict[tuple[Any, ...], Slot] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        """The beginning of the same memory, by how many elements."""
+        self._packs: dict[tuple[str | None, ...], tuple[Run, Tensor]] = {}
+        """Small parameters that are sent together, by their names: the run, and memory for copies."""
+        self._prepared: dict[int, Sent] = {}
+        """Runs as they were sent at the last step, by the identity of the run."""
+        self._prepared_for: tuple[Hashable, ...] = ()
+        """Where everything was by then that a run is made of."""
+        self._pool: Any = None
+        """Of the memory of recordings."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
         self._fresh, self._loaded = True, False
@@ -275,6 +286,7 @@ class Synchronizer:
             and self.policy.is_dense(number, self._shared)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
+        self._forget_moved(updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
         collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
         self._step = Step(
@@ -313,7 +325,7 @@ class Synchronizer:
             step.abandon()
             raise
         except BaseException:  # Ctrl-C: the wire may go on with what it has, and nobody else with its memory
-            self._slots, self._scratch = {}, {}
+            self._slots, self._scratch, self._packs, self._prepared = {}, {}, {}, {}
             raise
         return step
 
@@ -329,6 +341,7 @@ class Synchronizer:
         step.release()
         used = {id(slot) for slot in step.slots}
         self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
+        self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
         if self._trials is not None and step.finite is not False:
             self._trials.ended(step)
             if step.flushes:
@@ -460,15 +473,43 @@ class Synchronizer:
         return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
 
     def number_operations(self, device: torch.device) -> list[Operation]:
-        """The next ones on the group's channels, which are looked up once for each default group of torch."""
+        """The next ones on the group's channels."""
+        operations = [Operation(channel) for channel in self._channels_of(device)]
+        for operation in operations:
+            operation.limit(self._timeout_seconds)
+        return operations
+
+    def _channels_of(self, device: torch.device) -> list[Channel]:
+        """Looked up once for each default group of torch."""
         world = dist.group.WORLD if dist.is_initialized() else None
         found = self._channels.get(device)
         if found is None or found[0] is not world:
             found = self._channels[device] = world, channels(self.group, device)
-        operations = [Operation(channel) for channel in found[1]]
-        for operation in operations:
-            operation.limit(self._timeout_seconds)
-        return operations
+            self._prepared = {}
+        return found[1]
+
+    def prepare(self, sent: Sent) -> None:
+        """Remember how a run was sent: at the next step, all that need be done is to replay it."""
+        if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
+            self._prepared[id(sent.run)] = sent  # which keeps the run, so that no other has its identity
+
+    def prepared(self, run: Run, bucket: Tensor) -> Sent | None:
+        """Return how a run was sent at the last step, if its gradient, and all that it is made of, is where it was."""
+        sent = self._prepared.get(id(run))
+        if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
+            return None
+        if sent.gradient.data_ptr() != bucket.data_ptr() + run.start * bucket.itemsize:
+            return None
+        return sent if sent.slot.request.channels == self._channels_of(bucket.device) else None
+
+    def _forget_moved(self, updates: Updates | None) -> None:
+        """If a residual, a moment or a number has moved, nothing is prepared any more."""
+        where: list[Hashable] = [self._vectors.generation]
+        if updates is not None:
+            where += [moment.generation for moment in updates.moments]
+            where.append(None if updates.numbers is None else updates.numbers.data_ptr())
+        if tuple(where) != self._prepared_for:
+            self._prepared, self._prepared_for = {}, tuple(where)
 
     def slot(
         self,
@@ -483,22 +524,64 @@ class Synchronizer:
     ) -> Slot:
         """What a run is sent by: made when it is first seen."""
         channels = [operation.channel for operation in operations]
-        key = (run.key, run.compressor, source.dtype, has_residual, state is not None, algorithm, second)
+        key = (id(run), source.dtype, has_residual, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
             request = make_request(
                 channels, source, run.compressor, op=dist.ReduceOp.AVG, algorithm=algorithm, second=second,
                 has_residual=has_residual, state=state, max_bytes=_NO_LIMIT,
             )  # fmt: skip
-            slot = self._slots[key] = Slot(request, Buffers())
+            slot = self._slots[key] = Slot(run, request, Buffers(), self._recording(run.compressor, source, channels))
         return slot
+
+    def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
+        """For what can be recorded: not what draws, by a key that changes, nor what waits for a node's other ranks."""
+        if not source.is_cuda or compressor.draws or len(channels) > 1:
+            return None
+        _, kernel = kernels.select(compressor.layout(source.numel(), source.dtype), source.device)
+        if kernels.on_device(kernel) is None:  # it would make the host wait
+            return None
+        return self.new_recording()
+
+    def new_recording(self) -> Recording:
+        """Return one whose memory all recordings of this synchronizer share: they run one after the other."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return Recording(self._pool)
+
+    def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
+        """Where everything is that sending and applying a run reads and writes; its payloads belong to its slot."""
+        update, residual = sent.update, sent.residual
+        made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
+        if isinstance(update, AdamUpdate) and update.on_device is not None:
+            made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
+            made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
+        return tuple(made)
+
+    def packed(self, group: Sequence[Waiting]) -> tuple[Run, Tensor]:
+        """Return the run of small parameters that are sent together, and memory for them: the same at every step."""
+        places = tuple(part for waiting in group for part in waiting.parts)
+        like, compressor = group[0].bucket.tensor, group[0].compressor
+        names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
+        run, kept = self._packs.get(names, (None, like))
+        if run is None or (run.sizes, run.compressor, kept.dtype) != (sizes, compressor, like.dtype):
+            run = Run(0, sum(sizes), compressor, None, names, sizes)
+            kept = torch.empty(run.stop, dtype=like.dtype, device=like.device)
+            self._packs[names] = run, kept
+        return run, kept
 
     def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory of as many elements, for what is used before the next one asks."""
-        key, numel = (dtype, like.device), like.numel()
-        if key not in self._scratch or self._scratch[key].numel() < numel:
-            self._scratch[key] = torch.empty(numel, dtype=dtype, device=like.device)
-        return self._scratch[key][:numel]
+        numel, device = like.numel(), like.device
+        views = self._scratch.setdefault((dtype, device), {})
+        if numel not in views:
+            whole = views[max(views)] if views else None
+            if whole is None or whole.numel() < numel:
+                views.clear()
+                self._prepared = {}
+                whole = torch.empty(numel, dtype=dtype, device=device)
+            views[numel] = whole[:numel]
+        return views[numel]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """On which buckets are encoded while backward goes on; None on a CPU, and where ranks take turns on one GPU."""

@@ -26,7 +26,7 @@ LAYERS = [
     {*TRAINING, "workers"},
     {"collectives"},
     {"compressors"},
-    {"frame", "statistics", "record", "loopback"},
+    {"frame", "statistics", "record", "recording", "loopback"},
     {"kernels"},
 ]
 """From the top down. A module may import what stands in a line below its own; `SIBLINGS` also each other."""

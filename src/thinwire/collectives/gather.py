@@ -4,6 +4,7 @@ Exact in the sense that the sum is that of the decoded payloads and nothing else
 wins in small ones: (P - 1) payloads sent by each of P ranks.
 """
 
+import torch
 from torch import Tensor
 
 from ..kernels.updates import Update
@@ -12,19 +13,27 @@ from .stage import Outcome, Run, Stage
 
 def gather(stage: Stage) -> Run:
     layout = stage.layout
-    payloads = stage.buffer(stage.size, layout.nbytes)
-    own = stage.encode(stage.first, stage.tensor, stage.residual, payloads[stage.rank], stage.key)
-    seen = yield from stage.all_gather(list(payloads))
+    payloads = stage.buffers.take((stage.size, layout.nbytes), stage.tensor.device)
+    rows = stage.buffers.rows_of(payloads)
+    own = stage.encode(stage.first, stage.tensor, stage.residual, rows[stage.rank], stage.key)
+    exchanged = stage.on_host(rows)
+    seen = yield from stage.all_gather(exchanged)
+
+    def fetch() -> None:
+        if exchanged is not rows:
+            torch._foreach_copy_(rows, exchanged, non_blocking=True)
 
     def keep(gradient: Tensor | None, update: Update | None) -> None:
         stage.keep(own, gradient, stage.residual, update)
 
     def write(out: Tensor) -> None:
         with stage.clock("decode"):
+            fetch()
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
     def settle(gradient: Tensor, update: Update | None, out: Tensor) -> None:
         with stage.clock("decode"):
+            fetch()
             stage.first.settle(own, gradient, stage.residual, payloads, stage.rank, stage.weight, update, out)
 
     return Outcome(stage.judge(seen, [layout] * stage.size), keep, write, settle)

@@ -76,27 +76,31 @@ class Reduction:
         self._at: int | None = None
         """The segment that is under way."""
         self._wire = operations[-1].channel.wire
-        self._stream = None if self._wire is None else self._wire.stream(tensor.device)
+        self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
+        self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
         self._ready: torch.cuda.Event | None = None
 
     # By the caller.
 
-    def encode(self) -> None:
+    def encode(self, *, is_replayed: bool = False) -> None:
         """Make the payload here and now; the tensor is not needed any more when this returns, or on a GPU is not read
-        by anything that is queued later."""
-        ((start, stop),) = self.request.plan.segments
-        if self._buffers is not None:
-            self._buffers.rewind()
-        self._run = self._segment(0, self._tensor[start:stop])
+        by anything that is queued later.
+
+        is_replayed   a recording has made it, in the same memory.
+        """
+        assert self._buffers is not None
+        self._buffers.rewind(is_replayed=is_replayed)
+        self._run = self._segment(0, self._tensor)
         with torch.no_grad():
             self._asked = next(self._run)
+        self._buffers.is_replayed = False  # what follows is the wire's
         self.encoded = True
 
     def submit(self) -> None:
         """Hand it to the wire; or, where ranks take turns, exchange now."""
-        if self._stream is not None:
+        if self._stream is not None or self._through_host:
             # The wire waits for what the caller has queued so far, and frees nothing that the caller's stream uses.
-            self._ready = torch.cuda.Event()
+            self._ready = torch.cuda.Event(blocking=self._through_host)
             self._ready.record(torch.cuda.current_stream(self._tensor.device))
         if self._wire is not None:
             self._wire.submit(self)
@@ -121,10 +125,13 @@ class Reduction:
     def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and moments, and write the result: see `Outcome.apply`."""
         assert self._outcome is not None
-        if self._stream is not None:
-            torch.cuda.current_stream(out.device).wait_stream(self._stream)
         self._outcome.apply(gradient, update, out)
         self.drop()
+
+    def join_streams(self) -> None:
+        """Let what is queued from now on come after what the wire has queued."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
 
     def drop(self) -> None:
         """Let go of the memory."""
@@ -144,7 +151,7 @@ class Reduction:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._ready is not None:
-                    self._ready.wait()
+                    self._ready.synchronize() if self._through_host else self._ready.wait()
                 for operation in self._operations:
                     operation.start()
                 return self._post() if self.encoded else self._begin_part()
@@ -259,6 +266,7 @@ class Reduction:
             request.weight,
             self.handle.report,
             self._buffers or Buffers(),
+            self._through_host,
         )
         algorithm = _ALGORITHMS[request.plan.algorithm]
         return hierarchical(stage, inside[0], algorithm, request.plan.granule) if inside else algorithm(stage)

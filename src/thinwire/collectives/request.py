@@ -51,6 +51,16 @@ class Request:
     text: str = field(default="", compare=False)
 
     @property
+    def is_exchanged_at_once(self) -> bool:
+        """Whether the payloads are exchanged, and that is all: nothing is made by the wire on the way."""
+        return self.plan.algorithm == "gather" and len(self.channels) == 1
+
+    @property
+    def goes_through_host(self) -> bool:
+        """Whether each payload of a GPU is copied to pinned memory once, and sent to all from there."""
+        return self.is_exchanged_at_once and self.channels[0].backend == "gloo"
+
+    @property
     def algorithm(self) -> str:
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 

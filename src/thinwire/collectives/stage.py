@@ -9,8 +9,9 @@ again.
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,23 +62,53 @@ Run = Generator[Exchange, Seen, Outcome]
 
 
 class Buffers:
-    """Memory for payloads. One that is used for every step gives each of them the same memory again."""
+    """Memory for payloads. One that is used for every step gives each of them the same memory again.
+
+    On a GPU encoding may be replayed from a recording (`recording.py`): then what it made when it was recorded is what
+    it has made now.
+    """
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
-        self._next = 0
+        self._made: list[CompressedTensor] = []
+        self._rows: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._next = self._next_made = 0
+        self.is_replayed = False
+        """Whether what is encoded now has been, by a recording."""
 
-    def rewind(self) -> None:
+    def rewind(self, *, is_replayed: bool = False) -> None:
         """The next call of `take` is the first one of a step."""
-        self._next = 0
+        self._next = self._next_made = 0
+        self.is_replayed = is_replayed
+        if not is_replayed:
+            self._made = []
 
-    def take(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def take(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
         if self._next == len(self._kept):
-            self._kept.append(torch.empty(shape, dtype=torch.uint8, device=device))
-        elif tuple(self._kept[self._next].shape) != shape:
-            self._kept[self._next] = torch.empty(shape, dtype=torch.uint8, device=device)
+            self._kept.append(_empty(shape, device, pinned))
+        elif self._kept[self._next].shape != shape:
+            self._kept[self._next] = _empty(shape, device, pinned)
         self._next += 1
         return self._kept[self._next - 1]
+
+    def rows_of(self, taken: Tensor) -> list[Tensor]:
+        """Return the rows of what was taken last: views, which are made once."""
+        known = self._rows.get(self._next)
+        if known is None or known[0] is not taken:
+            known = self._rows[self._next] = taken, list(taken)
+        return known[1]
+
+    def encoded(self, encode: Callable[[], CompressedTensor]) -> CompressedTensor:
+        """Encode, or return what a recording has encoded."""
+        if self.is_replayed:
+            self._next_made += 1
+            return self._made[self._next_made - 1]
+        self._made.append(encode())
+        return self._made[-1]
+
+
+def _empty(shape: tuple[int, ...], device: torch.device, pinned: bool) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
 
 
 @dataclass(frozen=True)
@@ -96,6 +127,8 @@ class Stage:
     weight: float
     report: Report
     buffers: Buffers = field(default_factory=Buffers)
+    through_host: bool = False
+    """Whether payloads of a GPU are sent from, and received in, pinned memory that is kept from step to step."""
 
     @property
     def rank(self) -> int:
@@ -118,7 +151,21 @@ class Stage:
     ) -> CompressedTensor:
         """The payload, counted in the compressor's statistics; the residual is only read."""
         with self.clock("encode"):
-            return compressor.encode(tensor, residual, key=key, out=out, counted=True)
+            made = self.buffers.encoded(lambda: compressor.encode(tensor, residual, key=key, out=out, counted=True))
+        if self.buffers.is_replayed:
+            compressor.stats.add(tensor.nbytes, made.nbytes, 0.0, True, made.kernels)
+        return made
+
+    def on_host(self, payloads: list[Tensor]) -> list[Tensor]:
+        """Return where payloads are sent from and received in; this rank's is there once the GPU has come so far."""
+        if not self.through_host:
+            return payloads
+        host = self.buffers.rows_of(
+            self.buffers.take((self.size, payloads[0].numel()), self.tensor.device, pinned=True)
+        )
+        if not self.buffers.is_replayed:
+            host[self.rank].copy_(payloads[self.rank], non_blocking=True)
+        return host
 
     def keep(
         self, ct: CompressedTensor, gradient: Tensor | None, residual: Tensor | None, update: Update | None
@@ -155,12 +202,12 @@ class Stage:
     def check(self, payloads: list[Tensor], layouts: list[Layout]) -> None:
         """Raise an error that names the rank whose payload no compressor could have made: nothing has changed so far.
 
-        Ranks that are threads of this process need no judge; this rank's own payload on a GPU would have to be fetched.
+        Ranks that are threads of this process need no judge, and neither does this rank's own payload.
         """
         if self.operation.channel.group is None:
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
-            if not layout.numel or (rank == self.rank and payload.is_cuda):
+            if not layout.numel or rank == self.rank:
                 continue
             try:
                 kernels.check(payload.cpu(), layout)
@@ -194,9 +241,25 @@ def all_gather(operation: Operation, parts: list[Tensor]) -> Generator[Exchange,
 
 def _no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:
     """Whether none of the payloads is that of an input that was not finite: each begins with a float, or with NaN."""
+    if all(payload.device.type == "cpu" for payload in payloads):
+        return not any(
+            _is_nan(payload.numpy()[: layout.leading_float.itemsize], layout.leading_float)
+            for payload, layout in zip(payloads, layouts, strict=True)
+            if layout.numel
+        )
     leading = [
         payload[: layout.leading_float.itemsize].clone().view(layout.leading_float).float()
         for payload, layout in zip(payloads, layouts, strict=True)
         if layout.numel
     ]
     return not leading or not bool(torch.cat(leading).isnan().any())
+
+
+_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+
+
+def _is_nan(data: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: torch.dtype) -> bool:
+    """Of the bytes of one float. torch would take ten times as long, and this is asked for every payload."""
+    if dtype == torch.bfloat16:  # which numpy does not have
+        return (int(data[0]) | int(data[1]) << 8) & 0x7FFF > 0x7F80
+    return bool(np.isnan(data.view(_NUMPY[dtype])[0]))

@@ -51,15 +51,23 @@ class Wire:
         self._thread = ThreadPoolExecutor(1, "thinwire-wire")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
+        self._works = self._closed = False
+        """Whether the thread will look for what is waiting; whether nothing new may begin."""
 
     def submit(self, reduction: Carried) -> None:
         """RuntimeError if it is closed, or the program ends: then the reduction does not begin."""
         with self._lock:
-            self._thread.submit(self._work)
+            if self._closed:
+                raise RuntimeError("the group is no more")
+            if not self._works:
+                self._thread.submit(self._work)
+                self._works = True
             self._waiting.put(reduction)
 
     def close(self) -> None:
         """What is under way may end; nothing new begins."""
+        with self._lock:
+            self._closed = True
         self._thread.shutdown(wait=False)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -86,15 +94,20 @@ class Wire:
                 oldest = under_way.popleft()
                 if oldest.collect():
                     (under_way.append if oldest.has_two_rounds else under_way.appendleft)(oldest)
-            elif next_one is None:
+            elif next_one is None and self._ends():
                 return
 
     def _next(self) -> Carried | None:
         try:
-            with self._lock:  # who submits is not between his two lines
-                return self._waiting.get_nowait()
+            return self._waiting.get_nowait()
         except queue.Empty:
             return None
+
+    def _ends(self) -> bool:
+        """Whether nothing is waiting; then who submits next starts the work anew."""
+        with self._lock:
+            self._works = not self._waiting.empty()
+            return not self._works
 
     def _may_post(self, reduction: Carried, under_way: int) -> bool:
         """Who meets the other ranks does so alone: they may be waiting for what is under way here."""

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
+    "AdamByNumbers",
     "AdamKernel",
     "DeviceKernel",
     "Kernel",
     "SettlingKernel",
     "adam",
+    "adam_by_numbers",
     "backends",
     "check",
     "force",
@@ -111,6 +113,19 @@ class AdamKernel(Protocol):
     ) -> None: ...  # fmt: skip
 
     def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None: ...
+
+
+class AdamByNumbers(Protocol):
+    """The same, by numbers that are in the memory of a GPU: a recording of it finds those of its step there."""
+
+    def numbers_of(
+        self, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
+    ) -> tuple[float, ...]:
+        """Return those of `write` and `advance`, which take them as `numbers`."""
+
+    def step_by_numbers(
+        self, parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]
+    ) -> None: ...
 
 
 class CheckedKernel(Kernel, Protocol):
@@ -212,6 +227,12 @@ def adam(device: torch.device) -> AdamKernel:
     """The kernels of `thinwire.AdamW`, of the same backend that compresses."""
     backend = _forced() or _default(device)
     return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
+
+
+def adam_by_numbers(device: torch.device) -> AdamByNumbers | None:
+    """The same, if they read their numbers from the memory of the device."""
+    kernel = adam(device)
+    return cast(AdamByNumbers, kernel) if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
 
 
 def check(payload: Tensor, layout: Layout) -> None:

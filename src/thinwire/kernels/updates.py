@@ -27,21 +27,27 @@ class AdamUpdate:
     rate: float
     beta2: float = 1.0
     """Of `advance`; 1 leaves v as it is."""
+    on_device: Tensor | None = None
+    """The same numbers in the memory of the GPU, where a recording (`recording.py`) finds those of its step."""
 
     @torch.no_grad()
     def write(self, gradient: Tensor, out: Tensor) -> None:
         """out <- the update. Only reads the gradient, of any float dtype, and the moments, whose dtype `out` has."""
         adam(out.device).write(
-            gradient, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate, out
-        )
+            gradient, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate, out,
+            **self._more(),
+        )  # fmt: skip
 
     @torch.no_grad()
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
         """Bring the moments up to date with this gradient; residual += what `write` made of it, bit for bit."""
         adam(self.m.device).advance(
             gradient, self.m, self.v, residual, self.beta1, self.beta2, self.factor, self.scale, self.floor,
-            self.limit, self.rate,
+            self.limit, self.rate, **self._more(),
         )  # fmt: skip
+
+    def _more(self) -> dict[str, Tensor]:
+        return {} if self.on_device is None else {"numbers": self.on_device}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ Second moments span many orders of magnitude, so it is their logarithms that are
 second moment is larger than that of the averaged gradient: `second_moment.py` says how much, and what is done about it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +23,9 @@ from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..policy import DEFAULT, Policy, Spec
-from ..step import Step
+from ..step import Step, Updates
 from .base import CompressedOptimizer
+from .device_numbers import DeviceNumbers
 from .second_moment import for_ranks, measure
 from .settings import checked, policy_of
 
@@ -46,10 +47,40 @@ class AdamRule:
     floor: float
     limit: float
     rate: float
+    on_device: Tensor | None = None
+    """The same in the memory of a GPU, with the factor of the gradient."""
 
     def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
         m, v = moments
-        return AdamUpdate(m, v, self.beta1, factor, self.scale, self.floor, self.limit, self.rate, self.beta2)
+        numbers = self.on_device if m.dtype == torch.float32 else None
+        return AdamUpdate(m, v, self.beta1, factor, self.scale, self.floor, self.limit, self.rate, self.beta2, numbers)
+
+
+class _StepNumbers:
+    """What the weights are changed by, in the memory of a GPU."""
+
+    def __init__(self, vector: Tensor, groups: int, names: Sequence[str]) -> None:
+        self.vector, self._groups, self._names = vector, groups, names
+
+    @property
+    def steps(self) -> Tensor:
+        """How many were taken, this one included."""
+        return self.vector[0]
+
+    @property
+    def lr(self) -> Sequence[Tensor]:
+        """Of each parameter group."""
+        return self.vector[1 : 1 + self._groups].unbind()
+
+    @property
+    def keep(self) -> Sequence[Tensor]:
+        """What weight decay leaves, of each parameter group."""
+        return self.vector[1 + self._groups : 1 + 2 * self._groups].unbind()
+
+    @property
+    def rates(self) -> dict[str, Tensor]:
+        """What an averaged update is multiplied by, by name."""
+        return dict(zip(self._names, self.vector[1 + 2 * self._groups :].unbind(), strict=True))
 
 
 class AdamW(CompressedOptimizer):
@@ -150,11 +181,54 @@ class AdamW(CompressedOptimizer):
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
         """Whether c is to be measured at the next step, as after a resume with another number of ranks."""
+        self._sent_numbers, self._step_numbers = DeviceNumbers(), DeviceNumbers()
+        self._on_device: _StepNumbers | None = None
+        """Those of a step that is recorded, or replayed."""
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
         """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed."""
         return dict(self._scales)
+
+    def _updates(self, device: torch.device) -> Updates:
+        made = super()._updates(device)
+        by_numbers = kernels.adam_by_numbers(device)
+        if by_numbers is None or made.warms_up:
+            return made
+        rules = [self._rule(group) for group in self.param_groups]
+        rows = [
+            by_numbers.numbers_of(rule.beta1, 1 / made.scale, rule.scale, rule.floor, rule.limit, rule.rate, rule.beta2)
+            for rule in rules
+        ]
+        numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
+        on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
+        return replace(made, rules=on_device, numbers=numbers)
+
+    def _recording_key(self, sent: Step) -> Hashable:
+        self._on_device = None
+        parameters = [(name, self._parameters[name]) for name in sent.entries]
+        if sent.updates is None or sent.updates.numbers is None:
+            return None
+        if any(p.grad is None or p.dtype != torch.float32 for _, p in parameters):
+            return None
+        addresses = sent.addresses()
+        if addresses is None:
+            return None
+        self._on_device = self._numbers_of_step(sent.updates.numbers.device)
+        constants = tuple((*group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups)
+        small = [str(name) for names in sent.packs for name in names]
+        moments = tuple(
+            vectors[name].data_ptr() if name in vectors else 0 for vectors in self._vectors.values() for name in small
+        )
+        places = tuple(parameter.data_ptr() for _, parameter in parameters)
+        return addresses, places, moments, constants, sent.updates.scale, self._on_device.vector.data_ptr()
+
+    def _numbers_of_step(self, device: torch.device) -> "_StepNumbers":
+        rates = {name: self._rate_of(group, name) for group in self.param_groups for name in group["param_names"]}
+        lr = [float(group["lr"]) for group in self.param_groups]
+        keep = [1 - rate * group["weight_decay"] for rate, group in zip(lr, self.param_groups, strict=True)]
+        vector = self._step_numbers.fill([float(self._count), *lr, *keep, *rates.values()], device)
+        return _StepNumbers(vector, len(lr), tuple(rates))
 
     def _rule(self, group: dict[str, Any]) -> "AdamRule":
         scale, floor = self._divisor(group)
@@ -178,6 +252,13 @@ class AdamW(CompressedOptimizer):
         """torch's AdamW, operation by operation: each for all parameters, which are many and small."""
         beta1, beta2 = group["betas"]
         m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
+        if self._on_device:  # in which case all are float32
+            torch._fused_adamw_(
+                parameters, gradients, m, v, [], [self._on_device.steps] * len(names),
+                lr=self._on_device.lr[self._number_of(group)], beta1=beta1, beta2=beta2,
+                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
         torch._foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
         torch._foreach_lerp_(m, gradients, 1 - beta1)
         torch._foreach_mul_(v, beta2)
@@ -198,6 +279,13 @@ class AdamW(CompressedOptimizer):
     def _step_by_updates(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
     ) -> None:
+        if self._on_device:
+            by_numbers = kernels.adam_by_numbers(parameters[0].device)
+            assert by_numbers is not None
+            by_name = self._on_device.rates
+            keep_left = self._on_device.keep[self._number_of(group)]
+            by_numbers.step_by_numbers(parameters, updates, keep_left, [by_name[name] for name in names])
+            return
         keep = 1 - float(group["lr"]) * group["weight_decay"]
         rates = [self._rate_of(group, name) for name in names]
         kernels.adam(parameters[0].device).step(parameters, updates, keep, rates)

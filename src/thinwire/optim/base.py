@@ -7,9 +7,10 @@ Backward sends, and changes nothing: `.grad` is and stays this rank's gradient. 
 what the ranks sent, and applies all of it, or nothing if a rank's gradient was not finite.
 """
 
+import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..buckets import Bucket, shaped
+from ..collectives.handle import Span
 from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
 from ..policy import DENSE, Policy
+from ..recording import Recording
 from ..residuals import NamedVectors
 from ..step import Rule, Step, Updates
 from ..sync import Synchronizer
@@ -79,6 +82,8 @@ class CompressedOptimizer(Optimizer):
         """Steps taken."""
         self._guard: dict[str, tuple[Tensor | None, int]] = {}
         """The gradients that were sent, and their versions: nobody may change them before `step`."""
+        self._recording: Recording | None = None
+        """Of what `step` does on a GPU."""
         self.sync.know(self.named_parameters())
         if self.ddp is not None:
             register(self.ddp, self)
@@ -122,7 +127,7 @@ class CompressedOptimizer(Optimizer):
         """Send one bucket of gradients, which are only read."""
         if first:
             self._check_begin()
-            self.sync.begin(bucket.tensor.device, self._updates())
+            self.sync.begin(bucket.tensor.device, self._updates(bucket.tensor.device))
         self.sync.send(bucket, last=last)
 
     def watch_gradients(self) -> None:
@@ -155,7 +160,7 @@ class CompressedOptimizer(Optimizer):
             self._tell_scaler()
         return loss
 
-    def _updates(self) -> Updates:
+    def _updates(self, device: torch.device) -> Updates:
         """What this step sends."""
         scaler, number = self.sync.grad_scaler, self.sync.steps
         warms_up = self._warms_up(number)
@@ -213,7 +218,7 @@ class CompressedOptimizer(Optimizer):
         """Whether a step is as torch's optimizer takes it: in the warm-up, until its phases become sparse."""
         policy = self.sync.policy
         phase = policy.phase(step)
-        if phase == len(policy.warmup):
+        if phase >= len(policy.warmup):
             return self.sync.tries_gradients(step)
         return not parsed(policy.warmup[phase][1]).sparse
 
@@ -234,6 +239,24 @@ class CompressedOptimizer(Optimizer):
         return self.sync.collect()
 
     def _apply(self, sent: Step) -> None:
+        """Take the step: on a GPU by a recording, once it has been the same for a while."""
+        key = self._recording_key(sent)
+        if key is None:
+            self._apply_runs(sent)
+            return
+        if self._recording is None:
+            self._recording = self.sync.new_recording()
+        started = time.perf_counter()
+        if self._recording.replay(key):
+            sent.handles[-1].report.spans.append(Span("decode", started, time.perf_counter()))
+        else:
+            self._recording.run(key, lambda: self._apply_runs(sent))
+
+    def _recording_key(self, sent: Step) -> Hashable:
+        """What taking this step depends on; None if it cannot be recorded."""
+        return None
+
+    def _apply_runs(self, sent: Step) -> None:
         """Run after run: its average is in memory that the next one uses again."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale

@@ -83,7 +83,10 @@ class Text:
     def validation(self, size: int) -> Iterator[Batch]:
         """Windows spread evenly over the text."""
         room = len(self._validation) - self._context - 1
-        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long().to(self._train.device)
+        device = self._train.device
+        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long()  # here, for the same bits anywhere
+        if device.type == "cuda":
+            starts = starts.pin_memory().to(device, non_blocking=True)
         for part in starts.split(size):
             yield self._cut(self._validation, part)
 

@@ -4,6 +4,7 @@ Gradients of 16 bits save 2 of these. Divisions and roots are those of IEEE, as 
 sum: `write` and `advance` make the same bits. Moments in float64 go to the reference.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,32 +14,58 @@ from .launch import REFERENCE_DTYPES, launch
 
 _TILE = 4096
 
+NUMBERS = 9
+"""How many the kernels read; `numbers_of` makes them."""
+
+
+def numbers_of(
+    beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
+) -> tuple[float, ...]:
+    """Return what the kernels read. The first two are what a gradient is multiplied by."""
+    return (1 - beta1) * factor, factor, beta1, scale, floor, limit, rate, beta2, 1 - beta2
+
 
 def write(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
-    out: Tensor,
+    out: Tensor, numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """numbers: the same as given, on the device already; a recording finds those of its step there."""
     if m.dtype in REFERENCE_DTYPES:
         return reference.write(g, m, v, beta1, factor, scale, floor, limit, rate, out)
+    if numbers is None:
+        numbers = _on_device(numbers_of(beta1, factor, scale, floor, limit, rate, 1.0), g.device)
     if g.numel():
-        launch(write_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, out, g.numel(), beta1, (1 - beta1) * factor,
-               scale, floor, limit, rate, TILE=_TILE, num_warps=4)  # fmt: skip
+        launch(write_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, out, numbers, g.numel(), TILE=_TILE,
+               num_warps=4)  # fmt: skip
 
 
 def advance(
     g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
-    floor: float, limit: float, rate: float,
+    floor: float, limit: float, rate: float, numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
     if m.dtype in REFERENCE_DTYPES:
         return reference.advance(g, m, v, residual, beta1, beta2, factor, scale, floor, limit, rate)
+    if numbers is None:
+        numbers = _on_device(numbers_of(beta1, factor, scale, floor, limit, rate, beta2), g.device)
     if g.numel():
         kept = m if residual is None else residual
-        launch(advance_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, kept, g.numel(), beta1, (1 - beta1) * factor,
-               scale, floor, limit, rate, factor, beta2, 1 - beta2, HAS_R=residual is not None, FOLLOWED=beta2 < 1,
-               TILE=_TILE, num_warps=4)  # fmt: skip
+        launch(advance_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, kept, numbers, g.numel(),
+               HAS_R=residual is not None, FOLLOWED=beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
 
 
 step = reference.step  # bound by the memory as it is
+
+
+def step_by_numbers(parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]) -> None:
+    """`step` with numbers that are on the device, as a recording needs them; a kernel for each parameter."""
+    for parameter, update, rate in zip(parameters, updates, rates, strict=True):
+        n = parameter.numel()
+        if n:
+            launch(step_entries, (triton.cdiv(n, _TILE),), parameter, update, keep, rate, n, TILE=_TILE, num_warps=4)
+
+
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @triton.jit
@@ -55,10 +82,11 @@ def update_of(own, momentum, v, scale, floor, limit, rate):  # type: ignore[no-u
     return tl.where(tl.abs(own) > 1.8446743e19, infinite, sent)
 
 
-@triton.jit(do_not_specialize=["beta1", "gain", "scale", "floor", "limit", "rate"])
-def write_entries(  # type: ignore[no-untyped-def]
-    g_ptr, m_ptr, v_ptr, out_ptr, n, beta1, gain, scale, floor, limit, rate, TILE: tl.constexpr
-):
+@triton.jit
+def write_entries(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    gain, beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 2)
+    scale, floor = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    limit, rate = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     own = gain * tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     momentum = own + beta1 * tl.load(m_ptr + at, mask=at < n, other=0.0)
@@ -66,11 +94,14 @@ def write_entries(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, update_of(own, momentum, v, scale, floor, limit, rate), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["beta1", "gain", "scale", "floor", "limit", "rate", "factor", "beta2", "rest"])
+@triton.jit
 def advance_entries(  # type: ignore[no-untyped-def]
-    g_ptr, m_ptr, v_ptr, r_ptr, n, beta1, gain, scale, floor, limit, rate, factor, beta2, rest,
-    HAS_R: tl.constexpr, FOLLOWED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    g_ptr, m_ptr, v_ptr, r_ptr, numbers_ptr, n, HAS_R: tl.constexpr, FOLLOWED: tl.constexpr, TILE: tl.constexpr
+):
+    gain, factor, beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+    scale, floor = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    limit, rate = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
+    beta2, rest = tl.load(numbers_ptr + 7), tl.load(numbers_ptr + 8)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     own = gain * g
@@ -84,3 +115,11 @@ def advance_entries(  # type: ignore[no-untyped-def]
             gradient = factor * g
             tl.store(v_ptr + at, beta2 * v + rest * gradient * gradient, mask=at < n)
     tl.store(m_ptr + at, momentum, mask=at < n)
+
+
+@triton.jit
+def step_entries(p_ptr, u_ptr, keep_ptr, rate_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    p = tl.load(p_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    moved = tl.load(keep_ptr) * p - tl.load(rate_ptr) * tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(p_ptr + at, moved.to(p_ptr.dtype.element_ty), mask=at < n)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from thinwire import kernels
@@ -41,4 +42,7 @@ def measure_updates(timer: Timer, floors: Floors) -> Iterator[Row]:
 
 
 def _adam(m: Tensor, v: Tensor) -> AdamUpdate:
-    return AdamUpdate(m, v, beta1=0.5, factor=1.0, scale=1.0, floor=1e-8, limit=8.0, rate=1.0, beta2=0.999)
+    numbers = {"beta1": 0.5, "factor": 1.0, "scale": 1.0, "floor": 1e-8, "limit": 8.0, "rate": 1.0, "beta2": 0.999}
+    by_numbers = kernels.adam_by_numbers(m.device)
+    on_device = None if by_numbers is None else torch.tensor(by_numbers.numbers_of(**numbers), device=m.device)
+    return AdamUpdate(m, v, **numbers, on_device=on_device)
