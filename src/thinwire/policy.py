@@ -22,6 +22,11 @@ DEFAULT = "default"
 LARGEST_DEFAULT_CHUNK = 1 << 14
 """What the GPU kernels select from in one pass."""
 
+FIRST_RATIO = Fraction(1, 96)
+"""Of each rank, under "default"."""
+_FIRST_STEPS = 128
+"""In which it has that; then twice as many with half of it, and so on."""
+
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
 
@@ -119,8 +124,7 @@ class Policy:
             end += steps
             if step < end:
                 return index
-        passed = [until for until, _ in denser_start(self.ranks or 2) if step - end >= until] if self.by_ranks else []
-        return len(self.warmup) + len(passed)
+        return len(self.warmup) + (halvings(self.ranks or 2, step - end) if self.by_ranks else 0)
 
     def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
         """Whether nothing at all is compressed at this step."""
@@ -198,36 +202,36 @@ class Policy:
 def default_compressor(ranks: int, step: int | None = None) -> TopK:
     """Return what thinwire's optimizers compress with by default: the more ranks, the fewer elements of each.
 
-    step   counted from the end of the warm-up: the first ones send more (`denser_start`); None: what stays.
+    step   counted from the end of the warm-up: in the first ones, more than two ranks send more; None: what stays.
 
     What moves the weights is the union of what all ranks send, one element in 48 whatever the number of ranks, so each
     can send less. The chunk grows with the ranks, so that a chunk's scales are shared by as many elements.
 
+    But an element of a rank waits for as many steps as there are elements to one that is sent, and a young training
+    cannot wait: so each rank begins with one in 96, and halves that after 128 steps, after 256 more, and so on.
+
     >>> for ranks in (2, 4, 8, 32):
-    ...     print(format_spec(default_compressor(ranks)), default_compressor(ranks, 0).ratio)
-    topk:ratio=1/96,bits=2,chunk=4096 1/24
-    topk:ratio=1/192,bits=2,chunk=8192 1/48
-    topk:ratio=1/384,bits=2,chunk=16384 1/96
-    topk:ratio=1/1536,bits=2,chunk=16384 1/384
+    ...     print(format_spec(default_compressor(ranks)), *(default_compressor(ranks, s).ratio for s in (0, 128, 384)))
+    topk:ratio=1/96,bits=2,chunk=4096 1/96 1/96 1/96
+    topk:ratio=1/192,bits=2,chunk=8192 1/96 1/192 1/192
+    topk:ratio=1/384,bits=2,chunk=16384 1/96 1/192 1/384
+    topk:ratio=1/1536,bits=2,chunk=16384 1/96 1/192 1/384
     """
     ranks = max(2, ranks)
     chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (ranks - 1).bit_length())
-    denser = [] if step is None else [times for until, times in denser_start(ranks) if step < until]
-    return TopK(ratio=(denser[0] if denser else 1) * UNION / ranks, bits=2, chunk=chunk)
+    least = UNION / ranks
+    ratio = least if step is None else max(least, FIRST_RATIO / 2 ** halvings(ranks, step))
+    return TopK(ratio=ratio, bits=2, chunk=chunk)
 
 
-def denser_start(ranks: int) -> tuple[tuple[int, int], ...]:
-    """(until which step after the warm-up, how many times as many elements): of a young training little may wait.
+def halvings(ranks: int, step: int) -> int:
+    """How often the first ratio of the default compressor was halved, at a step after the warm-up.
 
-    An element waits for as many steps as there are elements to one that is sent, 48 for each rank. In the steps in
-    which a training learns the most, that is too long; the more ranks, the longer, up to 8 of them, since with the
-    length grow the bytes.
-
-    >>> denser_start(2), denser_start(8), denser_start(64)
-    (((32, 4), (96, 2)), ((128, 4), (384, 2)), ((128, 4), (384, 2)))
+    >>> [halvings(8, step) for step in (0, 127, 128, 383, 384, 10_000)], halvings(2, 10_000)
+    ([0, 0, 1, 1, 2, 2], 0)
     """
-    counted = min(8, max(2, ranks))
-    return (16 * counted, 4), (48 * counted, 2)
+    until_now = (step // _FIRST_STEPS + 1).bit_length() - 1
+    return min(until_now, (FIRST_RATIO * max(2, ranks) / UNION - 1).__ceil__().bit_length())
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:

@@ -27,16 +27,14 @@ from .collectives.handle import Handle, copied
 from .collectives.operation import Operation
 from .collectives.plan import ENVIRONMENT_VARIABLE
 from .collectives.reduction import Reduction
-from .collectives.request import Request
-from .collectives.stage import Buffers
 from .compressors import Compressor, NoCompression
 from .compressors.spec import mix_key
 from .kernels.layout import RandomKLayout, residual_dtype
 from .kernels.reference.randomk import positions_and_widths
 from .kernels.updates import AdamUpdate, Update
 from .policy import DENSE
-from .recording import Recording
 from .residuals import NamedVectors
+from .workspace import Slot
 
 if TYPE_CHECKING:
     from .sync import Synchronizer
@@ -96,17 +94,6 @@ class Average(NamedTuple):
         for name, part in zip(self.run.names, self.flat.split(list(self.run.sizes)), strict=True):
             if name is not None:
                 yield name, part
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What a run is sent by, prepared once and used at every step."""
-
-    run: Run
-    request: Request
-    buffers: Buffers
-    recording: Recording | None
-    """Of what makes the payload, on a GPU."""
 
 
 @dataclass
@@ -252,7 +239,7 @@ class Step:
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Beside the stream of the caller, so that backward goes on meanwhile."""
-        side = self.sync.side_stream(device)
+        side = self.sync.workspace.side_stream(device)
         if side is None:
             return nullcontext()
         side.wait_stream(torch.cuda.current_stream(device))
@@ -270,7 +257,7 @@ class Step:
 
     @torch.no_grad()
     def _encode(self, bucket: Bucket, last: bool) -> None:
-        tensor, plan = bucket.tensor, self.sync.plan(bucket, self)
+        tensor, plan = bucket.tensor, self.sync.assignment.plan(bucket, self)
         for compressor, parts in plan.packed_by_compressor:
             # An optimizer's gradients stay as they are; others are written over, and their gaps are now.
             copied = torch.cat([tensor[part.start : part.stop] for part in parts]) if self.updates is None else None
@@ -278,7 +265,7 @@ class Step:
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             self._send_packed()  # first: what is compressed little can be on its way at once
         for run in plan.runs:
-            known = self.sync.prepared(run, tensor) if self._may_replay else None
+            known = self._known(run, tensor)
             if known is None:
                 self._send_run(run, tensor[run.start : run.stop])
             else:
@@ -289,9 +276,11 @@ class Step:
         """Whether samples of gradients are kept in this step, which no recording does."""
         return self.updates is not None and bool(self.updates.sampled)
 
-    @property
-    def _may_replay(self) -> bool:
-        return self.mode is Mode.UPDATES and not self._samples and not self.flushes
+    def _known(self, run: Run, bucket: Tensor) -> Sent | None:
+        """Return how a run was sent at the last step, if it can be sent so again."""
+        if self.mode is not Mode.UPDATES or self._samples or self.flushes:
+            return None
+        return self.sync.workspace.prepared(run, bucket, self.sync.channels_of(bucket.device))
 
     def _send_again(self, known: Sent) -> None:
         """Send a run as at the last step: what it is made of is where it was, and encoding it is a replay."""
@@ -311,12 +300,12 @@ class Step:
         source = gradient
         if self.mode in (Mode.UPDATES, Mode.WARMUP):
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
-            source = self.sync.scratch(gradient, dtype)
+            source = self.sync.workspace.scratch(gradient, dtype)
         residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.keep(run, source)
         slot, reduction = self._begin(run, source, residual, state)
         sent = Sent(run, gradient, source, slot, reduction, residual, update)
         if self.mode is not Mode.WARMUP and _is_recordable(update):
-            sent.key = self.sync.addresses(sent)
+            sent.key = self.sync.workspace.addresses(sent)
 
         def encode() -> None:
             if update is not None:
@@ -329,8 +318,8 @@ class Step:
             reduction.encode()
 
         self._submit(sent, encode)
-        if self._may_replay and sent.key is not None:
-            self.sync.prepare(sent)
+        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
+            self.sync.workspace.prepare(sent)
 
     def _send_packed(self) -> None:
         """Send those that wait, in one operation for each kind of tensor and compressor."""
@@ -343,7 +332,7 @@ class Step:
             self._send_group(group)
 
     def _send_group(self, group: Sequence[Waiting]) -> None:
-        run, packed = self.sync.packed(group)
+        run, packed = self.sync.workspace.packed(group)
         self.packs.add(run.names)
         residual, state = (None, None) if isinstance(run.compressor, NoCompression) else self.sync.keep(run, packed)
         slot, reduction = self._begin(run, packed, residual, state, packs=True)
@@ -351,7 +340,7 @@ class Step:
         sent = Sent(run, packed, packed, slot, reduction, residual, places=places)
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
             buckets = [waiting.bucket.tensor.data_ptr() for waiting in group]
-            sent.key = *self.sync.addresses(sent), *buckets, self._clip, self.updates.scale
+            sent.key = *self.sync.workspace.addresses(sent), *buckets, self._clip, self.updates.scale
 
         def encode() -> None:
             torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
@@ -371,10 +360,10 @@ class Step:
         operations = sync.number_operations(source.device)
         self._check_no_failure(operations)
         with refusing(operations):
-            slot = sync.slot(
+            slot = sync.workspace.slot(
                 run,
                 source,
-                operations,
+                [operation.channel for operation in operations],
                 has_residual=residual is not None,
                 state=state,
                 algorithm=self._algorithm(run.compressor, source, packs),
@@ -488,7 +477,7 @@ class Step:
     def _join_streams(self) -> None:
         """What is queued from now on comes after what was encoded."""
         for device in {bucket.tensor.device for bucket in self._buckets}:
-            side = self.sync.side_stream(device)
+            side = self.sync.workspace.side_stream(device)
             if side is not None:
                 torch.cuda.current_stream(device).wait_stream(side)
         for sent in self._sent:
@@ -503,7 +492,7 @@ class Step:
                 return None
             if not sent.places and not _is_recordable(sent.update):
                 return None
-        return tuple(self.sync.addresses(sent) for sent in self._sent)
+        return tuple(self.sync.workspace.addresses(sent) for sent in self._sent)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -532,10 +521,10 @@ class Step:
             yield Average(run, bucket.tensor, False)
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
-                out = sent.gradient if sent.places else self.sync.scratch(sent.gradient, sent.gradient.dtype)
+                out = sent.gradient if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
                 sent.reduction.apply(sent.gradient if sent.places else None, None, out)
             else:
-                out = self.sync.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
+                out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
                 if sent.residual is not None and sent.run.gaps():  # which belong to others: nothing is owed to them
                     torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])

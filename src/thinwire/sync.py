@@ -10,9 +10,8 @@ makes all gradients of the step NaN on every rank, and nothing else has changed;
 import logging
 import time
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
 from typing import Any
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint, kernels
+from . import checkpoint
+from .assignment import Adaptive, Assignment, Auto
 from .auto import GRADIENTS, Choice, updates
-from .buckets import Bucket, BucketPlan, Run, flatten, group_parameters, plan_bucket
+from .buckets import Bucket, Run, flatten, group_parameters
 from .collectives import Handle, ShardState, all_reduce_compressed
 from .collectives.all_reduce import check_timeout, refusing
 from .collectives.channel import Channel
@@ -31,23 +31,16 @@ from .collectives.groups import channels, check_kind, compressing_ranks, place
 from .collectives.local import LocalGroup
 from .collectives.operation import Operation
 from .collectives.plan import ALGORITHMS, given_max_bytes
-from .collectives.request import make_request
-from .collectives.stage import Buffers
-from .compressors import Compressor, NoCompression, TopK, format_spec
+from .compressors import Compressor, format_spec
 from .compressors import compressor as parsed
-from .kernels.updates import AdamUpdate
 from .owners import Owners
-from .policy import DENSE, Policy, Spec, share_bytes
-from .recording import Recording
+from .policy import Policy, Spec
 from .residuals import NamedVectors
-from .step import Mode, Sent, Slot, Step, Updates, Waiting
+from .step import Mode, Step, Updates
 from .sync_stats import SyncStats
-from .trials import Trials
+from .workspace import Workspace
 
 _log = logging.getLogger("thinwire")
-
-_NO_LIMIT = 1 << 62
-"""For one operation: all are held until the step ends, so cutting one into segments would save nothing."""
 
 SKIPPED_IN_A_ROW = 20
 """Steps; when more are skipped, something is wrong."""
@@ -121,15 +114,10 @@ class Synchronizer:
         goes on from a checkpoint, whose DDP begins anew, has the same bits as one that never stopped, its first step
         has the buckets of the run that was saved; and the second step of any run has the buckets of its first.
         """
-        self._layout: list[tuple[str, ...]] = []
+        self.layout: list[tuple[str, ...]] = []
+        """The buckets of the last step that counted."""
         self._vectors, self._owners = NamedVectors(), Owners()
-        self._shared: Mapping[str, Compressor] = {}
-        """The compressor of a parameter, where bytes are shared, or where auto tries or has chosen."""
-        self._flushed = False
-        """Whether nothing is owed to what auto has left dense."""
-        self._trials: Trials | None = None
-        if isinstance(group, LocalGroup) or known:
-            self._make_trials()
+        self._assignment: Assignment | None = None
         self._scale = 1.0
         """What the loss was multiplied by when residuals were last changed."""
         self.stats = SyncStats()
@@ -140,19 +128,7 @@ class Synchronizer:
         """The one under way."""
         self.last_step: Step | None = None
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
-        self._slots: dict[tuple[Any, ...], Slot] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        """The beginning of the same memory, by how many elements."""
-        self._packs: dict[tuple[str | None, ...], tuple[Run, Tensor]] = {}
-        """Small parameters that are sent together, by their names: the run, and memory for copies."""
-        self._prepared: dict[int, Sent] = {}
-        """Runs as they were sent at the last step, by the identity of the run."""
-        self._prepared_for: tuple[Hashable, ...] = ()
-        """Where everything was by then that a run is made of."""
-        self._pool: Any = None
-        """Of the memory of recordings."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._plans: dict[tuple[Any, ...], BucketPlan] = {}
+        self.workspace = Workspace(group)
         self._fresh, self._loaded = True, False
         """Before the first step, and nothing was loaded."""
         self._unchecked: dict[str, int] | None = None
@@ -182,7 +158,20 @@ class Synchronizer:
     @property
     def choice(self) -> Choice | None:
         """What "auto" has chosen, for each bucket, and why; None until then, and for other compressors."""
-        return None if self._trials is None else self._trials.choice
+        return None if self._assignment is None else self._assignment.choice
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which compressor each parameter has; made once the number of ranks is known."""
+        if self._assignment is None:
+            if self.policy.auto:
+                candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
+                self._assignment = Auto(self.policy, self._families, candidates)
+            else:
+                kind = Adaptive if self.policy.adapt_every else Assignment
+                self._assignment = kind(self.policy, self._families)
+        self._assignment.sizes = self.entries or {}
+        return self._assignment
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -204,12 +193,11 @@ class Synchronizer:
             "steps": self.stats.steps,
             "scale": self._scale,
             "entries": dict(self.entries or {}),
-            "layout": [list(names) for names in self._layout],
+            "layout": [list(names) for names in self.layout],
             "residuals": self.residuals,
             "owners": self._owners.state_dict(),
-            "shared": {name: str(made.ratio) for name, made in self._shared.items() if isinstance(made, TopK)},
             "compressor": None if self.policy.auto else format_spec(self.policy.final),
-            **({} if self._trials is None else {"auto": self._trials.state_dict()}),
+            **self.assignment.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -218,7 +206,6 @@ class Synchronizer:
         With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
         """
         self.drop()
-        self._make_trials()
         choice = checkpoint.choose(state, self.rank, self.world_size)
         saved = choice.alike
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
@@ -234,18 +221,11 @@ class Synchronizer:
         else:
             vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
         self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
-        self.stats, self.finite, self._plans = SyncStats(steps=int(saved["steps"])), None, {}
-        self._layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
-        self._fresh, self._loaded = not self._layout, True
+        self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
+        self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
+        self._fresh, self._loaded = not self.layout, True
         self._unchecked = dict(saved["entries"]) if self.entries is None else None
-        if self._trials is None:
-            shared = saved["shared"] if choice.same_world else {}
-            self._shared = {name: replace(self._base(), ratio=ratio) for name, ratio in shared.items()}
-        else:
-            self._flushed = False
-            self._trials.load_state_dict(saved["auto"])
-            if not choice.same_world:  # whose links and payloads are others
-                self._trials.again(self.stats.steps, list(saved["entries"]))
+        self.assignment.load_state_dict(saved, same_world=choice.same_world)
 
     def _options(self) -> dict[str, Any]:
         second = None if self.second is None else format_spec(self.second)
@@ -274,19 +254,18 @@ class Synchronizer:
         self.drop()
         if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
-        self._make_trials()
+            self._assignment = None
         if self._loaded:
             self._compare_steps(device)
         self._follow_scale()
         number = self.stats.steps
-        self._share_anew(number)
-        flushes = self._follow_trials(number, device)
+        flushes = self.assignment.begin(self, number, device)
         passes_on = (
-            (updates is None or (self._trials is not None and device.type == "cpu"))
-            and self.policy.is_dense(number, self._shared)
+            (updates is None or (self.policy.auto and device.type == "cpu"))
+            and self.assignment.is_dense(number)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
-        self._forget_moved(updates)
+        self.workspace.forget_moved(self._vectors, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
         collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
         self._step = Step(
@@ -325,7 +304,7 @@ class Synchronizer:
             step.abandon()
             raise
         except BaseException:  # Ctrl-C: the wire may go on with what it has, and nobody else with its memory
-            self._slots, self._scratch, self._packs, self._prepared = {}, {}, {}, {}
+            self.workspace.clear()
             raise
         return step
 
@@ -333,17 +312,15 @@ class Synchronizer:
         """The step is over: applied, or skipped. Here alone steps are counted."""
         self.stats.add(step)
         if step.finite is not False:
-            self.entries, self._layout = {**(self.entries or {}), **step.entries}, step.layout
-            self.wanted_layout = self._layout if self._fresh and not step.passes_on else []
+            self.entries, self.layout = {**(self.entries or {}), **step.entries}, step.layout
+            self.wanted_layout = self.layout if self._fresh and not step.passes_on else []
             self._fresh = False
         self._warn_of_skipped()
         self.finite, self.last_step = step.finite, step
         step.release()
-        used = {id(slot) for slot in step.slots}
-        self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
-        self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
-        if self._trials is not None and step.finite is not False:
-            self._trials.ended(step)
+        self.workspace.keep_used(step)
+        if step.finite is not False:
+            self.assignment.ended(step)
             if step.flushes:
                 self._forget(step.entries)
 
@@ -410,60 +387,20 @@ class Synchronizer:
     def world_size(self) -> int:
         return place(self.group)[1]
 
-    def plan(self, bucket: Bucket, step: Step) -> BucketPlan:
-        """How a bucket is cut, at this step."""
-        key = (bucket.names, self.policy.phase(step.number), step.mode)
-        made = self._plans.get(key)
-        if made is None:
-            compressors: list[Compressor] = [
-                self.policy.compressor_of(name, size, step.number, self._shared)
-                for name, size in zip(bucket.names, bucket.sizes, strict=True)
-            ]
-            families = [None if self._families is None else self._families[name] for name in bucket.names]
-            small = {
-                name
-                for name, size, made in zip(bucket.names, bucket.sizes, compressors, strict=True)
-                if self.policy.is_small(name, size) and (self._families is not None or made != self.policy.final)
-            }
-            made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families, small)
-        return made
-
-    def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Whether this parameter is not compressed at this step, which is the one under way or the next."""
-        shared = self._shared if self._trials is None else self._trials.assigned(step, self.entries or {})
-        return isinstance(self.policy.compressor_of(name, numel, step, shared), NoCompression)
-
-    def sends_gradient(self, name: str, numel: int, step: int) -> bool:
-        """Whether an optimizer's gradient is sent for this parameter at this step, though updates are for others."""
-        return self.policy.is_small(name, numel) or self.sends_dense(name, numel, step)
-
-    def tries_gradients(self, step: int) -> bool:
-        """Whether auto tries something at this step by which an optimizer sends gradients, not updates."""
-        return self._trials is not None and self._trials.tries_gradients(step)
-
-    def choose_if_due(self, device: torch.device) -> None:
-        """If the trials of "auto" are over, choose. All ranks average what they measured, so all choose alike."""
-        trials, layout = self._trials, self._layout
-        if trials is None or trials.choice is not None:
-            return
-        if self.world_size == 1:
-            trials.settle("nothing is compressed, because there is one rank")
-        elif trials.is_due(self.steps):
-            numbers = torch.tensor(trials.numbers(layout), dtype=torch.float64)
-            # A NaN, for what a rank has not measured, would end the exchange; it reaches all ranks as a count.
-            known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
-            self.average([known], DENSE)
-            total, share = known.cpu()
-            trials.decide(torch.where(share > 0.999, total, torch.nan).tolist(), layout)
-        if trials.choice is not None and self.rank == 0:
-            _log.info("%s", trials.choice.describe())
-
     def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
         """What this rank owes to these parameters, which owe nothing then: whoever takes it must deliver it."""
-        self._owners.fold(self._vectors)
+        self.fold_owners()
         taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
         self._forget(taken)
         return taken
+
+    def owes(self, name: str) -> bool:
+        """Whether this rank has a residual for a parameter."""
+        return name in self._vectors
+
+    def fold_owners(self) -> None:
+        """What this rank owes as an owner becomes its own to send."""
+        self._owners.fold(self._vectors)
 
     def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
         """Where what is not sent of a run is kept: by this rank, and by this rank as an owner."""
@@ -474,130 +411,20 @@ class Synchronizer:
 
     def number_operations(self, device: torch.device) -> list[Operation]:
         """The next ones on the group's channels."""
-        operations = [Operation(channel) for channel in self._channels_of(device)]
+        operations = [Operation(channel) for channel in self.channels_of(device)]
         for operation in operations:
             operation.limit(self._timeout_seconds)
         return operations
 
-    def _channels_of(self, device: torch.device) -> list[Channel]:
-        """Looked up once for each default group of torch."""
+    def channels_of(self, device: torch.device) -> list[Channel]:
+        """Return those of the group, which are looked up once for each default group of torch."""
         world = dist.group.WORLD if dist.is_initialized() else None
         found = self._channels.get(device)
         if found is None or found[0] is not world:
             found = self._channels[device] = world, channels(self.group, device)
-            self._prepared = {}
         return found[1]
 
-    def prepare(self, sent: Sent) -> None:
-        """Remember how a run was sent: at the next step, all that need be done is to replay it."""
-        if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
-            self._prepared[id(sent.run)] = sent  # which keeps the run, so that no other has its identity
-
-    def prepared(self, run: Run, bucket: Tensor) -> Sent | None:
-        """Return how a run was sent at the last step, if its gradient, and all that it is made of, is where it was."""
-        sent = self._prepared.get(id(run))
-        if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
-            return None
-        if sent.gradient.data_ptr() != bucket.data_ptr() + run.start * bucket.itemsize:
-            return None
-        return sent if sent.slot.request.channels == self._channels_of(bucket.device) else None
-
-    def _forget_moved(self, updates: Updates | None) -> None:
-        """If a residual, a moment or a number has moved, nothing is prepared any more."""
-        where: list[Hashable] = [self._vectors.generation]
-        if updates is not None:
-            where += [moment.generation for moment in updates.moments]
-            where.append(None if updates.numbers is None else updates.numbers.data_ptr())
-        if tuple(where) != self._prepared_for:
-            self._prepared, self._prepared_for = {}, tuple(where)
-
-    def slot(
-        self,
-        run: Run,
-        source: Tensor,
-        operations: Sequence[Operation],
-        *,
-        has_residual: bool,
-        state: ShardState | None,
-        algorithm: str,
-        second: Compressor | None,
-    ) -> Slot:
-        """What a run is sent by: made when it is first seen."""
-        channels = [operation.channel for operation in operations]
-        key = (id(run), source.dtype, has_residual, state is not None, algorithm)
-        slot = self._slots.get(key)
-        if slot is None or slot.request.channels != channels:
-            request = make_request(
-                channels, source, run.compressor, op=dist.ReduceOp.AVG, algorithm=algorithm, second=second,
-                has_residual=has_residual, state=state, max_bytes=_NO_LIMIT,
-            )  # fmt: skip
-            slot = self._slots[key] = Slot(run, request, Buffers(), self._recording(run.compressor, source, channels))
-        return slot
-
-    def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
-        """For what can be recorded: not what draws, by a key that changes, nor what waits for a node's other ranks."""
-        if not source.is_cuda or compressor.draws or len(channels) > 1:
-            return None
-        _, kernel = kernels.select(compressor.layout(source.numel(), source.dtype), source.device)
-        if kernels.on_device(kernel) is None:  # it would make the host wait
-            return None
-        return self.new_recording()
-
-    def new_recording(self) -> Recording:
-        """Return one whose memory all recordings of this synchronizer share: they run one after the other."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return Recording(self._pool)
-
-    def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
-        """Where everything is that sending and applying a run reads and writes; its payloads belong to its slot."""
-        update, residual = sent.update, sent.residual
-        made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
-        if isinstance(update, AdamUpdate) and update.on_device is not None:
-            made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
-            made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
-        return tuple(made)
-
-    def packed(self, group: Sequence[Waiting]) -> tuple[Run, Tensor]:
-        """Return the run of small parameters that are sent together, and memory for them: the same at every step."""
-        places = tuple(part for waiting in group for part in waiting.parts)
-        like, compressor = group[0].bucket.tensor, group[0].compressor
-        names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
-        run, kept = self._packs.get(names, (None, like))
-        if run is None or (run.sizes, run.compressor, kept.dtype) != (sizes, compressor, like.dtype):
-            run = Run(0, sum(sizes), compressor, None, names, sizes)
-            kept = torch.empty(run.stop, dtype=like.dtype, device=like.device)
-            self._packs[names] = run, kept
-        return run, kept
-
-    def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of as many elements, for what is used before the next one asks."""
-        numel, device = like.numel(), like.device
-        views = self._scratch.setdefault((dtype, device), {})
-        if numel not in views:
-            whole = views[max(views)] if views else None
-            if whole is None or whole.numel() < numel:
-                views.clear()
-                self._prepared = {}
-                whole = torch.empty(numel, dtype=dtype, device=device)
-            views[numel] = whole[:numel]
-        return views[numel]
-
-    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """On which buckets are encoded while backward goes on; None on a CPU, and where ranks take turns on one GPU."""
-        if device.type != "cuda" or isinstance(self.group, LocalGroup):
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
     # From step to step.
-
-    def _make_trials(self) -> None:
-        """Make the trials of "auto", once the number of ranks is known."""
-        if self.policy.auto and self._trials is None:
-            candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
-            self._trials = Trials(candidates, self.policy.warmup_steps)
 
     def _compare_steps(self, device: torch.device) -> None:
         """ValueError on all ranks if they go on from checkpoints of different steps."""
@@ -642,50 +469,9 @@ class Synchronizer:
     def _is_gradient(self, name: str) -> bool:
         return self._families is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
 
-    def _share_anew(self, number: int) -> None:
-        """Adaptive: share the bytes by what all ranks' residuals owe."""
-        policy, after = self.policy, number - self.policy.warmup_steps
-        if not policy.adapt_every or after <= 0 or after % policy.adapt_every:
-            return
-        sizes = {name: size for name, size in sorted((self.entries or {}).items()) if policy.adapts(name, size)}
-        if sizes:
-            nothing = torch.zeros(1, device=next(iter(self.residuals.values()), torch.zeros(())).device)
-            owed = torch.stack([self.residuals.get(name, nothing).double().square().sum() for name in sizes])
-            self.average([owed], NoCompression())
-            energies = dict(zip(sizes, owed.tolist(), strict=True))
-            self._shared = share_bytes(self._base(), sizes, energies)
-            self._plans = {}
-
-    def _follow_trials(self, number: int, device: torch.device) -> bool:
-        """Auto: what this step is sent by. Whether it sends all that is owed, because somebody goes dense for good."""
-        trials = self._trials
-        if trials is None:
-            return False
-        self.choose_if_due(device)
-        if device.type == "cuda" and trials.is_timed(number):  # else who need not wait for the device would seem quick
-            torch.cuda.current_stream(device).synchronize()
-        trials.begins(number)
-        entries = self.entries or {}
-        assigned = trials.assigned(number, entries)
-        flushes = False
-        if trials.choice is not None and not self._flushed:
-            flushes = any(name in self._vectors and self.sends_dense(name, entries[name], number) for name in entries)
-            self._flushed = not flushes
-        if flushes:
-            # Who has a residual, though it is sent dense; others, such as those that an optimizer has paid, stay dense.
-            assigned = assigned | {name: trials.candidates[1] for name in entries if name in self._vectors}
-            self._owners.fold(self._vectors)
-        if assigned is not self._shared:
-            self._shared, self._plans = assigned, {}
-        return flushes
-
     def _forget(self, names: Collection[str]) -> None:
         """Free the residuals of parameters that owe nothing."""
         left = {name: part for name, part in self._vectors.named().items() if name not in names}
-        self._owners.fold(self._vectors)
+        self.fold_owners()
         self._vectors = NamedVectors()
         self._vectors.load(left)
-
-    def _base(self) -> TopK:
-        assert isinstance(self.policy.final, TopK)
-        return self.policy.final

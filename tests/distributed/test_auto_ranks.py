@@ -48,7 +48,7 @@ AUTO = policy("auto")
 
 def force(sync: thinwire.Synchronizer, best: int) -> None:
     """Let the candidate of this number be the quickest, by what ranks say that they have measured."""
-    trials = sync._trials
+    trials = sync.assignment._trials
     assert trials is not None
     seconds = [1.0 if number == best else 2.0 for number in range(len(trials.candidates))]
 
@@ -111,13 +111,13 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.addHandler(handler)
     try:
         run = Run(kind, ddp=True, best=0)
-        del run.sync._trials.numbers  # type: ignore[union-attr]
+        del run.sync.assignment._trials.numbers  # type: ignore[union-attr]
         run.train(rank, 0, OVER_UPDATES + STEPS + 1)
     finally:
         logger.removeHandler(handler)
     choice = run.sync.choice
     assert choice is not None
-    return choice.record(), [list(names) for names in run.sync._layout], told
+    return choice.record(), [list(names) for names in run.sync.layout], told
 
 
 @pytest.mark.parametrize(("kind", "candidates"), [("attach", GRADIENTS), ("AdamW", UPDATES)])

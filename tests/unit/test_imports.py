@@ -12,7 +12,7 @@ import thinwire
 ROOT = Path(thinwire.__file__).parent
 TRAINING = {
     "sync", "sync_stats", "step", "checkpoint", "ranked", "owners", "buckets", "policy", "residuals",
-    "auto", "trials",
+    "auto", "trials", "assignment", "workspace",
 }  # fmt: skip
 LAYERS = [
     {"__main__"},

@@ -224,7 +224,7 @@ def test_who_takes_part_in_the_sharing() -> None:
     assert warm.compressor_of("w", BIG, 5, shared) == shared["w"]
 
 
-def test_default_begins_denser_once_the_warm_up_is_over() -> None:
+def test_default_begins_with_more_once_the_warm_up_is_over() -> None:
     policy = Policy("default", warmup=[(2, "quantize:bits=8")], layers={"head": "quantize:bits=4"}).for_ranks(8)
     found = [policy.compressor_of("body", 100_000, step) for step in range(2 + 400)]
     assert found[:2] == [Quantize(bits=8)] * 2
@@ -236,7 +236,19 @@ def test_default_begins_denser_once_the_warm_up_is_over() -> None:
     assert policy.final == default_compressor(8)
 
 
-def test_only_the_default_begins_denser() -> None:
+def test_only_the_default_begins_with_more() -> None:
     policy = Policy("topk:ratio=1/64,bits=2", warmup=[(2, "none")])
     assert {policy.compressor_of("body", 100_000, step) for step in range(2, 500)} == {policy.final}
     assert {policy.phase(step) for step in range(2, 500)} == {1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 9, 16, 32, 1000])
+def test_default_ends_with_its_share_of_the_union(ranks: int) -> None:
+    ratios = [Fraction(default_compressor(ranks, step).ratio) for step in range(0, 200_000, 64)]
+    assert ratios[0] == max(Fraction(1, 96), Fraction(1, 48 * ranks))
+    assert ratios[-1] == Fraction(default_compressor(ranks).ratio) == Fraction(1, 48 * ranks)
+    assert ratios == sorted(ratios, reverse=True)
+    policy = Policy("default").for_ranks(ranks)
+    by_phase = {policy.phase(step): policy.compressor_of("w", 10**6, step) for step in range(0, 200_000, 64)}
+    assert list(by_phase) == list(range(len(set(ratios)))), "a phase for each ratio"
+    assert [Fraction(made.ratio) for made in by_phase.values() if isinstance(made, TopK)] == list(dict.fromkeys(ratios))

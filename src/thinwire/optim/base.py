@@ -219,7 +219,7 @@ class CompressedOptimizer(Optimizer):
         policy = self.sync.policy
         phase = policy.phase(step)
         if phase >= len(policy.warmup):
-            return self.sync.tries_gradients(step)
+            return self.sync.assignment.tries_gradients(step)
         return not parsed(policy.warmup[phase][1]).sparse
 
     # How it goes.
@@ -245,7 +245,7 @@ class CompressedOptimizer(Optimizer):
             self._apply_runs(sent)
             return
         if self._recording is None:
-            self._recording = self.sync.new_recording()
+            self._recording = self.sync.workspace.new_recording()
         started = time.perf_counter()
         if self._recording.replay(key):
             sent.handles[-1].report.spans.append(Span("decode", started, time.perf_counter()))
@@ -283,7 +283,7 @@ class CompressedOptimizer(Optimizer):
             return
         step = self.sync.steps
         before = set(self._sent_as_updates(step - 1))
-        self.sync.choose_if_due(next(p.device for _, p in self.named_parameters()))
+        self.sync.assignment.choose_if_due(self.sync, next(p.device for _, p in self.named_parameters()))
         go_on = set(self._sent_as_updates(step))
         if not sent.warms_up:  # else it is the end of the warm-up, which has done it
             self._to_updates(go_on - before)
@@ -302,7 +302,7 @@ class CompressedOptimizer(Optimizer):
         policy = self.sync.policy
         key = None if policy.auto else policy.phase(step)
         if key is None or key not in self._gradients_in_phase:
-            sends = self.sync.sends_gradient
+            sends = self.sync.assignment.sends_gradient
             found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
             if key is None:
                 return found
