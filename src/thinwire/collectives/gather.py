@@ -14,14 +14,14 @@ from .stage import Outcome, Run, Stage
 def gather(stage: Stage) -> Run:
     layout = stage.layout
     payloads = stage.buffers.take((stage.size, layout.nbytes), stage.tensor.device)
-    rows = stage.buffers.rows_of(payloads)
+    rows = stage.buffers.parts_of(payloads)
     own = stage.encode(stage.first, stage.tensor, stage.residual, rows[stage.rank], stage.key)
     exchanged = stage.on_host(rows)
     seen = yield from stage.all_gather(exchanged)
 
     def fetch() -> None:
         if exchanged is not rows:
-            torch._foreach_copy_(rows, exchanged, non_blocking=True)
+            torch._foreach_copy_(list(rows), list(exchanged), non_blocking=True)
 
     def keep(gradient: Tensor | None, update: Update | None) -> None:
         stage.keep(own, gradient, stage.residual, update)

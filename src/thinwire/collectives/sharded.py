@@ -43,20 +43,22 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     first, dtype, layout = stage.first, stage.tensor.dtype, stage.layout
     payload = stage.buffer(layout.nbytes)
     sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key)
-    pieces = payload.split([first.nbytes(stop - start, dtype) for start, stop in cut])
+    pieces = stage.buffers.parts_of(
+        payload, lambda whole: whole.split([first.nbytes(stop - start, dtype) for start, stop in cut])
+    )
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
-    received[stage.rank] = pieces[stage.rank]
+    rows = stage.buffers.parts_of(received)
+    rows[stage.rank].copy_(pieces[stage.rank])
     seen = yield stage.exchange(
-        {rank: pieces[rank] for rank in stage.others}, {rank: received[rank] for rank in stage.others}
+        {rank: pieces[rank] for rank in stage.others}, {rank: rows[rank] for rank in stage.others}
     )
 
     start, stop = cut[stage.rank]
     share = first.layout(stop - start, dtype)
-    came = [seen.received.get(rank, received[rank]) for rank in range(stage.size)]
-    stage.check(came, [share] * stage.size)
+    stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
     total = stage.empty(stop - start, residual_dtype(dtype))
     with stage.clock("decode"):
-        piece = CompressedTensor(first, stop - start, dtype, sent.key, received[stage.rank], sent.kernels)
+        piece = CompressedTensor(first, stop - start, dtype, sent.key, rows[stage.rank], sent.kernels)
         first.decompress(piece, total, payloads=received)
     return total, sent
 
@@ -69,7 +71,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
     total = total.to(dtype_of_sum(second, stage.tensor.dtype))
     layouts = [second.layout(stop - start, total.dtype) for start, stop in cut]
     everything = stage.buffer(sum(layout.nbytes for layout in layouts))
-    sums = list(everything.split([layout.nbytes for layout in layouts]))
+    sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
     own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
     seen = yield from stage.all_gather(sums)
@@ -94,17 +96,19 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
 
     A sum may, and is then Inf, as in torch's own all-reduce; NaN at the start of a share means that it was marked.
     """
-    value = total.mul_(stage.weight).to(stage.tensor.dtype)
-    sums = [stage.empty(stop - start, value.dtype) for start, stop in cut]
-    sums[stage.rank] = value
-    seen = yield from stage.all_gather([part.view(torch.uint8) for part in sums])
-    layouts: list[Layout] = [DenseLayout(part.numel(), part.dtype) for part in sums]
-    stage.check_sums([part.view(value.dtype) for part in seen])
+    dtype, width = stage.tensor.dtype, stage.tensor.itemsize
+    everything = stage.buffer(cut[-1][1] * width)
+    sums = stage.buffers.parts_of(
+        everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
+    )
+    sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
+    seen = yield from stage.all_gather(sums)
+    layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
+    stage.check_sums([part.view(dtype) for part in seen])
     finite = stage.has_no_mark(seen, layouts)
 
     def write(out: Tensor) -> None:
         with stage.clock("decode"):
-            for (start, stop), part in zip(cut, sums, strict=True):
-                out[start:stop].copy_(part)
+            out.copy_(everything.view(dtype))
 
     return Outcome(finite, lambda gradient, update: None, write)

@@ -6,7 +6,7 @@ done: in training, the encoding is the caller's, the exchanges are the wire's, a
 again.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._made: list[CompressedTensor] = []
-        self._rows: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         self._next = self._next_made = 0
         self.is_replayed = False
         """Whether what is encoded now has been, by a recording."""
@@ -91,11 +91,11 @@ class Buffers:
         self._next += 1
         return self._kept[self._next - 1]
 
-    def rows_of(self, taken: Tensor) -> list[Tensor]:
-        """Return the rows of what was taken last: views, which are made once."""
-        known = self._rows.get(self._next)
+    def parts_of(self, taken: Tensor, cut: Callable[[Tensor], Sequence[Tensor]] = list) -> Sequence[Tensor]:
+        """Return the parts of what was taken last, by default its rows: views, which are made once."""
+        known = self._parts.get(self._next)
         if known is None or known[0] is not taken:
-            known = self._rows[self._next] = taken, list(taken)
+            known = self._parts[self._next] = taken, cut(taken)
         return known[1]
 
     def encoded(self, encode: Callable[[], CompressedTensor]) -> CompressedTensor:
@@ -156,11 +156,11 @@ class Stage:
             compressor.stats.add(tensor.nbytes, made.nbytes, 0.0, True, made.kernels)
         return made
 
-    def on_host(self, payloads: list[Tensor]) -> list[Tensor]:
+    def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return where payloads are sent from and received in; this rank's is there once the GPU has come so far."""
         if not self.through_host:
             return payloads
-        host = self.buffers.rows_of(
+        host = self.buffers.parts_of(
             self.buffers.take((self.size, payloads[0].numel()), self.tensor.device, pinned=True)
         )
         if not self.buffers.is_replayed:
@@ -184,37 +184,37 @@ class Stage:
     def exchange(self, sends: Messages, receives: Messages) -> Exchange:
         return Exchange(self.operation, sends, receives)
 
-    def all_gather(self, parts: list[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+    def all_gather(self, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
         return all_gather(self.operation, parts)
 
     def clock(self, phase: str) -> AbstractContextManager[None]:
         return self.report.clock(phase)
 
-    def judge(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
+    def judge(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Tell whether every rank's input was finite, from the payloads that came from each; all ranks have all."""
         self.check(payloads, layouts)
         return self.has_no_mark(payloads, layouts)
 
-    def has_no_mark(self, payloads: list[Tensor], layouts: list[Layout]) -> bool:
+    def has_no_mark(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Tell whether no payload is that of an input that was not finite."""
         return self.operation.once(lambda: _no_mark(payloads, layouts))
 
-    def check(self, payloads: list[Tensor], layouts: list[Layout]) -> None:
+    def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         """Raise an error that names the rank whose payload no compressor could have made: nothing has changed so far.
 
-        Ranks that are threads of this process need no judge, and neither does this rank's own payload.
+        Ranks that are threads of this process need no judge; on a GPU, this rank's own payload needs none either.
         """
         if self.operation.channel.group is None:
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
-            if not layout.numel or rank == self.rank:
+            if not layout.numel or (rank == self.rank and self.tensor.is_cuda):
                 continue
             try:
                 kernels.check(payload.cpu(), layout)
             except ValueError as error:
                 raise self.operation.malformed(rank, str(error)) from None
 
-    def check_sums(self, sums: list[Tensor]) -> None:
+    def check_sums(self, sums: Sequence[Tensor]) -> None:
         """The same for sums of owners that are not compressed: NaN throughout or nowhere, but one may be infinite."""
         if self.operation.channel.group is None:
             return
@@ -230,7 +230,7 @@ class Stage:
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
-def all_gather(operation: Operation, parts: list[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
     """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
@@ -239,7 +239,7 @@ def all_gather(operation: Operation, parts: list[Tensor]) -> Generator[Exchange,
     ]
 
 
-def _no_mark(payloads: list[Tensor], layouts: list[Layout]) -> bool:
+def _no_mark(payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
     """Whether none of the payloads is that of an input that was not finite: each begins with a float, or with NaN."""
     if all(payload.device.type == "cpu" for payload in payloads):
         return not any(
