@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_step.py [--rounds 5] [--out results.jsonl]
 
-Both ranks share the GPU and this machine's loopback, so "no communication" is the time of two backward passes at once.
+Both ranks share the GPU and this machine's loopback, so "no communication" is the time of two backward passes at once,
+under `no_sync`; "a hook that sends nothing" adds what DDP itself costs.
 Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to the end of the
 device's work; bytes are those of the loopback interface, divided by ranks and steps.
 
@@ -38,8 +39,18 @@ from thinwire.train.models.gpt import GPTConfig
 CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
 BATCH = 4
 TOPK = "topk:ratio=1/64,bits=2"
+
+
+def nothing_hook(_: object, bucket: Any) -> "torch.futures.Future[torch.Tensor]":
+    """Send nothing: what is left is DDP itself, which copies gradients into buckets and calls Python for each."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[bucket.buffer().device])
+    future.set_result(bucket.buffer())
+    return future
+
+
 WAYS = {
     "no communication": None,
+    "a hook that sends nothing": nothing_hook,
     "dense": None,
     "fp16_compress_hook": fp16_compress_hook,
     "bf16_compress_hook": bf16_compress_hook,
@@ -47,6 +58,7 @@ WAYS = {
     "attach quantize:bits=8": "quantize:bits=8",
     f"thinwire.AdamW {TOPK}": TOPK,
     f"thinwire.SGD {TOPK}": TOPK,
+    "a hook that sends nothing, buckets of 100 MB": nothing_hook,
     "dense, buckets of 100 MB": None,
     f"thinwire.AdamW {TOPK}, buckets of 100 MB": TOPK,
 }
@@ -172,14 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2, help="in each, every way is set up anew and takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a way and round")
-    parser.add_argument("--only", default="", help="ways whose name has this in it, besides no communication")
+    parser.add_argument("--only", nargs="+", default=[""], help="ways with one of these in their name")
     parser.add_argument("--out", default="", help="JSON lines")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        names = [name for name in WAYS if arguments.only in name or name == "no communication"]
+        names = [name for name in WAYS if name == "no communication" or any(part in name for part in arguments.only)]
         given = (f"{folder}/rendezvous", arguments.rounds, arguments.steps, names, arguments.out)
         spawn(rank_main, args=given, nprocs=2)
 

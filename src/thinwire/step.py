@@ -173,6 +173,8 @@ class Step:
     """Which small parameters were sent together."""
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Of this rank's gradient, by parameter, if an optimizer wants them."""
+    _encodes_here: bool = False
+    """Whether a run was encoded in backward, rather than by a replay that the wire starts."""
     _held: int = 0
     """Bytes of payloads, until the step ends."""
     _sent: list[Sent] = field(default_factory=list)
@@ -233,8 +235,7 @@ class Step:
         if self.mode is Mode.TORCH:
             self._pass_on(bucket)
         else:
-            with self._stream(bucket.tensor.device):
-                self._encode(bucket, last)
+            self._encode(bucket, last)
         self.marks.append((bucket.names, issued, first, len(self.handles)))
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
@@ -259,17 +260,28 @@ class Step:
     def _encode(self, bucket: Bucket, last: bool) -> None:
         tensor, plan = bucket.tensor, self.sync.assignment.plan(bucket, self)
         for compressor, parts in plan.packed_by_compressor:
-            # An optimizer's gradients stay as they are; others are written over, and their gaps are now.
-            copied = torch.cat([tensor[part.start : part.stop] for part in parts]) if self.updates is None else None
-            self._packed.append(Waiting(bucket, parts, compressor, copied))
+            self._packed.append(Waiting(bucket, parts, compressor, self._copied(tensor, parts)))
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
-            self._send_packed()  # first: what is compressed little can be on its way at once
+            with self._stream(tensor.device):
+                self._send_packed()  # first: what is compressed little can be on its way at once
         for run in plan.runs:
-            known = self._known(run, tensor)
-            if known is None:
-                self._send_run(run, tensor[run.start : run.stop])
-            else:
+            known = None if self._encodes_here else self._known(run, tensor)
+            if known is not None:
                 self._send_again(known)
+                continue
+            # Encoding takes several kernels and memory that all runs share: nothing may come between them.
+            self._encodes_here = True
+            for sent in self._sent:
+                sent.reduction.wait_until_replayed()
+            with self._stream(tensor.device):
+                self._send_run(run, tensor[run.start : run.stop])
+
+    def _copied(self, tensor: Tensor, parts: Sequence[Packed]) -> Tensor | None:
+        """Copy gradients that will be written over before they are sent: not those of an optimizer, which stay."""
+        if self.updates is not None:
+            return None
+        with self._stream(tensor.device):
+            return torch.cat([tensor[part.start : part.stop] for part in parts])
 
     @property
     def _samples(self) -> bool:
@@ -292,6 +304,9 @@ class Step:
         sent = Sent(
             known.run, known.gradient, known.source, slot, reduction, known.residual, known.update, (), known.key
         )
+        side = self.sync.workspace.side_stream(known.gradient.device)
+        if side is not None and slot.recording is not None:
+            reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward need not wait for Python
         self._submit(sent, None)
 
     def _send_run(self, run: Run, gradient: Tensor) -> None:
@@ -384,7 +399,9 @@ class Step:
         self.labels.append("small tensors" if sent.places else f"bucket {len(self.marks) + 1}")
         self._sent.append(sent)
         try:
-            if encode is not None and (recording is None or sent.key is None or self._samples):
+            if reduction.encoded:
+                pass
+            elif encode is not None and (recording is None or sent.key is None or self._samples):
                 encode()
             elif recording is not None and recording.replay(sent.key):
                 reduction.encode(is_replayed=True)

@@ -6,7 +6,7 @@ a step of training       the caller encodes in backward, and applies in `optimiz
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
+from ..recording import Recording
 from .cost import ring
 from .gather import gather
 from .handle import Handle, Report, Span
@@ -78,7 +79,12 @@ class Reduction:
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
+        self._begun: torch.cuda.Event | None = None
+        """Recorded behind what the caller had queued."""
         self._ready: torch.cuda.Event | None = None
+        """Recorded behind what makes the payload."""
+        self._to_replay: tuple[Recording, Hashable, torch.cuda.Stream] | None = None
+        self._replayed: threading.Event | None = None
 
     # By the caller.
 
@@ -96,9 +102,21 @@ class Reduction:
         self._buffers.is_replayed = False  # what follows is the wire's
         self.encoded = True
 
+    def encode_on_wire(self, recording: Recording, key: Hashable, side: torch.cuda.Stream) -> None:
+        """Let the wire start the recording that makes the payload, on a stream beside that of the caller."""
+        self._begun = torch.cuda.Event()
+        self._begun.record(torch.cuda.current_stream(self._tensor.device))
+        self._to_replay, self._replayed = (recording, key, side), threading.Event()
+        self.encoded = True
+
+    def wait_until_replayed(self) -> None:
+        """Until the wire has started what it was to start."""
+        if self._replayed is not None:
+            self._replayed.wait()
+
     def submit(self) -> None:
         """Hand it to the wire; or, where ranks take turns, exchange now."""
-        if self._stream is not None or self._through_host:
+        if self._to_replay is None and (self._stream is not None or self._through_host):
             # The wire waits for what the caller has queued so far, and frees nothing that the caller's stream uses.
             self._ready = torch.cuda.Event(blocking=self._through_host)
             self._ready.record(torch.cuda.current_stream(self._tensor.device))
@@ -150,6 +168,8 @@ class Reduction:
     def post(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
+                if self._to_replay is not None:
+                    self._replay(*self._to_replay)
                 if self._ready is not None:
                     self._ready.synchronize() if self._through_host else self._ready.wait()
                 for operation in self._operations:
@@ -157,6 +177,20 @@ class Reduction:
                 return self._post() if self.encoded else self._begin_part()
         except BaseException as error:
             return self.fail(error)
+
+    def _replay(self, recording: Recording, key: Hashable, side: torch.cuda.Stream) -> None:
+        assert self._begun is not None
+        assert self._replayed is not None
+        try:
+            with torch.cuda.stream(side):
+                self._begun.wait()
+                if not recording.replay(key):
+                    raise RuntimeError("a recording is not what it was: a bug in thinwire")
+                self._ready = torch.cuda.Event(blocking=self._through_host)
+                self._ready.record()
+        finally:
+            self._replayed.set()
+        self.encode(is_replayed=True)
 
     def collect(self) -> bool:
         try:
@@ -241,6 +275,8 @@ class Reduction:
     def fail(self, error: BaseException) -> bool:
         """This rank cannot go on; let the others know."""
         self.failure = error
+        if self._replayed is not None:
+            self._replayed.set()
         self.drop()
         try:
             for operation in self._operations:
