@@ -119,10 +119,8 @@ class Workspace:
         """For what can be recorded: not what draws, by a key that changes, nor what waits for a node's other ranks."""
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
-        _, kernel = kernels.select(compressor.layout(source.numel(), source.dtype), source.device)
-        if kernels.on_device(kernel) is None:  # it would make the host wait
-            return None
-        return self.new_recording()
+        layout = compressor.layout(source.numel(), source.dtype)
+        return self.new_recording() if kernels.is_recordable(layout, source.device) else None
 
     def new_recording(self) -> Recording:
         """Return one that shares its memory with all others in here: they run one after the other."""

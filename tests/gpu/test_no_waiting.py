@@ -150,6 +150,7 @@ def rank_main(rank: int, rendezvous: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
+    check_whole_tensors()
     for kind in ("attach", "AdamW", "SGD", "AdamW clipped"):
         expected = not_recorded(kind)
         training = Training(kind).run(RECORDED)
@@ -174,6 +175,17 @@ def rank_main(rank: int, rendezvous: str) -> None:
         print(kind, "ok", flush=True)
     check_all_reduce()
     dist.destroy_process_group()
+
+
+def check_whole_tensors() -> None:
+    """What cannot be recorded is not: `chunk=none` copies constants from the host."""
+    module = DistributedDataParallel(model(), device_ids=[0])
+    optimizer = thinwire.AdamW(module, lr=1e-3, compressor="topk:ratio=1/64,bits=2,chunk=none")
+    for _ in range(RECORDED):
+        optimizer.zero_grad()
+        module(torch.ones(8, 300, device="cuda")).square().mean().backward()
+        optimizer.step()
+    assert optimizer.sync.steps == RECORDED
 
 
 def check_poison(kind: str) -> None:

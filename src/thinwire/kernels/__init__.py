@@ -50,6 +50,7 @@ __all__ = [
     "check",
     "force",
     "force_now",
+    "is_recordable",
     "on_device",
     "register",
     "select",
@@ -157,6 +158,8 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 }
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
+_LARGEST_RECORDED_CHUNK = 1 << 14
+"""Of top-k: longer ones are searched in several passes, with constants that are copied from the host."""
 _LARGEST_BLOCK = 8192
 """Of Quantize, that the registers of one program of `cuda` hold."""
 _OLDEST_GPU = (8, 0)
@@ -216,6 +219,15 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
 def on_device(kernel: Kernel) -> DeviceKernel | None:
     """The kernel, if it is one of a device that works on its own."""
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
+
+
+def is_recordable(layout: Layout, device: torch.device) -> bool:
+    """Whether encoding and decoding can be recorded as a CUDA graph: the host neither waits nor copies anything."""
+    _, kernel = select(layout, device)
+    if device.type != "cuda" or on_device(kernel) is None:
+        return False
+    records = [layout.record, layout.tail] if isinstance(layout, TopKLayout) else []
+    return all(record is None or record.n <= _LARGEST_RECORDED_CHUNK for record in records)
 
 
 def settling(kernel: Kernel) -> SettlingKernel | None:
