@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from thinwire.train.cifar import CLASSES, FOLDER, TEST, TRAIN, read_cifar
+from thinwire.tools.train.cifar import CLASSES, FOLDER, TEST, TRAIN, read_cifar
 
 IMAGES, PIXELS = 10_000, 1024
 """Of a file, and of an image."""

@@ -20,6 +20,6 @@ done
 wait
 check step python3 benchmarks/gpu_step.py --out "$out/step-h200.jsonl"
 check codec python3 -c "
-from thinwire.bench.codec import gpu
+from thinwire.tools.bench.codec import gpu
 raise SystemExit(gpu.run(out='$out/codec-h200.jsonl'))"
 cat "$out/step.txt" "$out/codec.txt"

@@ -17,15 +17,15 @@ import torch
 
 import thinwire
 from thinwire import kernels
-from thinwire.bench.codec.gpu.buffers import Buffers
-from thinwire.bench.codec.gpu.clock import DeviceClock
-from thinwire.bench.codec.gpu.floors import Floors, measure_floors
-from thinwire.bench.codec.gpu.machine import machine
-from thinwire.bench.codec.gpu.rows import Row
-from thinwire.bench.codec.gpu.table import Table
-from thinwire.bench.codec.gpu.timer import Timer
 from thinwire.kernels.cuda import quantize, topk
-from thinwire.record import Writer, conditions
+from thinwire.tools.bench.codec.gpu.buffers import Buffers
+from thinwire.tools.bench.codec.gpu.clock import DeviceClock
+from thinwire.tools.bench.codec.gpu.floors import Floors, measure_floors
+from thinwire.tools.bench.codec.gpu.machine import machine
+from thinwire.tools.bench.codec.gpu.rows import Row
+from thinwire.tools.bench.codec.gpu.table import Table
+from thinwire.tools.bench.codec.gpu.timer import Timer
+from thinwire.tools.record import Writer, conditions
 
 PAYLOADS = 8
 TOPK, QUANTIZE = "topk:ratio=1/64,bits=2", "quantize:bits=8"

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.loopback import sent_bytes
-from thinwire.train.models.gpt import GPTConfig
+from thinwire.tools.loopback import sent_bytes
+from thinwire.tools.train.models.gpt import GPTConfig
 
 CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
 BATCH = 4

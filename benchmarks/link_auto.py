@@ -9,11 +9,11 @@ quotient of each turn and its neighbour, and what was chosen.
 import sys
 from statistics import median
 
-from thinwire.bench.link.lab import Lab
-from thinwire.bench.link.rank import LinkRank
-from thinwire.bench.link.settings import Model, parse_rate
-from thinwire.bench.link.ways import Way
-from thinwire.workers import Workers
+from thinwire.tools.bench.link.lab import Lab
+from thinwire.tools.bench.link.rank import LinkRank
+from thinwire.tools.bench.link.settings import Model, parse_rate
+from thinwire.tools.bench.link.ways import Way
+from thinwire.tools.workers import Workers
 
 MODEL = Model("gpt", 7.35e6, 32)
 WAYS = ("dense", "attach auto", "thinwire.AdamW auto")

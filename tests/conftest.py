@@ -12,7 +12,7 @@ import pytest
 from cases import BACKENDS
 from ranks import Ranks, server
 from thinwire import kernels
-from thinwire.train import fashion
+from thinwire.tools.train import fashion
 
 SLOW = (
     "test_agreement.py::test_different_calls_are_an_error_that_names_the_rank[3-0-known]",
@@ -132,8 +132,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of ranks starts before `thinwire.workers` starts one for itself, whose processes would be slower, and
-    hold on to freed memory. A variable in the developer's shell must not change which kernels any of them have."""
+    """The server of ranks starts before that of `tools.workers`, whose processes would be slower, and hold on to freed
+    memory. A variable in the developer's shell must not change which kernels any of them have."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         server()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire import kernels
-from thinwire.collectives import stage
+from thinwire.collectives.algorithms import stage
 from thinwire.collectives.local import LocalGroup, LocalWorld
 
 SPEC = "topk:ratio=1/64,bits=2"

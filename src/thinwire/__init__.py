@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from .compressors import format_spec as format_spec
     from .compressors import register as register
     from .compressors import registered as registered
-    from .frame import FrameError as FrameError
+    from .compressors.frame import FrameError as FrameError
+    from .compressors.statistics import Statistics as Statistics
     from .integrations import attach as attach
     from .optim import SGD as SGD
     from .optim import AdamW as AdamW
-    from .policy import Policy as Policy
-    from .policy import default_compressor as default_compressor
-    from .policy import ramp as ramp
-    from .ranked import load_per_rank as load_per_rank
-    from .ranked import per_rank as per_rank
-    from .statistics import Statistics as Statistics
-    from .sync import Synchronizer as Synchronizer
+    from .sync.policy import Policy as Policy
+    from .sync.policy import default_compressor as default_compressor
+    from .sync.policy import ramp as ramp
+    from .sync.ranked import load_per_rank as load_per_rank
+    from .sync.ranked import per_rank as per_rank
+    from .sync.synchronizer import Synchronizer as Synchronizer
 
 # Loaded on first use: `thinwire --help` must not wait for torch.
 _HOME = {
     "kernels": ".kernels",
-    "FrameError": ".frame",
-    "Statistics": ".statistics",
-    "Synchronizer": ".sync",
+    "FrameError": ".compressors.frame",
+    "Statistics": ".compressors.statistics",
+    "Synchronizer": ".sync.synchronizer",
     "attach": ".integrations",
-    **dict.fromkeys(["Policy", "default_compressor", "ramp"], ".policy"),
+    **dict.fromkeys(["Policy", "default_compressor", "ramp"], ".sync.policy"),
     **dict.fromkeys(["AdamW", "SGD"], ".optim"),
-    **dict.fromkeys(["load_per_rank", "per_rank"], ".ranked"),
+    **dict.fromkeys(["load_per_rank", "per_rank"], ".sync.ranked"),
     **dict.fromkeys(
         ["CollectiveError", "LocalWorld", "MismatchError", "PeerError", "ShardState", "all_reduce_compressed"],
         ".collectives",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page, expect
 
-from thinwire import report
+from thinwire.tools import report
 
 STEPS = 40
 Open = Callable[..., Page]

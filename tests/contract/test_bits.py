@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import frame
+from thinwire.compressors import frame
 from thinwire.kernels.layout import TopKLayout
 
 

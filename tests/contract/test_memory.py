@@ -10,7 +10,7 @@ import torch
 import thinwire
 from cases import SPECS
 from thinwire import CompressedTensor, kernels
-from thinwire.bench.measure import peak_memory
+from thinwire.tools.bench.measure import peak_memory
 
 SLACK = 6 << 20
 LIMIT = 0.05

@@ -10,7 +10,8 @@ import thinwire
 from cases import ALL_SPECS, BACKENDS, KEY, SPECS, Case, rows, sends_exactly
 from guard import guarded
 from oracle import Record, bytes_of, read_quantize, read_topk, same_bits, topk_positions
-from thinwire import CompressedTensor, frame, kernels
+from thinwire import CompressedTensor, kernels
+from thinwire.compressors import frame
 from thinwire.kernels.layout import DenseLayout, QuantizeLayout, TopKLayout, residual_dtype
 
 PAIRS = [pytest.param((spec, backend), id=f"{spec}-{backend}") for spec in ALL_SPECS for backend in BACKENDS]

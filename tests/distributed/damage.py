@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from framing import write_positions
-from thinwire.collectives.link import Buffers, GlooLink, Seen, Wait
+from thinwire.collectives.transport.link import Buffers, GlooLink, Seen, Wait
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout, TopKRecord
 
 Damage = Callable[[Tensor, Layout], None]

@@ -11,7 +11,7 @@ from training import loss_of, make_net, policy, raises, weight_bits
 
 import thinwire
 from ranks import Ranks, meet
-from thinwire.collectives.link import GlooLink, LinkBroken
+from thinwire.collectives.transport.link import GlooLink, LinkBroken
 
 TOPK = "topk:ratio=1/8,bits=4,chunk=512"
 

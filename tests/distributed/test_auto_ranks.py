@@ -33,9 +33,9 @@ from training import (
 
 import thinwire
 from ranks import Ranks
-from thinwire.auto import GRADIENTS, updates
 from thinwire.compressors import format_spec
-from thinwire.trials import BEFORE, STEPS, TURNS
+from thinwire.sync.auto import GRADIENTS, updates
+from thinwire.sync.trials import BEFORE, STEPS, TURNS
 
 UPDATES = updates(2)
 """What two ranks may send updates by."""

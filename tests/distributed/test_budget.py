@@ -16,7 +16,7 @@ from training import SEVERAL, TOPK, Given, assert_same, attached, gradients, pol
 import thinwire
 from oracle import bytes_of, same_bits
 from ranks import Ranks
-from thinwire.bench.measure import peak_memory
+from thinwire.tools.bench.measure import peak_memory
 
 NUMEL = 300_001
 BUDGET = 16 << 20

@@ -26,7 +26,7 @@ from training import (
 
 import thinwire
 from ranks import Ranks
-from thinwire.checkpoint import residuals_of
+from thinwire.sync.checkpoint import residuals_of
 
 CAP = 0.006
 

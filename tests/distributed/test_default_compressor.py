@@ -11,7 +11,7 @@ import thinwire
 from ranks import Ranks
 from thinwire import format_spec
 from thinwire.collectives import cost
-from thinwire.policy import default_compressor
+from thinwire.sync.policy import default_compressor
 
 SIZES = (40_000, 10, 9000, 300)
 LR, BEFORE, AFTER = 0.5, 6, 5

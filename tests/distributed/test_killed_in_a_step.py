@@ -15,8 +15,8 @@ from training import SEVERAL, TOPK, differing, loss_of, make_net, optimizer_bits
 
 import thinwire
 from ranks import LOST, Ranks, meet
-from thinwire.buckets import Bucket
-from thinwire.collectives.link import Buffers, GlooLink, Wait
+from thinwire.collectives.transport.link import Buffers, GlooLink, Wait
+from thinwire.sync.buckets import Bucket
 
 STEPS = 3
 """That work before."""

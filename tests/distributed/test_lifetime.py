@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from ranks import Ranks, meet
-from thinwire.collectives import channel
-from thinwire.collectives.watch import watch
+from thinwire.collectives.transport import channel
+from thinwire.collectives.transport.watch import watch
 
 SPEC = "quantize:bits=8"
 

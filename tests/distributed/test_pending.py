@@ -157,7 +157,7 @@ LEAVE = """
     thinwire.all_reduce_compressed(torch.ones(5000), "quantize:bits=8")
     if {rank} == 0:
         if {inside}:  # Python's own end waits for the encoding, after which the exchange must not begin
-            from thinwire.collectives.watch import watch
+            from thinwire.collectives.transport.watch import watch
             encode = thinwire.Quantize._write
             thinwire.Quantize._write = lambda *args, **options: (watch.end_all(), encode(*args, **options))[1]
         work = thinwire.all_reduce_compressed(torch.ones(5000), "quantize:bits=8", async_op=True)

@@ -30,7 +30,7 @@ from training import (
 
 import thinwire
 from ranks import RankError, Ranks
-from thinwire.buckets import Bucket
+from thinwire.sync.buckets import Bucket
 
 
 def compare_with_ddp(rank: int, world_size: int) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ranks import Ranks
-from thinwire.bench.recipe import exchanges
-from thinwire.bench.recipe.exchanges import Setup
-from thinwire.bench.recipe.powersgd import PowerSGD
 from thinwire.collectives.local import LocalGroup, LocalWorld
+from thinwire.tools.bench.recipe import exchanges
+from thinwire.tools.bench.recipe.exchanges import Setup
+from thinwire.tools.bench.recipe.powersgd import PowerSGD
 
 STEPS, DENSE_STEPS, WORLD_SIZE = 12, 3, 2
 METHODS = {

@@ -11,7 +11,7 @@ from training import SEVERAL, Given, identical, loss_of, make_net, policy, weigh
 
 import thinwire
 from ranks import Ranks
-from thinwire.sync import SKIPPED_IN_A_ROW
+from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 
 SPARSE = "topk:ratio=1/16,bits=4,chunk=512"
 STEPS, WARMUP = 40, 10

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from oracle import bytes_of
-from thinwire.checkpoint import residuals_of
+from thinwire.sync.checkpoint import residuals_of
 
 TOPK = "topk:ratio=1/16,bits=4,chunk=512"
 SPECS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from thinwire import record
-from thinwire.bench.codec import gpu
-from thinwire.bench.codec.cases import default_specs
-from thinwire.bench.codec.gpu.updates import ADVANCE, WRITE
+from thinwire.tools import record
+from thinwire.tools.bench.codec import gpu
+from thinwire.tools.bench.codec.cases import default_specs
+from thinwire.tools.bench.codec.gpu.updates import ADVANCE, WRITE
 
 try:
     import pytest

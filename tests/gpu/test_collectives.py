@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 import thinwire
 from thinwire import kernels
-from thinwire.collectives.link import NcclLink
+from thinwire.collectives.transport.link import NcclLink
 
 try:
     import pytest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.collectives.local import LocalGroup, LocalWorld
-from thinwire.collectives.local_link import LocalLink, Switchboard
+from thinwire.collectives.transport.local_link import LocalLink, Switchboard
 
 try:
     import pytest

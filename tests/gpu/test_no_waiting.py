@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire import recording
+from thinwire.kernels import recording
 
 try:
     import pytest

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from test_no_waiting import no_waiting
 
-from thinwire.train import cifar, idx
-from thinwire.train.data import Data, Digits, Text
-from thinwire.train.images import CIFAR10, MNIST, FashionMNIST
+from thinwire.tools.train import cifar, idx
+from thinwire.tools.train.data import Data, Digits, Text
+from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST
 
 try:
     import pytest

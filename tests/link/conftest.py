@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from transfer import Build
 
-from thinwire.bench.link import lab
-from thinwire.bench.link.network import network
+from thinwire.tools.bench.link import lab
+from thinwire.tools.bench.link.network import network
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 import torch
 
 import thinwire
-from thinwire.bench.link.rank import LinkRank
+from thinwire.tools.bench.link.rank import LinkRank
 
 
 class TestedRank(LinkRank):

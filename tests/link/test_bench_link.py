@@ -13,12 +13,12 @@ import torch
 from namespaces import FOLDER, ours, wait_until
 
 import thinwire
-from thinwire import cli, record
-from thinwire.bench.link import Options, measured
-from thinwire.bench.link.command import command
-from thinwire.bench.link.settings import Model, Settings
-from thinwire.bench.progress import Progress
-from thinwire.workers import WorkerError
+from thinwire.tools import cli, record
+from thinwire.tools.bench.link import Options, measured
+from thinwire.tools.bench.link.command import command
+from thinwire.tools.bench.link.settings import Model, Settings
+from thinwire.tools.bench.progress import Progress
+from thinwire.tools.workers import WorkerError
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from link_ranks import TestedRank
 
-from thinwire.bench.link.network import network
-from thinwire.bench.link.settings import Model
-from thinwire.workers import Workers
+from thinwire.tools.bench.link.network import network
+from thinwire.tools.bench.link.settings import Model
+from thinwire.tools.workers import Workers
 
 WORLD, TIMEOUT, GRACE = 3, 4.0, 4.0
 OURS = "attach quantize:bits=8"

@@ -13,7 +13,7 @@ import pytest
 from namespaces import FOLDER, ours, wait_until
 from transfer import Transfer
 
-from thinwire.bench.link.lab import Lab
+from thinwire.tools.bench.link.lab import Lab
 
 pytestmark = pytest.mark.usefixtures("lab_can_be_built", "untouched")
 
@@ -43,7 +43,7 @@ def test_an_error_while_it_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
     script = (
         "import time\n"
-        "from thinwire.bench.link.lab import Lab\n"
+        "from thinwire.tools.bench.link.lab import Lab\n"
         "with Lab(2, 1e9):\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(60)\n"

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thinwire import cli
-from thinwire.bench.results import BEGIN, END
+from thinwire.tools import cli
+from thinwire.tools.bench.results import BEGIN, END
 
 CONDITIONS = {
     "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "cpu": "A CPU", "cores": 2,

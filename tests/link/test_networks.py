@@ -6,7 +6,7 @@ from link_ranks import TestedRank
 from transfer import Build, Transfer
 
 import thinwire
-from thinwire.workers import Workers
+from thinwire.tools.workers import Workers
 
 
 def test_bytes_are_counted_and_no_faster_than_the_rate(build: Build) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from thinwire.bench.link.relay import Relay
-from thinwire.bench.link.relayed import redirected
+from thinwire.tools.bench.link.relay import Relay
+from thinwire.tools.bench.link.relayed import redirected
 
 
 @pytest.fixture

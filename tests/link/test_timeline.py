@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thinwire.bench.link.measured import Row
-from thinwire.bench.link.timeline import Marks, Recorded, Timeline, timeline
-from thinwire.bench.link.timeline_page import page
 from thinwire.collectives.handle import Span
+from thinwire.tools.bench.link.measured import Row
+from thinwire.tools.bench.link.timeline import Marks, Recorded, Timeline, timeline
+from thinwire.tools.bench.link.timeline_page import page
 
 CONDITIONS = {"thinwire": "1", "torch": "2", "cpu": "<b>", "cores": 2, "date": "today"}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from processes import run_python
-from thinwire import cli
-from thinwire.bench.link import lab, network
+from thinwire.tools import cli
+from thinwire.tools.bench.link import lab, network
 
 
 def test_a_user_namespace_is_enough_for_a_lab() -> None:
@@ -25,8 +25,8 @@ def test_a_user_namespace_is_enough_for_a_lab() -> None:
         f"""
         import ctypes, encodings.idna, os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from thinwire.bench.link.lab import Lab
-        from thinwire.bench.link.network import prepare
+        from thinwire.tools.bench.link.lab import Lab
+        from thinwire.tools.bench.link.network import prepare
         from transfer import Transfer
         {drop}
         {dumpable}

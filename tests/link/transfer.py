@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from thinwire.bench.link.lab import Links as LabLinks
-from thinwire.bench.link.network import Network
+from thinwire.tools.bench.link.lab import Links as LabLinks
+from thinwire.tools.bench.link.network import Network
 
 LIMIT = 20.0
 Build = Callable[[int, float | None], Network]

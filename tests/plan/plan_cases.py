@@ -4,10 +4,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from thinwire.compressors import Compressor, compressor
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.costs import Costs, Speeds
-from thinwire.plan.model import Case
-from thinwire.plan.work import Bucket, Work
+from thinwire.tools.plan.cluster import Cluster
+from thinwire.tools.plan.costs import Costs, Speeds
+from thinwire.tools.plan.model import Case
+from thinwire.tools.plan.work import Bucket, Work
 
 TOPK, EIGHT = "topk:ratio=1/64,bits=2", "quantize:bits=8"
 MADE: dict[str, Compressor] = {spec: compressor(spec) for spec in (EIGHT, TOPK)}

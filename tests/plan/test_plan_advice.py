@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from plan_cases import COSTLY, EIGHT, FREE, MADE, TOPK, case
 
-from thinwire.plan.advice import WORTH, advise, choose, pays_below
-from thinwire.plan.model import Case, Prediction
-from thinwire.plan.ways import DENSE, HALVES, Way, ways
+from thinwire.tools.plan.advice import WORTH, advise, choose, pays_below
+from thinwire.tools.plan.model import Case, Prediction
+from thinwire.tools.plan.ways import DENSE, HALVES, Way, ways
 
 
 def predictions(given: Case) -> list[Prediction]:

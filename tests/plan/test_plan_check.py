@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from plan_cases import EIGHT, TOPK
 
-from thinwire import cli, record
 from thinwire.compressors import format_spec
-from thinwire.plan.check import way_of
-from thinwire.plan.ways import Way
-from thinwire.policy import default_compressor
+from thinwire.sync.policy import default_compressor
+from thinwire.tools import cli, record
+from thinwire.tools.plan.check import way_of
+from thinwire.tools.plan.ways import Way
 
 WAYS = {
     "no communication": 20.0, "dense": 60.0, "fp16 hook": 45.0, "powersgd rank 1": 30.0, f"attach {EIGHT}": 40.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import cli
+from thinwire.tools import cli
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 GIVEN = {"--params": "7e9", "--world": "64", "--bandwidth": "1gbit", "--step-compute": "2s"}
@@ -85,7 +85,7 @@ def test_a_codec_that_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_does_not_wait_for_torch() -> None:
     script = (
-        "import sys\nfrom thinwire.cli import main\n"
+        "import sys\nfrom thinwire.tools.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print('loaded:', [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import cli
+from thinwire.tools import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
 SHOWN = re.findall(r"^```console\n\$ thinwire (.*?)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -8,10 +8,10 @@ from plan_cases import COSTLY, EIGHT, FREE, MADE, PLAIN, TOPK, case
 
 from thinwire.collectives import cost
 from thinwire.compressors import compressor
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.model import Case
-from thinwire.plan.ways import BF16, DENSE, FP16, Way, ways
-from thinwire.plan.work import Bucket, Work, of_count, of_sizes
+from thinwire.tools.plan.cluster import Cluster
+from thinwire.tools.plan.model import Case
+from thinwire.tools.plan.ways import BF16, DENSE, FP16, Way, ways
+from thinwire.tools.plan.work import Bucket, Work, of_count, of_sizes
 
 RING = Way(DENSE, "ring")
 GATHER, SHARDED = Way(TOPK, "gather", False, "thinwire.AdamW"), Way(TOPK, "sharded", False, "thinwire.AdamW")

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from plan_cases import COSTLY, MADE, TOPK, case
 
-from thinwire import cli
 from thinwire.compressors import compressor
-from thinwire.plan.plot import draw
+from thinwire.tools import cli
+from thinwire.tools.plan.plot import draw
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

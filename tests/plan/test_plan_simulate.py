@@ -3,10 +3,10 @@
 import pytest
 from plan_cases import COSTLY, FREE, MADE, PLAIN, TOPK, case
 
-from thinwire.plan.costs import Speeds
-from thinwire.plan.host import Host
-from thinwire.plan.simulate import simulate
-from thinwire.plan.ways import DENSE, Way, ways
+from thinwire.tools.plan.costs import Speeds
+from thinwire.tools.plan.host import Host
+from thinwire.tools.plan.simulate import simulate
+from thinwire.tools.plan.ways import DENSE, Way, ways
 
 SHARDED = Way(TOPK, "sharded", False, "thinwire.AdamW")
 ALL = [*ways(MADE, PLAIN), *(way for way in ways(MADE, case(ranks_per_host=4).cluster) if way.in_hosts)]

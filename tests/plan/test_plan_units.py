@@ -2,8 +2,8 @@
 
 import pytest
 
-from thinwire.plan.host import Host, parse_host
-from thinwire.plan.units import parse_count, parse_seconds, parse_share, show_bytes, show_rate, show_seconds
+from thinwire.tools.plan.host import Host, parse_host
+from thinwire.tools.plan.units import parse_count, parse_seconds, parse_share, show_bytes, show_rate, show_seconds
 
 
 @pytest.mark.parametrize(

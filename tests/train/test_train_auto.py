@@ -7,10 +7,10 @@ import pytest
 from training_runs import SMALL, assert_same_weights, changed, checkpoints, copy_run, lines, newest, train
 
 from ranks import Ranks
-from thinwire.auto import updates
 from thinwire.compressors import format_spec
-from thinwire.train.checks import check
-from thinwire.trials import BEFORE, STEPS, TURNS
+from thinwire.sync.auto import updates
+from thinwire.sync.trials import BEFORE, STEPS, TURNS
+from thinwire.tools.train.checks import check
 
 UPDATES = updates(2)
 """What two ranks may send updates by."""

@@ -34,10 +34,10 @@ from training_runs import (
 from ranks import Ranks
 from thinwire.collectives.cost import ring
 from thinwire.compressors import format_spec
-from thinwire.policy import default_compressor
-from thinwire.train.config import Config
-from thinwire.train.models import model_config
-from thinwire.train.view import PHASES
+from thinwire.sync.policy import default_compressor
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.models import model_config
+from thinwire.tools.train.view import PHASES
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 CONFIG = changed(SMALL, eval_every=10, log_to=("auto",), compare_dense=True)

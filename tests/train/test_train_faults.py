@@ -32,8 +32,8 @@ from training_runs import (
 )
 
 from ranks import LOST, Ranks
-from thinwire.train.config import Config
-from thinwire.train.folder import locked
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.folder import locked
 
 RUN = Path("run")
 LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)
@@ -42,7 +42,7 @@ GO_ON = ("--out", "run", "--resume", "auto")
 KILLED_RANK = """
 import os, signal
 import torch.distributed as dist
-from thinwire.train.learner import Learner
+from thinwire.tools.train.learner import Learner
 learn, steps = Learner.learn, []
 def die(self, *args):
     steps.append(1)
@@ -204,7 +204,7 @@ def test_a_signal_while_workers_start_just_ends(number: signal.Signals, whom: st
 
 BUG = """
 import torch.distributed as dist
-from thinwire.train.learner import Learner
+from thinwire.tools.train.learner import Learner
 learn, steps = Learner.learn, []
 def broken(self, *args):
     steps.append(1)
@@ -228,7 +228,7 @@ def test_a_bug_in_a_worker_shows_one_traceback_and_its_rank(tmp_path: Path) -> N
 
 NAN_BATCHES = """
 import torch
-from thinwire.train.data import Digits
+from thinwire.tools.train.data import Digits
 batch = Digits.batch
 def poisoned(self, start, size, seed):
     made = batch(self, start, size, seed)
@@ -290,8 +290,8 @@ def test_a_loss_that_is_never_finite_again_ends_the_run(compressor: str, ranks: 
 LARGE_LOSSES = """
 import warnings
 import torch.distributed as dist
-from thinwire.sync import Synchronizer
-from thinwire.train.learner import Learner
+from thinwire.sync.synchronizer import Synchronizer
+from thinwire.tools.train.learner import Learner
 warn = Synchronizer._warn_of_skipped
 def warn_quietly(self):
     with warnings.catch_warnings():

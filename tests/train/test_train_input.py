@@ -22,9 +22,9 @@ from training_runs import (
 )
 
 from ranks import Ranks
-from thinwire import cli
-from thinwire.train.config import Config, load_config, newest_run
-from thinwire.train.folder import choose_folder, locked
+from thinwire.tools import cli
+from thinwire.tools.train.config import Config, load_config, newest_run
+from thinwire.tools.train.folder import choose_folder, locked
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)
@@ -84,7 +84,7 @@ def test_wrong_options_are_one_line(
     """Before any worker is started."""
     (tmp_path / "a-file").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.train.launch.Workers", None)
+    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
     assert cli.main(["train", *given]) == 2
     output = capfd.readouterr()
     assert output.out == ""
@@ -99,7 +99,7 @@ def test_a_budget_in_the_environment_that_is_nonsense_is_one_line(
 ) -> None:
     """Before any worker is started, too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.train.launch.Workers", None)
+    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
     monkeypatch.setenv("THINWIRE_MAX_BYTES", "banana")
     assert cli.main(["train", "--out", "run"]) == 2
     output = capfd.readouterr()
@@ -133,7 +133,9 @@ def test_data_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path: Path)
 def test_fashion_that_is_not_there_is_one_line_with_the_way_to_get_it(tmp_path: Path) -> None:
     hidden = planted(
         tmp_path / "fault",
-        "import pathlib\nfrom thinwire.train import fashion\npatch(fashion, 'INSTALLED', pathlib.Path('nowhere'))",
+        "import pathlib\n"
+        "from thinwire.tools.train import fashion\n"
+        "patch(fashion, 'INSTALLED', pathlib.Path('nowhere'))",
     )
     cwd = tmp_path / "cwd"
     cwd.mkdir()
@@ -205,7 +207,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
 FILLED = """
 import os
 import torch.distributed as dist
-from thinwire.train.learner import Learner
+from thinwire.tools.train.learner import Learner
 learn, steps = Learner.learn, []
 def fill(self, *args):
     steps.append(1)
@@ -294,7 +296,7 @@ def test_a_config_that_is_damaged_is_one_line(
 ) -> None:
     """Or has values of other types than the options."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.train.launch.Workers", None)
+    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
     put_config(RUN, 0, **({content: 3.5} if content in ("steps", "log_to", "model") else {}))
     if content is None:
         (RUN / "config.json").write_bytes(b"\xff\xfe")

@@ -19,14 +19,14 @@ from training_runs import SMALL, changed, lines, train
 
 import thinwire
 from ranks import Ranks
-from thinwire.sync import Synchronizer
-from thinwire.train.config import Config
-from thinwire.train.data import Digits
-from thinwire.train.learner import Learner
-from thinwire.train.metrics import Metrics, chosen_sinks
-from thinwire.train.models import model_config
-from thinwire.train.place import Place
-from thinwire.train.schedule import schedule
+from thinwire.sync.synchronizer import Synchronizer
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.data import Digits
+from thinwire.tools.train.learner import Learner
+from thinwire.tools.train.metrics import Metrics, chosen_sinks
+from thinwire.tools.train.models import model_config
+from thinwire.tools.train.place import Place
+from thinwire.tools.train.schedule import schedule
 
 RUN = Path("run")
 

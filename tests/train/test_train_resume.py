@@ -24,8 +24,8 @@ from training_runs import (
 )
 
 from ranks import Ranks
-from thinwire.train.cifar import RECORD, TEST, TRAIN
-from thinwire.train.config import Config, load_config
+from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
+from thinwire.tools.train.config import Config, load_config
 
 RUN = Path("run")
 CUT = changed(SMALL, out=RUN, steps=16, checkpoint_every=1, keep=100, eval_every=8)

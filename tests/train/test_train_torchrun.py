@@ -26,8 +26,8 @@ from training_runs import (
 )
 
 from ranks import Ranks
-from thinwire.record import cores
-from thinwire.train.config import Config
+from thinwire.tools.record import cores
+from thinwire.tools.train.config import Config
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, steps=20)
@@ -62,8 +62,8 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 TOLD_TO_STOP = """
 import os, signal, time
 import torch.distributed as dist
-from thinwire.train.learner import Learner
-from thinwire.train.rank import Rank
+from thinwire.tools.train.learner import Learner
+from thinwire.tools.train.rank import Rank
 learn, steps, stop, told = Learner.learn, [], Rank._stop, []
 def learn_and_tell(self, *args):
     steps.append(1)

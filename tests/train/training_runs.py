@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ranks import Ranks
-from thinwire.record import cores
-from thinwire.train.config import Config
-from thinwire.train.rank import Rank
+from thinwire.tools.record import cores
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.rank import Rank
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -259,7 +259,7 @@ import importlib.abc, importlib.util, sys
 
 class Then(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "thinwire.train.rank":
+        if name != "thinwire.tools.train.rank":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -7,9 +7,9 @@ from math import nan
 import pytest
 
 from thinwire import Policy, Synchronizer
-from thinwire.auto import GRADIENTS, MARGIN, BucketTimes, Choice, Measured, confirm, decide, updates
 from thinwire.compressors import format_spec
-from thinwire.trials import BEFORE, STEPS, TURNS, Trials, schedule
+from thinwire.sync.auto import GRADIENTS, MARGIN, BucketTimes, Choice, Measured, confirm, decide, updates
+from thinwire.sync.trials import BEFORE, STEPS, TURNS, Trials, schedule
 
 UPDATES = updates(2)
 """What two ranks may send updates by."""

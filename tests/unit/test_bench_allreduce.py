@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from thinwire import cli, loopback, record
-from thinwire.bench.allreduce import Options, traffic
-from thinwire.bench.allreduce.cases import Case
-from thinwire.bench.allreduce.settings import settings
-from thinwire.bench.allreduce.simulated import SimulatedRow, simulate
-from thinwire.bench.allreduce.timed import Ratio
-from thinwire.bench.allreduce.traffic import FRAMING_LIMIT, ByteRow
 from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
+from thinwire.tools import cli, loopback, record
+from thinwire.tools.bench.allreduce import Options, traffic
+from thinwire.tools.bench.allreduce.cases import Case
+from thinwire.tools.bench.allreduce.settings import settings
+from thinwire.tools.bench.allreduce.simulated import SimulatedRow, simulate
+from thinwire.tools.bench.allreduce.timed import Ratio
+from thinwire.tools.bench.allreduce.traffic import FRAMING_LIMIT, ByteRow
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--bytes-size", "200k", "--size", "200k", "--ranks", "2", "--repeats", "2"]
@@ -145,7 +145,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pyt
 def test_help_does_not_load_torch() -> None:
     script = (
         "import sys\n"
-        "from thinwire.cli import main\n"
+        "from thinwire.tools.cli import main\n"
         "try:\n"
         "    main(['bench', 'allreduce', '--help'])\n"
         "finally:\n"

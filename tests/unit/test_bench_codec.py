@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 import thinwire
-from thinwire import cli, kernels
-from thinwire.bench.codec import baselines
-from thinwire.bench.codec.cases import DEFAULT_SPECS, default_specs, parse_size, plan
-from thinwire.bench.codec.check import Mismatch, check
-from thinwire.bench.codec.figures import figures
-from thinwire.bench.codec.measurement import positions
-from thinwire.bench.codec.rows import CompressorRow
-from thinwire.bench.codec.table import count_disturbed
-from thinwire.bench.measure import BURST, Timing, interleave, peak_memory
+from thinwire import kernels
 from thinwire.compressors import NoCompression, spec
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
 from thinwire.kernels.reference import quantize as reference_quantize
 from thinwire.kernels.reference import topk as reference_topk
+from thinwire.tools import cli
+from thinwire.tools.bench.codec import baselines
+from thinwire.tools.bench.codec.cases import DEFAULT_SPECS, default_specs, parse_size, plan
+from thinwire.tools.bench.codec.check import Mismatch, check
+from thinwire.tools.bench.codec.figures import figures
+from thinwire.tools.bench.codec.measurement import positions
+from thinwire.tools.bench.codec.rows import CompressorRow
+from thinwire.tools.bench.codec.table import count_disturbed
+from thinwire.tools.bench.measure import BURST, Timing, interleave, peak_memory
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 CPU = torch.device("cpu")

@@ -15,22 +15,23 @@ from torch import Tensor
 
 import thinwire
 from processes import run_python
-from thinwire import cli, kernels
-from thinwire.bench.codec.cases import default_specs, plan
-from thinwire.bench.codec.check import Mismatch
-from thinwire.bench.codec.command import Options
-from thinwire.bench.codec.gpu.check import check, check_update
-from thinwire.bench.codec.gpu.clock import SETS, Call
-from thinwire.bench.codec.gpu.floors import Floors
-from thinwire.bench.codec.gpu.parts import can_be_captured, measure
-from thinwire.bench.codec.gpu.rows import Row
-from thinwire.bench.codec.gpu.table import COLUMNS, NAME_WIDTH, NOTES, Table
-from thinwire.bench.codec.gpu.updates import ADVANCE, WRITE
-from thinwire.bench.measure import Timing
+from thinwire import kernels
 from thinwire.kernels.cpu import adam as cpu_adam
 from thinwire.kernels.layout import QuantizeLayout
 from thinwire.kernels.reference import quantize as reference_quantize
 from thinwire.kernels.updates import AdamUpdate
+from thinwire.tools import cli
+from thinwire.tools.bench.codec.cases import default_specs, plan
+from thinwire.tools.bench.codec.check import Mismatch
+from thinwire.tools.bench.codec.command import Options
+from thinwire.tools.bench.codec.gpu.check import check, check_update
+from thinwire.tools.bench.codec.gpu.clock import SETS, Call
+from thinwire.tools.bench.codec.gpu.floors import Floors
+from thinwire.tools.bench.codec.gpu.parts import can_be_captured, measure
+from thinwire.tools.bench.codec.gpu.rows import Row
+from thinwire.tools.bench.codec.gpu.table import COLUMNS, NAME_WIDTH, NOTES, Table
+from thinwire.tools.bench.codec.gpu.updates import ADVANCE, WRITE
+from thinwire.tools.bench.measure import Timing
 
 HERE = Path(__file__).parent
 CONDITIONS = {
@@ -80,8 +81,8 @@ def test_without_the_packages_of_the_command_line() -> None:
         import sys
         for name in ("tyro", "rich", "numba", "sklearn"):
             sys.modules[name] = None
-        from thinwire.bench.codec import gpu
-        import thinwire.bench.codec.gpu.parts, thinwire.bench.codec.gpu.table, torch
+        from thinwire.tools.bench.codec import gpu
+        import thinwire.tools.bench.codec.gpu.parts, thinwire.tools.bench.codec.gpu.table, torch
         torch.cuda.is_available = lambda: False
         try:
             gpu.run()
@@ -215,8 +216,8 @@ def test_in_the_interpreter(spec: str) -> None:
         from thinwire import kernels
         kernels._DEVICES["cuda"] = "cpu"
         from test_bench_codec_gpu import MadeUp
-        from thinwire.bench.codec.cases import plan
-        from thinwire.bench.codec.gpu.parts import measure
+        from thinwire.tools.bench.codec.cases import plan
+        from thinwire.tools.bench.codec.gpu.parts import measure
         with kernels.force("cuda"):
             cases = plan(["{spec}"], ["4197"], ["float32"])
             rows = list(measure(cases, {{"{spec}"}}, MadeUp(), 50))

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thinwire import cli
-from thinwire.bench.results import BEGIN, END, LOSS_BEGIN, LOSS_END
+from thinwire.tools import cli
+from thinwire.tools.bench.results import BEGIN, END, LOSS_BEGIN, LOSS_END
 
 SAMPLES, PARAMETERS = 64, 10_000_000
 CONDITIONS = {
@@ -282,7 +282,7 @@ def test_rows_as_bench_recipe_writes_them(tmp_path: Path, capsys: pytest.Capture
 def test_torch_is_not_loaded(files: list[Path], tmp_path: Path) -> None:
     script = (
         "import sys\n"
-        "from thinwire.cli import main\n"
+        "from thinwire.tools.cli import main\n"
         f"code = main(['bench', 'results', *{[str(file) for file in files]!r}, '--plot', '{tmp_path}/loss.svg'])\n"
         "print('loaded:', code, [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
     )

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire import cli, record
-from thinwire.bench.progress import Progress
-from thinwire.bench.recipe import Options, measured
-from thinwire.bench.recipe.exchanges import ring_bytes
-from thinwire.bench.recipe.measured import Row, measure_all
-from thinwire.bench.recipe.recipes import RECIPES, parse
-from thinwire.bench.recipe.settings import settings
-from thinwire.bench.recipe.table import print_rows
-from thinwire.bench.recipe.threads import Threads
-from thinwire.bench.recipe.trainer import Score, Trainer
-from thinwire.workers import WorkerError
+from thinwire.tools import cli, record
+from thinwire.tools.bench.progress import Progress
+from thinwire.tools.bench.recipe import Options, measured
+from thinwire.tools.bench.recipe.exchanges import ring_bytes
+from thinwire.tools.bench.recipe.measured import Row, measure_all
+from thinwire.tools.bench.recipe.recipes import RECIPES, parse
+from thinwire.tools.bench.recipe.settings import settings
+from thinwire.tools.bench.recipe.table import print_rows
+from thinwire.tools.bench.recipe.threads import Threads
+from thinwire.tools.bench.recipe.trainer import Score, Trainer
+from thinwire.tools.workers import WorkerError
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "6"]
@@ -163,7 +163,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pyt
 def test_help_does_not_load_torch() -> None:
     script = (
         "import sys\n"
-        "from thinwire.cli import main\n"
+        "from thinwire.tools.cli import main\n"
         "try:\n"
         "    main(['bench', 'recipe', '--help'])\n"
         "finally:\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.bench.step import BESIDE
-from thinwire.cli import main
+from thinwire.tools.bench.step import BESIDE
+from thinwire.tools.cli import main
 
 SMALL = "gpt:layers=1,width=64,heads=2,context=16"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from thinwire import NoCompression, Quantize, TopK
-from thinwire.buckets import _TAKEN_OUT, BUCKET_BYTES, Bucket, Packed, flatten, group_parameters, plan_bucket
+from thinwire.sync.buckets import _TAKEN_OUT, BUCKET_BYTES, Bucket, Packed, flatten, group_parameters, plan_bucket
 
 DENSE, TOPK, OTHER = NoCompression(), TopK(ratio="1/64"), Quantize(bits=8)
 KINDS = [DENSE, TOPK, OTHER]

@@ -11,7 +11,7 @@ from typing import get_type_hints
 import pytest
 
 import thinwire
-from thinwire import cli
+from thinwire.tools import cli
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
 
@@ -38,7 +38,7 @@ def run(*arguments: str, program: tuple[str, ...] = (COMMAND,)) -> subprocess.Co
 def test_help_and_wrong_usage_do_not_load_torch(arguments: list[str]) -> None:
     script = (
         "import sys\n"
-        "from thinwire.cli import main\n"
+        "from thinwire.tools.cli import main\n"
         "try:\n"
         f"    code = main({arguments!r})\n"
         "except SystemExit as error:\n"
@@ -63,7 +63,7 @@ def test_installed_command_and_module_are_the_same(program: tuple[str, ...]) -> 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_is_a_function_of_few_frozen_options(name: str) -> None:
     module, _, function = cli.COMMANDS[name].target.partition(":")
-    options = get_type_hints(getattr(importlib.import_module(module), function))["options"]
+    options = get_type_hints(getattr(importlib.import_module(f"thinwire.tools.{module}"), function))["options"]
     assert dataclasses.is_dataclass(options)
     assert options.__dataclass_params__.frozen
     most = {"train": 24, "bench recipe": 14}.get(name, 11)  # both train: they need a model, data and a device

@@ -5,7 +5,8 @@ import torch
 
 import thinwire
 from framing import build
-from thinwire import CompressedTensor, FrameError, frame, kernels
+from thinwire import CompressedTensor, FrameError, kernels
+from thinwire.compressors import frame
 
 SPEC = b"topk:ratio=1/64,bits=2,chunk=4096"
 NUMEL = 9000

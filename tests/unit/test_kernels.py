@@ -149,7 +149,7 @@ def test_importing_has_no_side_effects() -> None:
     code = """
         import sys, thinwire
         assert not {"torch", "numba", "numpy"} & set(sys.modules), "import thinwire"
-        import logging, thinwire.compressors, thinwire.frame, torch
+        import logging, thinwire.compressors, thinwire.compressors.frame, torch
         assert not logging.getLogger("thinwire").handlers, "logging was set up"
         with thinwire.kernels.force("reference"):
             thinwire.compressor("topk:ratio=1/64").compress(torch.ones(8192)).to_bytes()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import thinwire
 from oracle import same_bits
-from thinwire.collectives.link import LinkBroken
 from thinwire.collectives.local import LocalGroup, LocalWorld
-from thinwire.collectives.local_link import LocalLink, Switchboard
+from thinwire.collectives.transport.link import LinkBroken
+from thinwire.collectives.transport.local_link import LocalLink, Switchboard
 
 NUMEL = 20_000
 TOPK, EIGHT_BITS = "topk:ratio=1/64,bits=2", "quantize:bits=8"

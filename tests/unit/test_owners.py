@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from thinwire import TopK
-from thinwire.buckets import Run
-from thinwire.owners import Owners
-from thinwire.residuals import NamedVectors
+from thinwire.sync.buckets import Run
+from thinwire.sync.owners import Owners
+from thinwire.sync.residuals import NamedVectors
 
 CPU, TOPK, OTHER = torch.device("cpu"), TopK(ratio="1/64"), TopK(ratio="1/32")
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thinwire import NoCompression, Policy, Quantize, TopK, compressor, default_compressor, format_spec, ramp
-from thinwire.policy import share_bytes
+from thinwire.sync.policy import share_bytes
 
 FINAL = "topk:ratio=1/64,bits=2"
 BIG = 10_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import record
+from thinwire.tools import record
 
 
 def test_conditions_say_what_a_time_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,5 +66,5 @@ def test_nan_is_not_json(tmp_path: Path) -> None:
 
 
 def test_reading_does_not_load_torch() -> None:
-    script = "import sys, thinwire.record; sys.exit('torch' in sys.modules)"
+    script = "import sys, thinwire.tools.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

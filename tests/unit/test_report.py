@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from thinwire import cli, report
-from thinwire.report.content import bytes_per_step, content
-from thinwire.report.runs import Run, read
-from thinwire.report.series import curve, stack, thin
-from thinwire.report.sources import find
+from thinwire.tools import cli, report
+from thinwire.tools.report.content import bytes_per_step, content
+from thinwire.tools.report.runs import Run, read
+from thinwire.tools.report.series import curve, stack, thin
+from thinwire.tools.report.sources import find
 
 Line = dict[str, Any]
 
@@ -376,7 +376,7 @@ def test_a_report_does_not_load_torch(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [conditions(), step(10)])
     script = (
         "import sys\n"
-        "from thinwire.cli import main\n"
+        "from thinwire.tools.cli import main\n"
         f"code = main(['report', {str(run)!r}, '--out', {str(tmp_path / 'page.html')!r}])\n"
         "print('loaded:', [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
         "sys.exit(code)\n"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.residuals import NamedVectors
+from thinwire.sync.residuals import NamedVectors
 
 CPU = torch.device("cpu")
 SIZES = {"a": 3, "b": 1, "c": 0, "d": 7, "e": 4}

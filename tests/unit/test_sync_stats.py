@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from thinwire import Synchronizer
 from thinwire.collectives.handle import Report, Span
-from thinwire.sync_stats import SyncStats
+from thinwire.sync.statistics import SyncStats
 
 
 def operation(ended: float, *spans: Span) -> Any:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire import cli, record
-from thinwire.train.data import Text, file_parts
-from thinwire.train.datasets import load_data
+from thinwire.tools import cli, record
+from thinwire.tools.train.data import Text, file_parts
+from thinwire.tools.train.datasets import load_data
 
 TEXT = bytes(range(256)) * 100
 

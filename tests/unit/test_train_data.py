@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from ranks import Ranks
-from thinwire.bench.recipe import Options
-from thinwire.bench.recipe.settings import settings
-from thinwire.bench.recipe.threads import Threads
-from thinwire.bench.recipe.trainer import Trainer
-from thinwire.train.data import Batch, Data, Digits, Text, sources
+from thinwire.tools.bench.recipe import Options
+from thinwire.tools.bench.recipe.settings import settings
+from thinwire.tools.bench.recipe.threads import Threads
+from thinwire.tools.bench.recipe.trainer import Trainer
+from thinwire.tools.train.data import Batch, Data, Digits, Text, sources
 
 
 @pytest.fixture(scope="module", params=["text", "digits", "noisy digits"])

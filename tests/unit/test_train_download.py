@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.train import cifar, idx
-from thinwire.train.download import SOURCES, File, Source, fetch
+from thinwire.tools.train import cifar, idx
+from thinwire.tools.train.download import SOURCES, File, Source, fetch
 
 CONTENT = bytes(range(256)) * 1000
 NAME = "images.bin"
@@ -338,7 +338,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     script = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from thinwire.train.download import File, Source, fetch\n"
+        "from thinwire.tools.train.download import File, Source, fetch\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         f"source = Source(({FILE!r},), (sys.argv[1],))\n"
         "try:\n"

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.train import fashion
-from thinwire.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
-from thinwire.train.data import Data
-from thinwire.train.datasets import DATASETS, check_fit, load_data
-from thinwire.train.idx import files
-from thinwire.train.images import CIFAR10, MNIST, FashionMNIST
-from thinwire.train.models import model_config
+from thinwire.tools.train import fashion
+from thinwire.tools.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
+from thinwire.tools.train.data import Data
+from thinwire.tools.train.datasets import DATASETS, check_fit, load_data
+from thinwire.tools.train.idx import files
+from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST
+from thinwire.tools.train.models import model_config
 
 COUNT, TESTS = 40, 12
 """Of images; the real ones are of the same format."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.train.models import CONFIGS, CNNConfig, GPTConfig, ModelConfig, ResNet18Config, model_config
+from thinwire.tools.train.models import CONFIGS, CNNConfig, GPTConfig, ModelConfig, ResNet18Config, model_config
 
 SMALL = GPTConfig(layers=1, width=32, heads=2, context=16)
 

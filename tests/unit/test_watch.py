@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 
-from thinwire.collectives.watch import watch
+from thinwire.collectives.transport.watch import watch
 
 
 class Slow:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from thinwire.collectives.plan import AT_ONCE
-from thinwire.collectives.wire import Wire
+from thinwire.collectives.transport.wire import Wire
 from wires import SECONDS, Holding
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from thinwire.workers import WorkerError, Workers
+from thinwire.tools.workers import WorkerError, Workers
 
 
 class Actor:
@@ -93,7 +93,7 @@ def test_a_signal_reaches_all() -> None:
 BUSY_START = """
 import os, signal, sys, threading, time
 from multiprocessing.process import BaseProcess
-from thinwire.workers import Workers
+from thinwire.tools.workers import Workers
 
 class Stop(BaseException):
     pass

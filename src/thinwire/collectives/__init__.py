@@ -8,10 +8,10 @@ channel         numbered operations of a group       link       messages over gl
 """
 
 from .all_reduce import all_reduce_compressed
-from .errors import CollectiveError, MismatchError, PeerError
 from .handle import Handle, Report
 from .local import LocalGroup, LocalWorld
 from .state import ShardState
+from .transport.errors import CollectiveError, MismatchError, PeerError
 
 __all__ = [
     "CollectiveError",

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..compressors import Compressor
 from .groups import channels
 from .handle import Handle
-from .operation import Operation
 from .plan import max_bytes as budget
 from .reduction import Reduction, pass_on
 from .request import make_request
 from .state import ShardState
+from .transport.operation import Operation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from .channel import Channel, channel_of
-from .link import backend_of
 from .local import LocalGroup
+from .transport.channel import Channel, channel_of
+from .transport.link import backend_of
 
 _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None"
 

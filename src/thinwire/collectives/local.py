@@ -19,15 +19,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from .board import Board
-from .channel import Channel
-from .errors import CollectiveError
-from .link import Link
-from .local_link import LocalLink, Switchboard
-from .operation import Operation
-from .records import rank_list
-from .turns import Turns
-from .wire import Wire
+from .transport.board import Board
+from .transport.channel import Channel
+from .transport.errors import CollectiveError
+from .transport.link import Link
+from .transport.local_link import LocalLink, Switchboard
+from .transport.operation import Operation
+from .transport.records import rank_list
+from .transport.turns import Turns
+from .transport.wire import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from ..compressors.spec import mix_key
 from ..kernels.layout import residual_dtype
+from ..kernels.recording import Recording
 from ..kernels.updates import Update
-from ..recording import Recording
+from .algorithms.gather import gather
+from .algorithms.hierarchical import hierarchical
+from .algorithms.sharded import sharded
+from .algorithms.stage import Buffers, Exchange, Outcome, Run, Stage, all_gather
+from .algorithms.values import values
 from .cost import ring
-from .gather import gather
 from .handle import Handle, Report, Span
-from .hierarchical import hierarchical
-from .link import Seen, Wait
-from .operation import Operation
 from .request import Request
-from .sharded import sharded
-from .stage import Buffers, Exchange, Outcome, Run, Stage, all_gather
 from .state import ShardState
-from .values import values
+from .transport.link import Seen, Wait
+from .transport.operation import Operation
 
 _ALGORITHMS: dict[str, Callable[[Stage], Run]] = {
     "gather": gather,

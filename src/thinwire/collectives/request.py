@@ -18,10 +18,10 @@ from ..compressors import Compressor, NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
-from .channel import Channel
 from .cost import Span, owned, shares
 from .plan import Plan, choose, plan
 from .state import ShardState
+from .transport.channel import Channel
 
 _WHY_NOT = {
     "PRODUCT": "an entry that is not sent would count as 0, and make every product 0",

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
-from ..statistics import Statistics
 from .compressed import CompressedTensor
 from .spec import format_spec
+from .statistics import Statistics
 
 if TYPE_CHECKING:
     from ..kernels.updates import Update

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import frame, kernels
-from ..frame import Frame, FrameError
+from .. import kernels
 from ..kernels.layout import Layout
+from . import frame
+from .frame import Frame, FrameError
 from .spec import format_spec, parse_spec
 
 if TYPE_CHECKING:

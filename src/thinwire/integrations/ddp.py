@@ -19,11 +19,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..buckets import Bucket, shaped
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
-from ..policy import Policy, Spec
-from ..sync import Synchronizer
+from ..sync.buckets import Bucket, shaped
+from ..sync.policy import Policy, Spec
+from ..sync.synchronizer import Synchronizer
 
 _ADAM_LIKE = (
     torch.optim.Adam,

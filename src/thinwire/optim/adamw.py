@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..buckets import Run
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
-from ..policy import DEFAULT, Policy, Spec
-from ..step import Step, Updates
+from ..sync.buckets import Run
+from ..sync.policy import DEFAULT, Policy, Spec
+from ..sync.step import Step, Updates
 from .base import CompressedOptimizer
 from .device_numbers import DeviceNumbers
 from .second_moment import for_ranks, measure

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .. import checkpoint
-from ..buckets import Bucket, shaped
 from ..collectives.handle import Span
 from ..compressors import compressor as parsed
 from ..integrations import register
 from ..kernels.layout import residual_dtype
-from ..policy import DENSE, Policy
-from ..recording import Recording
-from ..residuals import NamedVectors
-from ..step import Rule, Step, Updates
-from ..sync import Synchronizer
+from ..kernels.recording import Recording
+from ..sync import checkpoint
+from ..sync.buckets import Bucket, shaped
+from ..sync.policy import DENSE, Policy
+from ..sync.residuals import NamedVectors
+from ..sync.step import Rule, Step, Updates
+from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_order, check_replicas, warn_of_averaged
 from .parameters import find
 

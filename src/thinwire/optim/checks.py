@@ -11,8 +11,8 @@ from torch import Tensor
 from ..collectives import all_reduce_compressed
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
-from ..policy import Policy
-from ..sync import Synchronizer
+from ..sync.policy import Policy
+from ..sync.synchronizer import Synchronizer
 
 Named = Sequence[tuple[str, Tensor]]
 

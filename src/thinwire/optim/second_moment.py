@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..policy import DENSE
-from ..sync import Synchronizer
+from ..sync.policy import DENSE
+from ..sync.synchronizer import Synchronizer
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..compressors import compressor as parsed
-from ..policy import Policy, Spec
+from ..sync.policy import Policy, Spec
 
 
 def checked(name: str, given: float, low: float, below: float) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import Run, flat
 from ..kernels.updates import MomentumUpdate
-from ..policy import DEFAULT, Policy, Spec
-from ..step import Step
+from ..sync.buckets import Run, flat
+from ..sync.policy import DEFAULT, Policy, Spec
+from ..sync.step import Step
 from .base import CompressedOptimizer
 from .settings import checked, policy_of
 

@@ -1,0 +1,1 @@
+"""How payloads become one sum with the same bits on every rank: gather, sharded, values, hierarchical."""

@@ -1,0 +1,114 @@
+"""sharded: each rank owns a share; pieces go to their owner, who sums, compresses again, and sends the sum to all.
+
+Reduce-scatter and all-gather, both compressed. Each rank sends (b1 + b2) (P - 1) / P bytes for payloads of b1 and b2
+bytes, whatever the world: flat where gather grows. What the second compression leaves behind stays with the owner, in a
+residual of the size of its share (Tang et al. 2019, DoubleSqueeze). Shares consist of whole records, so a piece is a
+slice of the payload.
+
+With no compression in both stages this is the plain all-reduce, `dense`: sums are made in float32, in the order of
+ranks.
+"""
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ...compressors import CompressedTensor, NoCompression
+from ...compressors.spec import mix_key
+from ...kernels.layout import DenseLayout, Layout, residual_dtype
+from ...kernels.updates import Update
+from ..cost import Span, dtype_of_sum, is_whole, owned
+from ..transport.link import Seen
+from .stage import Exchange, Outcome, Run, Stage
+
+_SECOND = 2
+"""Mixed into the key of the second stage's draws."""
+
+
+def sharded(stage: Stage) -> Run:
+    cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
+    total, sent = yield from reduce_scatter(stage, cut)
+    second = yield from all_gather(stage, cut, total)
+
+    def keep(gradient: Tensor | None, update: Update | None) -> None:
+        stage.keep(sent, gradient, stage.residual, update)
+        second.keep(None, None)
+
+    return Outcome(second.finite, keep, second.write)
+
+
+def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, Seen, tuple[Tensor, CompressedTensor]]:
+    """The sum of this rank's share, in float32 or float64, and what this rank sent."""
+    first, dtype, layout = stage.first, stage.tensor.dtype, stage.layout
+    payload = stage.buffer(layout.nbytes)
+    sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key)
+    pieces = stage.buffers.parts_of(
+        payload, lambda whole: whole.split([first.nbytes(stop - start, dtype) for start, stop in cut])
+    )
+    received = stage.buffer(stage.size, pieces[stage.rank].numel())
+    rows = stage.buffers.parts_of(received)
+    rows[stage.rank].copy_(pieces[stage.rank])
+    seen = yield stage.exchange(
+        {rank: pieces[rank] for rank in stage.others}, {rank: rows[rank] for rank in stage.others}
+    )
+
+    start, stop = cut[stage.rank]
+    share = first.layout(stop - start, dtype)
+    stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
+    total = stage.empty(stop - start, residual_dtype(dtype))
+    with stage.clock("decode"):
+        piece = CompressedTensor(first, stop - start, dtype, sent.key, rows[stage.rank], sent.kernels)
+        first.decompress(piece, total, payloads=received)
+    return total, sent
+
+
+def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
+    """The owner's sum, compressed against its own residual, to all ranks."""
+    second = stage.second
+    if isinstance(second, NoCompression) and stage.owner_residual is None:
+        return (yield from _all_gather_dense(stage, cut, total))
+    total = total.to(dtype_of_sum(second, stage.tensor.dtype))
+    layouts = [second.layout(stop - start, total.dtype) for start, stop in cut]
+    everything = stage.buffer(sum(layout.nbytes for layout in layouts))
+    sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
+    key = mix_key(_SECOND, stage.key) if stage.key is not None else None
+    own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
+    seen = yield from stage.all_gather(sums)
+
+    def keep(gradient: Tensor | None, update: Update | None) -> None:
+        stage.keep(own, total, stage.owner_residual, None)
+
+    def write(out: Tensor) -> None:
+        pieces = list(zip(cut, sums, strict=True))
+        if is_whole(second, out.numel(), total.dtype, cut):
+            pieces = [((0, out.numel()), everything)]  # decoded by one kernel
+        with stage.clock("decode"):
+            for (start, stop), payload in pieces:
+                part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
+                second.decompress(part, out[start:stop], stage.weight)
+
+    return Outcome(stage.judge(seen, layouts), keep, write)
+
+
+def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
+    """The owner's sum as it is. Weighted before it is rounded: an average of 16-bit numbers does not overflow.
+
+    A sum may, and is then Inf, as in torch's own all-reduce; NaN at the start of a share means that it was marked.
+    """
+    dtype, width = stage.tensor.dtype, stage.tensor.itemsize
+    everything = stage.buffer(cut[-1][1] * width)
+    sums = stage.buffers.parts_of(
+        everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
+    )
+    sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
+    seen = yield from stage.all_gather(sums)
+    layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
+    stage.check_sums([part.view(dtype) for part in seen])
+    finite = stage.has_no_mark(seen, layouts)
+
+    def write(out: Tensor) -> None:
+        with stage.clock("decode"):
+            out.copy_(everything.view(dtype))
+
+    return Outcome(finite, lambda gradient, update: None, write)

@@ -1,0 +1,1 @@
+"""How bytes get from rank to rank, and how ranks learn of what went wrong."""

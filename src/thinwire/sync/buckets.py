@@ -1,0 +1,207 @@
+"""How a bucket, the flat gradient of some parameters, is cut into what is compressed and what is packed.
+
+Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
+message each. Small and dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out,
+zeros take their place, and they come back when all runs are done. Those of several buckets are packed into one tensor
+and exchanged together.
+"""
+
+import zlib
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..compressors import Compressor, NoCompression
+
+_TAKEN_OUT = 1 << 16
+"""Packed parameters of more entries than this interrupt a run: zeros would cost more than a second one."""
+
+
+class Bucket(NamedTuple):
+    """A flat gradient: that of DDP, or one made here."""
+
+    tensor: Tensor
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive parameters that are compressed as one tensor."""
+
+    start: int
+    stop: int
+    compressor: Compressor
+    family: Hashable
+    names: tuple[str | None, ...]
+    """None for a packed parameter in the middle."""
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def key(self) -> tuple[tuple[str | None, int], ...]:
+        """What tells it from other runs: its names and sizes."""
+        return tuple(zip(self.names, self.sizes, strict=True))
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        ends = list(accumulate(self.sizes))
+        return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
+
+    @cached_property
+    def seed(self) -> int:
+        """What draws depend on besides the step."""
+        return zlib.crc32(str(self.names[0]).encode())
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Entries, counted from the start of the run, that were taken out."""
+        return self._gaps
+
+
+class Packed(NamedTuple):
+    """A parameter that is sent together with others of its kind."""
+
+    name: str
+    start: int
+    stop: int
+    compressor: Compressor
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    runs: tuple[Run, ...]
+    packed: tuple[Packed, ...]
+
+    @cached_property
+    def packed_by_compressor(self) -> tuple[tuple[Compressor, tuple[Packed, ...]], ...]:
+        kinds = dict.fromkeys(part.compressor for part in self.packed)
+        return tuple((kind, tuple(part for part in self.packed if part.compressor == kind)) for kind in kinds)
+
+
+def plan_bucket(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    compressors: Sequence[Compressor],
+    families: Sequence[Hashable],
+    small: Collection[str] = (),
+) -> BucketPlan:
+    """Cut a bucket.
+
+    families    parameters of different ones are never in the same run.
+    small       names of those that are packed; those without compression are, too.
+
+    >>> from thinwire import NoCompression, TopK
+    >>> dense, topk = NoCompression(), TopK(ratio="1/64")
+    >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
+    >>> [(one.name, one.start) for one in plan.packed], [(run.start, run.stop, run.gaps()) for run in plan.runs]
+    ([('b', 8000)], [(0, 17010, [(8000, 8010)])])
+    """
+    packed: list[Packed] = []
+    runs: list[Run] = []
+    waiting: list[int] = []  # sizes of packed parameters that lie in a run if it goes on behind them
+    start = 0
+    for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
+        stop = start + size
+        last = runs[-1] if runs else None
+        if isinstance(compressor, NoCompression) or name in small:
+            packed.append(Packed(name, start, stop, compressor))
+            waiting.append(size)
+        elif (
+            last is not None
+            and (last.compressor, last.family) == (compressor, family)
+            and all(taken_out <= _TAKEN_OUT for taken_out in waiting)
+        ):
+            kept = last.names + (None,) * len(waiting) + (name,)
+            runs[-1] = Run(last.start, stop, compressor, family, kept, (*last.sizes, *waiting, size))
+            waiting = []
+        else:
+            runs.append(Run(start, stop, compressor, family, (name,), (size,)))
+            waiting = []
+        start = stop
+    return BucketPlan(tuple(runs), tuple(packed))
+
+
+BUCKET_BYTES = 25 << 20
+"""Of a plain loop; DDP has its own."""
+
+
+def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
+    """Parameters of one dtype and device, up to `BUCKET_BYTES` together; the last ones first, as DDP has them."""
+    groups: list[list[tuple[str, Parameter]]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    if len({name for name, _ in named}) < len(named):
+        names = [name for name, _ in named]
+        raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for name, parameter in reversed(named):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
+        key = parameter.dtype, parameter.device
+        group = open_groups.get(key)
+        if group is None or parameter.nbytes > room[key]:
+            group, room[key] = [], BUCKET_BYTES
+            open_groups[key] = group
+            groups.append(group)
+        room[key] -= parameter.nbytes
+        group.append((name, parameter))
+    return groups
+
+
+def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
+    """Gradients as one tensor, of which they are views from now on: so there is no second copy of them."""
+    first, sizes = group[0][1], tuple(p.numel() for _, p in group)
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    bucket = Bucket(flat, tuple(name for name, _ in group), sizes)
+    for (_, parameter), part in zip(group, bucket.parts().values(), strict=True):
+        view = shaped(part, parameter)
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+    return bucket
+
+
+def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
+    """A part of a bucket in the shape of its parameter, with its strides if they leave no gap: so DDP has it.
+
+    >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
+    tensor([[0., 2., 4.],
+            [1., 3., 5.]])
+    """
+    if not _has_no_gaps(parameter):
+        return elements.view(parameter.shape)
+    return elements.as_strided(parameter.shape, parameter.stride(), elements.storage_offset())
+
+
+def flat(parameter: Tensor) -> Tensor:
+    """The elements of a parameter in the order of `shaped`: its own memory, or a copy if that has gaps."""
+    if not _has_no_gaps(parameter):
+        return parameter.reshape(-1)
+    return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+
+
+def _has_no_gaps(parameter: Tensor) -> bool:
+    return _is_dense(parameter.stride(), tuple(parameter.shape))
+
+
+@lru_cache(maxsize=4096)
+def _is_dense(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,597 @@
+"""One step of training, from its first bucket to its last: encoded, exchanged by the wire, and applied or dropped.
+
+    backward (per bucket)                              optimizer.step(), or the last bucket of `attach`
+    hook -> encode -> payload -> wire: one thread -> wait: was every rank finite? -> apply -> weights, or gradients
+
+Encoding only reads: gradient, residual and moments stay as they are until every bucket of the step is exchanged and
+known to be finite on every rank. A step that is not is simply not applied.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..collectives import ShardState
+from ..collectives.all_reduce import all_reduce_compressed, refusing
+from ..collectives.cost import ring
+from ..collectives.handle import Handle, copied
+from ..collectives.plan import ENVIRONMENT_VARIABLE
+from ..collectives.reduction import Reduction
+from ..collectives.transport.operation import Operation
+from ..compressors import Compressor, NoCompression
+from ..compressors.spec import mix_key
+from ..kernels.layout import RandomKLayout, residual_dtype
+from ..kernels.reference.randomk import positions_and_widths
+from ..kernels.updates import AdamUpdate, Update
+from .buckets import Bucket, Packed, Run
+from .policy import DENSE
+from .residuals import NamedVectors
+from .workspace import Slot
+
+if TYPE_CHECKING:
+    from .synchronizer import Synchronizer
+
+PACKED_BYTES = 1 << 20
+"""Packed parts of buckets wait for each other until they are so many: each operation costs, however small."""
+
+
+class Mode(Enum):
+    """How the gradients of a step are sent."""
+
+    TORCH = "by torch's own all-reduce, since nothing is compressed"
+    GRADIENTS = "compressed"
+    WARMUP = "compressed, of an optimizer that takes them as they are: nothing is kept for later"
+    UPDATES = "as the updates that an optimizer makes of them"
+
+
+class Rule(Protocol):
+    """How an optimizer makes updates of gradients at one step: the numbers of one parameter group."""
+
+    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> Update:
+        """Return the update of a run, whose gradient is to be multiplied by `factor` first."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What an optimizer sends at one step. Its synchronizer gets this before the first bucket, and asks nothing more.
+
+    warms_up   gradients are sent as they are, without a residual.
+    rules      one for each parameter group.
+    moments    the vectors that an update is made of, besides the gradient.
+    scale      what GradScaler has multiplied the loss by.
+    max_norm   of this rank's gradient; it is clipped to it.
+    sampled    names of parameters of whose gradient samples are wanted.
+    numbers    those of the rules, in the memory of a GPU, a row for each: there a recording finds them. The first two
+               of a row are what a gradient is multiplied by.
+    """
+
+    warms_up: bool
+    rules: Sequence[Rule]
+    moments: Sequence[NamedVectors]
+    scale: float = 1.0
+    max_norm: float | None = None
+    sampled: frozenset[str] = frozenset()
+    numbers: Tensor | None = None
+
+
+class Average(NamedTuple):
+    """The result of a step for some parameters. The memory is used again for the next one."""
+
+    run: Run
+    flat: Tensor
+    """Averages of what all ranks sent, one parameter behind the other as in `run`."""
+    is_update: bool
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        for name, part in zip(self.run.names, self.flat.split(list(self.run.sizes)), strict=True):
+            if name is not None:
+                yield name, part
+
+
+@dataclass
+class Sent:
+    """A run under way."""
+
+    run: Run
+    gradient: Tensor
+    """A slice of its bucket; of packed parameters, a copy of theirs."""
+    source: Tensor
+    """What is encoded: the gradient, or in other memory the update that is made of it."""
+    slot: Slot
+    reduction: Reduction
+    residual: Tensor | None
+    update: Update | None = None
+    places: Sequence[tuple[Tensor, Packed]] = ()
+    """Where packed parameters are: in which bucket, and at which elements."""
+    key: Hashable = None
+    """What encoding it depends on; None if that cannot be recorded."""
+
+
+class Waiting(NamedTuple):
+    """Small parameters of one bucket that are to be sent together with those of others."""
+
+    bucket: Bucket
+    parts: Sequence[Packed]
+    compressor: Compressor
+    copied: Tensor | None
+    """Them, one behind the other; None if the bucket still has them when they are sent."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.bucket.tensor.itemsize
+
+    def pieces(self) -> list[Tensor]:
+        """Return them, in their order."""
+        if self.copied is not None:
+            return [self.copied]
+        return [self.bucket.tensor[part.start : part.stop] for part in self.parts]
+
+
+@dataclass
+class Step:
+    """A step under way."""
+
+    sync: "Synchronizer"
+    number: int
+    """How many steps counted before this one."""
+    mode: Mode
+    updates: Updates | None
+    collects: bool
+    """Whether all buckets are waited for before the first is sent."""
+    flushes: bool
+    """Whether all that is owed is sent, dense."""
+    rank: int
+    world_size: int
+    closed: bool = False
+    """Whether the last bucket has come."""
+    finite: bool | None = None
+    """Whether every rank's gradient was finite; None until it is known, or if nobody looks."""
+    handles: list[Handle] = field(default_factory=list)
+    layout: list[tuple[str, ...]] = field(default_factory=list)
+    """The buckets as they came."""
+    entries: dict[str, int] = field(default_factory=dict)
+    bytes_dense: int = 0
+    whole_at: float = 0.0
+    """When the last bucket had come, by `time.perf_counter`."""
+    waited: float = 0.0
+    """Seconds in which the caller waited for the wire."""
+    marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
+    """Of each bucket: its names, when it was issued, and its operations, from the first up to the last of `handles`."""
+    labels: list[str] = field(default_factory=list)
+    """What each of `handles` carries."""
+    slots: list[Slot] = field(default_factory=list)
+    """Those that this step has used."""
+    packs: set[tuple[str | None, ...]] = field(default_factory=set)
+    """Which small parameters were sent together."""
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    """Of this rank's gradient, by parameter, if an optimizer wants them."""
+    _encodes_here: bool = False
+    """Whether a run was encoded in backward, rather than by a replay that the wire starts."""
+    _held: int = 0
+    """Bytes of payloads, until the step ends."""
+    _sent: list[Sent] = field(default_factory=list)
+    _buckets: list[Bucket] = field(default_factory=list)
+    _regrouped: list[Bucket] = field(default_factory=list)
+    _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
+    """What torch's own all-reduce sums."""
+    _packed: list[Waiting] = field(default_factory=list)
+    """Small parameters that wait to be sent together."""
+    _clip: float | Tensor = 1.0
+    """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
+
+    @property
+    def passes_on(self) -> bool:
+        return self.mode is Mode.TORCH
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether an optimizer takes gradients as they are, in this step."""
+        return self.updates is not None and self.updates.warms_up
+
+    # Backward: encode, and hand over to the wire.
+
+    def add(self, bucket: Bucket, *, last: bool) -> None:
+        """Send one bucket."""
+        if last:
+            self.whole_at = time.perf_counter()
+        self._buckets.append(bucket)
+        self.layout.append(bucket.names)
+        self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
+        self.bytes_dense += ring(bucket.tensor.nbytes, self.world_size)
+        if not self.collects:
+            self._send(bucket, last)
+        elif last:
+            buckets = self._collected()
+            for one in buckets:
+                self._send(one, one is buckets[-1])
+        self.closed = last
+
+    def _collected(self) -> list[Bucket]:
+        """All buckets have come: they go as they are, or regrouped as `sync.wanted_layout` says."""
+        parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
+        if self.updates is not None and self.updates.max_norm is not None:
+            self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())])
+            if self.updates.numbers is not None:
+                self.updates.numbers[:, :2].mul_(self._clip)
+        layout = self.sync.wanted_layout
+        regroup = layout != self.layout and {name for names in layout for name in names} == parts.keys()
+        if regroup:
+            self._regrouped = [
+                Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
+                for names in layout
+            ]
+        return self._regrouped if regroup else self._buckets
+
+    def _send(self, bucket: Bucket, last: bool) -> None:
+        issued, first = time.perf_counter(), len(self.handles)
+        if self.mode is Mode.TORCH:
+            self._pass_on(bucket)
+        else:
+            self._encode(bucket, last)
+        self.marks.append((bucket.names, issued, first, len(self.handles)))
+
+    def _stream(self, device: torch.device) -> AbstractContextManager[object]:
+        """Beside the stream of the caller, so that backward goes on meanwhile."""
+        side = self.sync.workspace.side_stream(device)
+        if side is None:
+            return nullcontext()
+        side.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(side)
+
+    def _pass_on(self, bucket: Bucket) -> None:
+        tensor, size = bucket.tensor, self.world_size
+        if self.updates is not None:  # whose gradients stay as they are
+            tensor = self._as_gradient(tensor.clone())
+        tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
+        handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
+        self._summed.append((Bucket(tensor, bucket.names, bucket.sizes), handle))
+        self.handles.append(handle)
+        self.labels.append("torch's all-reduce")
+
+    @torch.no_grad()
+    def _encode(self, bucket: Bucket, last: bool) -> None:
+        tensor, plan = bucket.tensor, self.sync.assignment.plan(bucket, self)
+        for compressor, parts in plan.packed_by_compressor:
+            self._packed.append(Waiting(bucket, parts, compressor, self._copied(tensor, parts)))
+        if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
+            with self._stream(tensor.device):
+                self._send_packed()  # first: what is compressed little can be on its way at once
+        for run in plan.runs:
+            known = None if self._encodes_here else self._known(run, tensor)
+            if known is not None:
+                self._send_again(known)
+                continue
+            # Encoding takes several kernels and memory that all runs share: nothing may come between them.
+            self._encodes_here = True
+            for sent in self._sent:
+                sent.reduction.wait_until_replayed()
+            with self._stream(tensor.device):
+                self._send_run(run, tensor[run.start : run.stop])
+
+    def _copied(self, tensor: Tensor, parts: Sequence[Packed]) -> Tensor | None:
+        """Copy gradients that will be written over before they are sent: not those of an optimizer, which stay."""
+        if self.updates is not None:
+            return None
+        with self._stream(tensor.device):
+            return torch.cat([tensor[part.start : part.stop] for part in parts])
+
+    @property
+    def _samples(self) -> bool:
+        """Whether samples of gradients are kept in this step, which no recording does."""
+        return self.updates is not None and bool(self.updates.sampled)
+
+    def _known(self, run: Run, bucket: Tensor) -> Sent | None:
+        """Return how a run was sent at the last step, if it can be sent so again."""
+        if self.mode is not Mode.UPDATES or self._samples or self.flushes:
+            return None
+        return self.sync.workspace.prepared(run, bucket, self.sync.channels_of(bucket.device))
+
+    def _send_again(self, known: Sent) -> None:
+        """Send a run as at the last step: what it is made of is where it was, and encoding it is a replay."""
+        slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
+        self._check_no_failure(operations)
+        with refusing(operations):
+            self._hold(slot)
+        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
+        sent = Sent(
+            known.run, known.gradient, known.source, slot, reduction, known.residual, known.update, (), known.key
+        )
+        side = self.sync.workspace.side_stream(known.gradient.device)
+        if side is not None and slot.recording is not None:
+            reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward need not wait for Python
+        self._submit(sent, None)
+
+    def _send_run(self, run: Run, gradient: Tensor) -> None:
+        self._sample(run, gradient)
+        update = self._update(run, gradient) if self.mode is Mode.UPDATES else None
+        source = gradient
+        if self.mode in (Mode.UPDATES, Mode.WARMUP):
+            dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
+            source = self.sync.workspace.scratch(gradient, dtype)
+        residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.keep(run, source)
+        slot, reduction = self._begin(run, source, residual, state)
+        sent = Sent(run, gradient, source, slot, reduction, residual, update)
+        if self.mode is not Mode.WARMUP and _is_recordable(update):
+            sent.key = self.sync.workspace.addresses(sent)
+
+        def encode() -> None:
+            if update is not None:
+                with reduction.handle.report.clock("update"):
+                    update.write(self._clipped(sent), source)
+            elif self.mode is Mode.WARMUP:
+                self._as_gradient(source.copy_(gradient))
+            if run.gaps():  # copies of these are sent with the other small ones
+                torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
+            reduction.encode()
+
+        self._submit(sent, encode)
+        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
+            self.sync.workspace.prepare(sent)
+
+    def _send_packed(self) -> None:
+        """Send those that wait, in one operation for each kind of tensor and compressor."""
+        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[Waiting]] = {}
+        for waiting in self._packed:
+            tensor = waiting.bucket.tensor
+            kinds.setdefault((tensor.dtype, tensor.device, waiting.compressor), []).append(waiting)
+        self._packed = []
+        for group in kinds.values():
+            self._send_group(group)
+
+    def _send_group(self, group: Sequence[Waiting]) -> None:
+        run, packed = self.sync.workspace.packed(group)
+        self.packs.add(run.names)
+        residual, state = (None, None) if isinstance(run.compressor, NoCompression) else self.sync.keep(run, packed)
+        slot, reduction = self._begin(run, packed, residual, state, packs=True)
+        places = [(waiting.bucket.tensor, part) for waiting in group for part in waiting.parts]
+        sent = Sent(run, packed, packed, slot, reduction, residual, places=places)
+        if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
+            buckets = [waiting.bucket.tensor.data_ptr() for waiting in group]
+            sent.key = *self.sync.workspace.addresses(sent), *buckets, self._clip, self.updates.scale
+
+        def encode() -> None:
+            torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
+            self._sample(run, packed)
+            if self.updates is not None:
+                self._as_gradient(packed)
+            reduction.encode()
+
+        self._submit(sent, encode)
+
+    def _begin(
+        self, run: Run, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
+    ) -> tuple[Slot, Reduction]:
+        """Number the operation that sends what will be in `source`."""
+        sync, dense = self.sync, self.flushes or isinstance(run.compressor, NoCompression)
+        state = None if dense else state
+        operations = sync.number_operations(source.device)
+        self._check_no_failure(operations)
+        with refusing(operations):
+            slot = sync.workspace.slot(
+                run,
+                source,
+                [operation.channel for operation in operations],
+                has_residual=residual is not None,
+                state=state,
+                algorithm=self._algorithm(run.compressor, source, packs),
+                second=None if dense or packs else sync.second,
+            )
+            self._hold(slot)
+            key = None
+            if slot.request.draws:
+                key = mix_key(self.number, run.seed)
+                if not isinstance(run.compressor.layout(source.numel(), source.dtype), RandomKLayout):
+                    key = mix_key(key, self.rank)  # each rank rounds by draws of its own
+            return slot, Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
+
+    def _submit(self, sent: Sent, encode: Callable[[], None] | None) -> None:
+        """Encode, or replay it, and hand the payload to the wire. `encode` is None if it is known to be recorded."""
+        reduction, recording = sent.reduction, sent.slot.recording
+        self.handles.append(reduction.handle)
+        self.labels.append("small tensors" if sent.places else f"bucket {len(self.marks) + 1}")
+        self._sent.append(sent)
+        try:
+            if reduction.encoded:
+                pass
+            elif encode is not None and (recording is None or sent.key is None or self._samples):
+                encode()
+            elif recording is not None and recording.replay(sent.key):
+                reduction.encode(is_replayed=True)
+            else:
+                assert recording is not None
+                assert encode is not None
+                recording.run(sent.key, encode)
+            reduction.submit()
+        except BaseException as error:
+            reduction.fail(error)  # else who waits for it would wait for ever
+            raise
+
+    def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
+        if not isinstance(compressor, NoCompression):
+            if self.flushes or self.sync.algorithm == "dense":
+                return "dense"
+            return "auto" if packs else self.sync.algorithm
+        # Between two ranks as many bytes go either way, and these in one message; but 16-bit sums would be rounded.
+        return "gather" if self.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
+
+    def _hold(self, slot: Slot) -> None:
+        self.slots.append(slot)
+        self._held += slot.request.plan.cost.memory
+        most = self.sync.max_bytes
+        if most is not None and self._held > most:
+            raise ValueError(
+                f"max_bytes {most:,}, but the payloads of one step, which are held until it ends, need {self._held:,} "
+                f"and more: raise max_bytes or {ENVIRONMENT_VARIABLE}, or compress more"
+            )
+
+    def _check_no_failure(self, operations: Sequence[Operation]) -> None:
+        """If an operation of this step has failed, the others have left: its error, in place of waiting for them."""
+        for sent in self._sent:
+            if sent.reduction.failure is not None:
+                for operation in operations:
+                    operation.refuse(str(sent.reduction.failure))
+                raise copied(sent.reduction.failure) from sent.reduction.failure
+
+    # What an optimizer makes of gradients.
+
+    def _update(self, run: Run, gradient: Tensor) -> Update:
+        assert self.updates is not None
+        moments = [
+            vectors.slice(run.names, run.sizes, gradient.dtype, gradient.device) for vectors in self.updates.moments
+        ]
+        clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
+        return self.updates.rules[run.family].update(run, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
+
+    def _clipped(self, sent: Sent) -> Tensor:
+        """The gradient, times what only the GPU knows, unless the numbers of its update have that in them."""
+        if not isinstance(self._clip, Tensor) or _is_recordable(sent.update):
+            return sent.gradient
+        return sent.gradient.to(self._clip.dtype) * self._clip
+
+    def _as_gradient(self, copy: Tensor) -> Tensor:
+        """Clip a copy of a gradient; if its square would overflow the second moment, make it NaN: the step is void."""
+        assert self.updates is not None
+        if isinstance(self._clip, Tensor) and copy.dtype.itemsize < self._clip.dtype.itemsize:
+            copy.copy_(copy.to(self._clip.dtype).mul_(self._clip))  # else the factor would be rounded to 16 bits
+        elif isinstance(self._clip, Tensor) or self._clip != 1.0:
+            copy.mul_(self._clip)
+        limit = self.updates.scale * torch.finfo(residual_dtype(copy.dtype)).max ** 0.5
+        if copy.numel() and limit < torch.finfo(copy.dtype).max:
+            copy.masked_fill_(torch.linalg.vector_norm(copy, float("inf")) > limit, torch.nan)
+        return copy
+
+    def _sample(self, run: Run, gradient: Tensor) -> None:
+        """Keep samples of the gradients of a run, where the optimizer measures by them."""
+        if self.updates is None or not self.updates.sampled:
+            return
+        for name, part in zip(run.names, gradient.split(list(run.sizes)), strict=True):
+            if name in self.updates.sampled and part.numel():
+                factor = self._clip / self.updates.scale
+                self.samples[str(name)] = _sample(part, self.number, str(name), factor)
+
+    # The end of a step.
+
+    def wait(self) -> None:
+        """Until everything is exchanged; raises what went wrong. Sets `finite`, the same on all ranks."""
+        started = time.perf_counter()
+        for handle in self.handles:
+            handle.wait()
+        self.waited = time.perf_counter() - started
+        if self.mode is not Mode.TORCH:
+            self.finite = all(handle.report.finite for handle in self.handles)
+        elif self.updates is not None:
+            self.finite = all(_is_finite(bucket.tensor) for bucket, _ in self._summed)
+        self._join_streams()
+
+    def _join_streams(self) -> None:
+        """What is queued from now on comes after what was encoded."""
+        for device in {bucket.tensor.device for bucket in self._buckets}:
+            side = self.sync.workspace.side_stream(device)
+            if side is not None:
+                torch.cuda.current_stream(device).wait_stream(side)
+        for sent in self._sent:
+            sent.reduction.join_streams()
+
+    def addresses(self) -> tuple[Hashable, ...] | None:
+        """What applying this step depends on besides parameters; None if it cannot be recorded."""
+        if self.mode is not Mode.UPDATES or self._regrouped or self._summed:
+            return None
+        for sent in self._sent:
+            if sent.slot.recording is None or not sent.slot.request.is_exchanged_at_once:
+                return None
+            if not sent.places and not _is_recordable(sent.update):
+                return None
+        return tuple(self.sync.workspace.addresses(sent) for sent in self._sent)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the averages over the gradients; or NaN, if a rank's gradient was not finite."""
+        if self.finite is False:
+            for bucket in self._buckets:
+                bucket.tensor.fill_(torch.nan)
+            return
+        for sent in self._sent:
+            sent.reduction.apply(sent.gradient, None, sent.gradient)
+        for sent in self._sent:  # not before all runs are applied, in whose gaps they lie
+            if sent.places:
+                averages = sent.gradient.split(list(sent.run.sizes))
+                torch._foreach_copy_([bucket[part.start : part.stop] for bucket, part in sent.places], list(averages))
+        if self._regrouped:
+            parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
+            for bucket in self._regrouped:
+                for name, part in bucket.parts().items():
+                    parts[name].copy_(part)
+
+    @torch.no_grad()
+    def averages(self) -> Iterator[Average]:
+        """Bring residuals and moments up to date, and return the averages, one run after the other."""
+        for bucket, _ in self._summed:
+            run = Run(0, bucket.tensor.numel(), DENSE, None, bucket.names, bucket.sizes)
+            yield Average(run, bucket.tensor, False)
+        for sent in self._sent:
+            if sent.places or self.mode is Mode.WARMUP:
+                out = sent.gradient if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
+                sent.reduction.apply(sent.gradient if sent.places else None, None, out)
+            else:
+                out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
+                sent.reduction.apply(self._clipped(sent), sent.update, out)
+                if sent.residual is not None and sent.run.gaps():  # which belong to others: nothing is owed to them
+                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])
+            yield Average(sent.run, out, sent.update is not None)
+
+    def release(self) -> None:
+        """The step is over: let go of gradients, payloads and copies."""
+        self._sent, self._buckets, self._regrouped, self._summed, self._packed = [], [], [], [], []
+
+    def abandon(self) -> None:
+        """The step will not be applied: wait until the wire has done with its memory."""
+        for handle in self.handles:
+            handle.wait_quietly()
+        self._join_streams()
+        for sent in self._sent:
+            sent.reduction.drop()
+        self.release()
+
+
+def _clip_to(updates: Updates, parts: Sequence[Tensor]) -> float | Tensor:
+    """What a gradient is multiplied by so that its norm is `max_norm` at most; 1 if it is not finite."""
+    assert updates.max_norm is not None
+    # In float64, since the square of a large float32 overflows.
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    if {norm.device for norm in norms} == {norms[0].device} and norms[0].is_cuda:
+        total = torch.linalg.vector_norm(torch.stack(norms)) / updates.scale
+        return torch.where(total.isfinite(), (updates.max_norm / (total + 1e-6)).clamp(max=1.0), 1.0).float()
+    norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / updates.scale
+    return min(1.0, updates.max_norm / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same in whatever buckets
+
+
+def _is_recordable(update: Update | None) -> bool:
+    """Whether what changes from step to step is in the GPU's memory: the update's numbers, if there is one."""
+    return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
+
+
+_SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
+"""One element in so many is sampled, but at least so many of a tensor."""
+
+
+def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> Tensor:
+    """Return some elements of a flat gradient, times `factor`: those that all ranks draw for this step and name."""
+    numel = gradient.numel()
+    count = min(numel, max(_FEWEST_SAMPLES, ceil(numel / _SAMPLED_SHARE)))
+    layout = RandomKLayout(numel, gradient.dtype, count)
+    positions, _ = positions_and_widths(layout, mix_key(step, zlib.crc32(name.encode())), gradient.device)
+    return gradient[positions].to(residual_dtype(gradient.dtype)) * factor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By its sum, which costs one look at the tensor; a sum that overflows says nothing, so then element by element."""
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())

@@ -1,0 +1,477 @@
+"""Synchronizer: averages gradients over ranks, compressed, and owns everything that lasts from step to step.
+
+It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
+buckets, from DDP's hook or from a plain loop, and `step.py` says how one step of them goes.
+
+All buckets of a step count together: residuals change only if every bucket is finite on every rank. If not, `finish`
+makes all gradients of the step NaN on every rank, and nothing else has changed; thinwire's optimizers skip the step.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import Handle, ShardState, all_reduce_compressed
+from ..collectives.all_reduce import check_timeout, refusing
+from ..collectives.groups import channels, check_kind, compressing_ranks, place
+from ..collectives.local import LocalGroup
+from ..collectives.plan import ALGORITHMS, given_max_bytes
+from ..collectives.transport.channel import Channel
+from ..collectives.transport.operation import Operation
+from ..compressors import Compressor, format_spec
+from ..compressors import compressor as parsed
+from . import checkpoint
+from .assignment import Adaptive, Assignment, Auto
+from .auto import GRADIENTS, Choice, updates
+from .buckets import Bucket, Run, flatten, group_parameters
+from .owners import Owners
+from .policy import Policy, Spec
+from .residuals import NamedVectors
+from .statistics import SyncStats
+from .step import Mode, Step, Updates
+from .workspace import Workspace
+
+_log = logging.getLogger("thinwire")
+
+SKIPPED_IN_A_ROW = 20
+"""Steps; when more are skipped, something is wrong."""
+
+
+class Synchronizer:
+    """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
+
+    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, a `Policy`, "default": that of
+                     `default_compressor`, or "auto": the first steps are sent by each candidate in turn, and what was
+                     quickest goes on; `choice` says what and why.
+    group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
+    algorithm        "gather", "sharded", "dense" or "auto". Small tensors take what sends the least, or "dense".
+    second           what owners compress sums with, for "sharded"; by default more entries and more bits.
+    error_feedback   False: what is not sent is lost.
+    grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
+    max_bytes        an error if the payloads of one step, which are held until it ends, need more memory; by default
+                     THINWIRE_MAX_BYTES, or no limit.
+    timeout          seconds for one exchange; by default that of the group.
+    families         for optimizers, which send something else than gradients: the number of the parameter group of
+                     every parameter. Parameters of different ones are never compressed together.
+
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layer = torch.nn.Linear(100, 100)
+    >>> layer(torch.arange(100.0)).sum().backward()
+    >>> sync = Synchronizer("topk:ratio=1/100")
+    >>> sync.all_reduce_gradients(layer.named_parameters())
+    >>> int(layer.weight.grad.count_nonzero())  # of 10,000
+    101
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        compressor: Spec | Policy,
+        *,
+        group: Any = None,
+        algorithm: str = "auto",
+        second: Spec | None = None,
+        error_feedback: bool = True,
+        grad_scaler: Any = None,
+        max_bytes: int | None = None,
+        timeout: float | timedelta | None = None,
+        families: Mapping[str, int] | None = None,
+    ) -> None:
+        self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
+        known = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
+        if self.policy.by_ranks and (isinstance(group, LocalGroup) or known):
+            self.policy = self.policy.for_ranks(compressing_ranks(group))
+        if error_feedback and families is None:
+            self.policy.check_order()
+        if self.policy.adapt_every and not error_feedback:
+            raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        self._timeout_seconds = check_timeout(timeout)
+        check_kind(group)
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
+        self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
+        self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
+        self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
+        self._families = families
+        self.entries: dict[str, int] | None = None
+        """Of every parameter, by name; known from the first step on, or beforehand."""
+        self.wanted_layout: list[tuple[str, ...]] = []
+        """The buckets that the next step is to have, if it can.
+
+        DDP puts its buckets together anew after its first step, and other buckets are other bits. So that a run which
+        goes on from a checkpoint, whose DDP begins anew, has the same bits as one that never stopped, its first step
+        has the buckets of the run that was saved; and the second step of any run has the buckets of its first.
+        """
+        self.layout: list[tuple[str, ...]] = []
+        """The buckets of the last step that counted."""
+        self._vectors, self._owners = NamedVectors(), Owners()
+        self._assignment: Assignment | None = None
+        self._scale = 1.0
+        """What the loss was multiplied by when residuals were last changed."""
+        self.stats = SyncStats()
+        self._warned_of_skipped = False
+        self.finite: bool | None = None
+        """Whether the last step was finite on all ranks; None if nobody looked, as when nothing is compressed."""
+        self._step: Step | None = None
+        """The one under way."""
+        self.last_step: Step | None = None
+        self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
+        self.workspace = Workspace(group)
+        self._fresh, self._loaded = True, False
+        """Before the first step, and nothing was loaded."""
+        self._unchecked: dict[str, int] | None = None
+        """Entries of the model of a checkpoint, until a model is there to be compared."""
+
+    # What a caller sees.
+
+    def all_reduce_gradients(self, named_parameters: "nn.Module | Iterable[tuple[str, nn.Parameter]]") -> None:
+        """Average `.grad` of all parameters over ranks, in place: after backward, before `optimizer.step()`.
+
+        A parameter without a gradient counts as zero. Afterwards gradients are views of larger tensors.
+        """
+        if isinstance(named_parameters, nn.Module):
+            named_parameters = named_parameters.named_parameters()
+        everything = list(named_parameters)
+        if not any(p.requires_grad for _, p in everything):
+            return
+        for bucket, first, last in self.buckets_of(everything):
+            self.add_bucket(bucket, first=first, last=last)
+        self.finish()
+
+    @property
+    def steps(self) -> int:
+        """Steps that counted: not those that were skipped."""
+        return self.stats.steps
+
+    @property
+    def choice(self) -> Choice | None:
+        """What "auto" has chosen, for each bucket, and why; None until then, and for other compressors."""
+        return None if self._assignment is None else self._assignment.choice
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which compressor each parameter has; made once the number of ranks is known."""
+        if self._assignment is None:
+            if self.policy.auto:
+                candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
+                self._assignment = Auto(self.policy, self._families, candidates)
+            else:
+                kind = Adaptive if self.policy.adapt_every else Assignment
+                self._assignment = kind(self.policy, self._families)
+        self._assignment.sizes = self.entries or {}
+        return self._assignment
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What this rank has not sent so far, by parameter: flat views."""
+        return self._vectors.named()
+
+    def residual_norm(self) -> float:
+        """Of all that this rank has not sent. If it grows without end, too little is sent."""
+        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: every rank saves its own. Tensors are not copied."""
+        return {
+            "format": checkpoint.FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "policy": self.policy.describe(),
+            "options": self._options(),
+            "steps": self.stats.steps,
+            "scale": self._scale,
+            "entries": dict(self.entries or {}),
+            "layout": [list(names) for names in self.layout],
+            "residuals": self.residuals,
+            "owners": self._owners.state_dict(),
+            "compressor": None if self.policy.auto else format_spec(self.policy.final),
+            **self.assignment.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint: the state of this rank, or those of all ranks, in a list.
+
+        With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
+        """
+        self.drop()
+        choice = checkpoint.choose(state, self.rank, self.world_size)
+        saved = choice.alike
+        checkpoint.check_same("policy", saved["policy"], self.policy.describe())
+        options, here = saved["options"], self._options()
+        checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
+        checkpoint.check_model(saved["entries"], self.entries)
+        for taken in choice.taken:
+            checkpoint.check_lengths(taken)
+        owners = Owners()
+        if choice.same_world and options == here:
+            vectors = checkpoint.merge(choice, [saved["residuals"]])
+            owners.load_state_dict(saved["owners"])
+        else:
+            vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
+        self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
+        self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
+        self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
+        self._fresh, self._loaded = not self.layout, True
+        self._unchecked = dict(saved["entries"]) if self.entries is None else None
+        self.assignment.load_state_dict(saved, same_world=choice.same_world)
+
+    def _options(self) -> dict[str, Any]:
+        second = None if self.second is None else format_spec(self.second)
+        return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
+
+    # What integrations use.
+
+    def know(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The model's parameters, frozen ones too; ValueError if they do not fit the policy or a checkpoint."""
+        if self.entries is not None:
+            return
+        entries = {name: parameter.numel() for name, parameter in named}
+        self.policy.check_patterns(entries.keys())
+        if self._unchecked is not None:
+            checkpoint.check_model(self._unchecked, entries)
+        self.entries, self._unchecked = entries, None
+
+    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
+        """Send one bucket of a step. After the last one call `finish`."""
+        if first:
+            self.begin(bucket.tensor.device)
+        self.send(bucket, last=last)
+
+    def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
+        """Begin a step. An optimizer says what it sends in place of gradients."""
+        self.drop()
+        if self.policy.by_ranks and self.policy.ranks is None:
+            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
+            self._assignment = None
+        if self._loaded:
+            self._compare_steps(device)
+        self._follow_scale()
+        number = self.stats.steps
+        flushes = self.assignment.begin(self, number, device)
+        passes_on = (
+            (updates is None or (self.policy.auto and device.type == "cpu"))
+            and self.assignment.is_dense(number)
+            and (self.group is None or isinstance(self.group, dist.ProcessGroup))
+        )
+        self.workspace.forget_moved(self._vectors, updates)
+        mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
+        collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
+        self._step = Step(
+            self, number, Mode.TORCH if passes_on else mode, updates, collects, flushes, *place(self.group)
+        )
+        return self._step
+
+    def send(self, bucket: Bucket, *, last: bool) -> None:
+        """Send one bucket of the step that was begun."""
+        step = self._step
+        assert step is not None
+        try:
+            self._check(bucket)
+            step.add(bucket, last=last)
+        except BaseException:
+            self.drop()
+            raise
+
+    def finish(self) -> None:
+        """Wait for the step, and write the averages over the gradients; raises what went wrong.
+
+        If a rank's gradient was not finite, they are NaN on every rank, and nothing else has changed.
+        """
+        step = self.collect()
+        step.write()
+        self.count(step)
+
+    def collect(self) -> Step:
+        """Wait until everything of the step is exchanged; raises what went wrong. Nothing has changed so far."""
+        step, self._step = self._step, None
+        if step is None or not step.closed:
+            raise RuntimeError("no step to finish: its buckets have not come")
+        try:
+            step.wait()
+        except Exception:
+            step.abandon()
+            raise
+        except BaseException:  # Ctrl-C: the wire may go on with what it has, and nobody else with its memory
+            self.workspace.clear()
+            raise
+        return step
+
+    def count(self, step: Step) -> None:
+        """The step is over: applied, or skipped. Here alone steps are counted."""
+        self.stats.add(step)
+        if step.finite is not False:
+            self.entries, self.layout = {**(self.entries or {}), **step.entries}, step.layout
+            self.wanted_layout = self.layout if self._fresh and not step.passes_on else []
+            self._fresh = False
+        self._warn_of_skipped()
+        self.finite, self.last_step = step.finite, step
+        step.release()
+        self.workspace.keep_used(step)
+        if step.finite is not False:
+            self.assignment.ended(step)
+            if step.flushes:
+                self._forget(step.entries)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether all buckets of a step were sent, and it was not finished so far."""
+        return self._step is not None and self._step.closed
+
+    @property
+    def pending_names(self) -> Collection[str]:
+        """The parameters whose gradients were sent in the step under way."""
+        return () if self._step is None else self._step.entries
+
+    def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
+        """Gradients without DDP, as (bucket, whether it is the first, whether it is the last).
+
+        ValueError for what cannot be sent; the other ranks, who wait for this one, get to know why.
+        """
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        try:
+            groups = group_parameters(trained)
+            self.know(named)
+        except ValueError as error:
+            with suppress(ValueError), refusing(self.number_operations(trained[0][1].device)):
+                raise error
+            raise
+        for index, group in enumerate(groups):
+            yield flatten(group), index == 0, index == len(groups) - 1
+
+    def drop(self) -> None:
+        """Forget a step that was begun and not finished."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.abandon()
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them.
+
+        Sums are sent on by the same compressor.
+        """
+        handles: list[Handle] = []
+        started = time.perf_counter()
+        for tensor in tensors:
+            handles.append(
+                all_reduce_compressed(
+                    tensor,
+                    compressor,
+                    op=dist.ReduceOp.AVG,
+                    group=self.group,
+                    async_op=True,
+                    timeout=self.timeout,
+                    second=compressor,
+                )
+            )
+        for handle in handles:
+            handle.wait()
+        self.stats.add_averages(handles, started)
+
+    @property
+    def rank(self) -> int:
+        return place(self.group)[0]
+
+    @property
+    def world_size(self) -> int:
+        return place(self.group)[1]
+
+    def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What this rank owes to these parameters, which owe nothing then: whoever takes it must deliver it."""
+        self.fold_owners()
+        taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
+        self._forget(taken)
+        return taken
+
+    def owes(self, name: str) -> bool:
+        """Whether this rank has a residual for a parameter."""
+        return name in self._vectors
+
+    def fold_owners(self) -> None:
+        """What this rank owes as an owner becomes its own to send."""
+        self._owners.fold(self._vectors)
+
+    def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Where what is not sent of a run is kept: by this rank, and by this rank as an owner."""
+        if not self.error_feedback or not run.compressor.contracts:
+            return None, None
+        state = self._owners.state(run, self._vectors)
+        return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
+
+    def number_operations(self, device: torch.device) -> list[Operation]:
+        """The next ones on the group's channels."""
+        operations = [Operation(channel) for channel in self.channels_of(device)]
+        for operation in operations:
+            operation.limit(self._timeout_seconds)
+        return operations
+
+    def channels_of(self, device: torch.device) -> list[Channel]:
+        """Return those of the group, which are looked up once for each default group of torch."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = self._channels.get(device)
+        if found is None or found[0] is not world:
+            found = self._channels[device] = world, channels(self.group, device)
+        return found[1]
+
+    # From step to step.
+
+    def _compare_steps(self, device: torch.device) -> None:
+        """ValueError on all ranks if they go on from checkpoints of different steps."""
+        steps = torch.zeros(self.world_size, dtype=torch.float64, device=device)
+        steps[self.rank] = self.stats.steps
+        all_reduce_compressed(steps, "none", group=self.group, timeout=self.timeout)
+        if len(set(steps.tolist())) > 1:
+            listed = ", ".join(f"rank {rank} at {int(step)}" for rank, step in enumerate(steps.tolist()))
+            raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")
+        self._loaded = False
+
+    def _warn_of_skipped(self) -> None:
+        """Say once that training stands still. A GradScaler that looks for its scale skips steps, but not so many."""
+        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            warnings.warn(
+                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
+                "too large to be squared, on some rank: training stands still. Look for a loss that is NaN or Inf; try "
+                "a lower learning rate, or max_grad_norm",
+                stacklevel=4,
+            )
+
+    def _check(self, bucket: Bucket) -> None:
+        if self.entries is None:
+            return
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            known = self.entries.get(name)
+            if known is not None and known != size:
+                raise ValueError(
+                    f"parameter {name!r} has {size} entries, it had {known} before: a synchronizer is for one model"
+                )
+
+    def _follow_scale(self) -> None:
+        """Let residuals of gradients follow the scale of the loss; those of updates have none."""
+        enabled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        scale = float(self.grad_scaler.get_scale()) if enabled else 1.0
+        if scale != self._scale:
+            self._vectors.scale(scale / self._scale, self._is_gradient)
+            self._owners.scale(scale / self._scale, self._is_gradient)
+        self._scale = scale
+
+    def _is_gradient(self, name: str) -> bool:
+        return self._families is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
+
+    def _forget(self, names: Collection[str]) -> None:
+        """Free the residuals of parameters that owe nothing."""
+        left = {name: part for name, part in self._vectors.named().items() if name not in names}
+        self.fold_owners()
+        self._vectors = NamedVectors()
+        self._vectors.load(left)

@@ -1,0 +1,236 @@
+"""The first steps under `compressor="auto"`: each candidate sends some of them, and is timed.
+
+    step     0 1 | 2 3 4 5 | 6 7 8 9 | ...                        two steps in which DDP puts its buckets together
+    sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
+
+A turn's first step is not timed: it makes plans, and may compile kernels. A step's time is that from its first bucket
+to the first bucket of the next step, so it holds everything: waiting, encoding beside the backward pass, and what the
+optimizer does. It is the median of a turn that counts; of two turns the quicker for dense, and the slower for others.
+So a moment in which the machine or the network was slow may cost a gain, but seldom makes a training slower than dense.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from math import nan
+from statistics import median
+from typing import Any
+
+from ..compressors import Compressor, format_spec
+from ..compressors import compressor as parsed
+from .auto import BucketTimes, Choice, Measured, confirm, decide
+from .step import Step
+
+BEFORE = 2
+"""Steps after which DDP has put its buckets together."""
+TURNS, STEPS = 2, 4
+"""Turns of each candidate, and steps of a turn."""
+
+
+def schedule(candidates: Sequence[Compressor]) -> list[int]:
+    """The candidate of each step of the trials. What is sparse comes last: once updates are sent, going back costs.
+
+    >>> from thinwire.sync.auto import updates
+    >>> "".join(map(str, schedule(updates(2))))
+    '000011110000111122222222'
+    """
+    dense = [number for number, one in enumerate(candidates) if not one.sparse]
+    sparse = [number for number, one in enumerate(candidates) if one.sparse]
+    return [number for order in (dense, sparse) for _ in range(TURNS) for number in order for _ in range(STEPS)]
+
+
+class Trials:
+    """Which compressor a step tries, what was measured, and in the end the choice.
+
+    start     the step with which trials begin.
+    previous  what compresses until then, by parameter; dense where it says nothing.
+    """
+
+    def __init__(self, candidates: Sequence[Compressor], start: int) -> None:
+        self.candidates, self._schedule = tuple(candidates), schedule(candidates)
+        self.choice: Choice | None = None
+        """Once it has been made."""
+        self._begin_at(max(BEFORE, start), {})
+
+    def _begin_at(self, start: int, previous: Mapping[str, Compressor]) -> None:
+        self._start, self._previous = start, dict(previous)
+        self._measured: Measured | None = None
+        self._mixture: Choice | None = None
+        """Which is being tried after all others."""
+        self._steps: dict[int, list[list[float]]] = {}
+        """Seconds by candidate, in each turn; the mixture has the number after the last."""
+        self._held: dict[tuple[str, ...], dict[int, list[float]]] = {}
+        self._ready: dict[tuple[str, ...], list[float]] = {}
+        self._open: tuple[int, float] | None = None
+        """Step under way, and when it began."""
+        self._uniform: dict[str, Compressor] = {}
+
+    def again(self, step: int, names: Collection[str]) -> None:
+        """Measure anew, as for another number of ranks. One step goes on as before: who must prepare can do it then."""
+        assigned = self.assigned(step, names)
+        self.choice = None
+        self._begin_at(step + 1, assigned)
+
+    @property
+    def end(self) -> int:
+        """The step with which trials are over."""
+        return self._start + len(self._schedule) + (STEPS if self._mixture is not None else 0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a choice is to be made before this step."""
+        return self.choice is None and step >= self.end
+
+    def assigned(self, step: int, names: Collection[str]) -> dict[str, Compressor]:
+        """The compressor of each of these parameters at a step; the same object as long as nothing changes."""
+        if self.choice is not None:
+            return self.choice.compressors
+        number = self._candidate(step)
+        if number is None:
+            return self._previous
+        if number == len(self.candidates):
+            assert self._mixture is not None
+            return self._mixture.compressors
+        if len(self._uniform) != len(names) or next(iter(self._uniform.values()), None) is not self.candidates[number]:
+            self._uniform = dict.fromkeys(names, self.candidates[number])
+        return self._uniform
+
+    def tries_gradients(self, step: int) -> bool:
+        """Whether an optimizer sends gradients, not updates, at this step, because something that is not sparse is
+        tried: going from gradients to updates is easy, and back is not."""
+        number = None if self.choice is not None else self._candidate(step)
+        return number is not None and number < len(self.candidates) and not self.candidates[number].sparse
+
+    def is_timed(self, step: int) -> bool:
+        """Whether a time begins or ends with this step."""
+        return self.choice is None and step > self._start
+
+    def begins(self, step: int) -> None:
+        """The first bucket of a step is there."""
+        now = time.perf_counter()
+        if self._open is not None and step == self._open[0] + 1:  # and it was not skipped
+            self._add_step(self._open[0], now - self._open[1])
+        self._open = (step, now) if self.choice is None else None
+
+    def ended(self, step: Step) -> None:
+        """All buckets of a step have been exchanged."""
+        number = None if self.choice is not None else self._candidate(step.number)
+        if number is None or number == len(self.candidates) or self._is_first(step.number):
+            return
+        if step.passes_on and any(handle.ended is None for handle in step.handles):
+            return  # somebody asked too early
+        began, busy, until = step.marks[0][1], 0.0, 0.0
+        for _, issued, first, last in step.marks:
+            end = max(_end_of(step, first, last) or issued, until)
+            busy, until = busy + max(0.0, end - max(issued, until)), end
+        # Buckets share the link while they are under way together, so each is taken to have held it for its bytes.
+        sent = [sum(one.report.bytes_sent for one in step.handles[a:b]) for _, _, a, b in step.marks]
+        for (names, issued, _, _), mine in zip(step.marks, sent, strict=True):
+            self._held.setdefault(names, {}).setdefault(number, []).append(busy * mine / max(1, sum(sent)))
+            self._ready.setdefault(names, []).append(issued - began)
+
+    def numbers(self, layout: Sequence[tuple[str, ...]]) -> list[float]:
+        """What this rank measured, to be averaged over ranks; NaN for what it did not."""
+        if self._mixture is not None:
+            return [self._step_seconds(len(self.candidates))]
+        found = [self._step_seconds(number) for number in range(len(self.candidates))]
+        for names in layout:
+            held = self._held.get(names, {})
+            found.append(median(self._ready.get(names, [nan])))
+            found += [median(held.get(number, [nan])) for number in range(len(self.candidates))]
+        return found
+
+    def decide(self, averages: Sequence[float], layout: Sequence[tuple[str, ...]]) -> None:
+        """Make the choice, or try a mixture first. `averages` are the means over ranks of `numbers`."""
+        if self._mixture is not None:
+            assert self._measured is not None
+            self.choice = confirm(self._mixture, self._measured, averages[0])
+            return
+        count = len(self.candidates)
+        rows = [averages[count + (count + 1) * row :][: count + 1] for row in range(len(layout))]
+        self._measured = Measured(
+            tuple(map(format_spec, self.candidates)),
+            tuple(averages[:count]),
+            tuple(BucketTimes(names, row[0], tuple(row[1:])) for names, row in zip(layout, rows, strict=True)),
+        )
+        made = decide(self._measured)
+        if made.is_mixed:
+            self._mixture = made
+        else:
+            self.choice = made
+
+    def settle(self, reason: str) -> None:
+        """Dense, without measuring."""
+        self.choice = Choice(tuple(map(format_spec, self.candidates)), (), reason, ())
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured so far goes along, so that a run which goes on from the middle of its trials ends them."""
+        return {
+            "start": self._start,
+            "previous": {name: format_spec(one) for name, one in self._previous.items()},
+            "choice": None if self.choice is None else self.choice.record(),
+            "mixture": None if self._mixture is None else self._mixture.record(),
+            "measured": None if self._measured is None else _record(self._measured),
+            "steps": {number: [list(turn) for turn in turns] for number, turns in self._steps.items()},
+            "held": [[list(names), dict(held)] for names, held in self._held.items()],
+            "ready": [[list(names), list(ready)] for names, ready in self._ready.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._begin_at(int(state["start"]), {name: parsed(spec) for name, spec in state["previous"].items()})
+        self.choice = None if state["choice"] is None else Choice.of_record(state["choice"])
+        self._mixture = None if state["mixture"] is None else Choice.of_record(state["mixture"])
+        self._measured = None if state["measured"] is None else _of_record(state["measured"])
+        self._steps = {int(number): [list(turn) for turn in turns] for number, turns in state["steps"].items()}
+        self._held = {tuple(names): {int(n): list(s) for n, s in held.items()} for names, held in state["held"]}
+        self._ready = {tuple(names): list(ready) for names, ready in state["ready"]}
+
+    # Where a step is.
+
+    def _candidate(self, step: int) -> int | None:
+        place = step - self._start
+        if place < 0:
+            return None
+        return self._schedule[place] if place < len(self._schedule) else len(self.candidates)
+
+    def _is_first(self, step: int) -> bool:
+        """Of a turn."""
+        return (step - self._start) % STEPS == 0
+
+    def _add_step(self, step: int, seconds: float) -> None:
+        number = self._candidate(step)
+        if number is None:
+            return
+        turns = self._steps.setdefault(number, [])
+        if self._is_first(step):
+            turns.append([])
+        elif turns:
+            turns[-1].append(seconds)
+
+    def _step_seconds(self, number: int) -> float:
+        medians = [median(turn) for turn in self._steps.get(number, []) if turn]
+        return (max(medians) if number else min(medians)) if medians else nan
+
+
+def _end_of(step: Step, first: int, last: int) -> float | None:
+    """When the bucket with these operations had been exchanged; what comes then waits for the others."""
+    handles = step.handles[first:last]
+    if step.passes_on:
+        return max((handle.ended or 0.0 for handle in handles), default=None)
+    return max(
+        (stop for one in handles for phase, _, stop in one.report.spans if phase in ("encode", "exchange")),
+        default=None,
+    )
+
+
+def _record(measured: Measured) -> dict[str, Any]:
+    return {
+        "candidates": list(measured.candidates),
+        "step_seconds": list(measured.step_seconds),
+        "buckets": [[list(one.names), one.ready, list(one.held)] for one in measured.buckets],
+    }
+
+
+def _of_record(record: Mapping[str, Any]) -> Measured:
+    buckets = (BucketTimes(tuple(names), ready, tuple(held)) for names, ready, held in record["buckets"])
+    return Measured(tuple(record["candidates"]), tuple(record["step_seconds"]), tuple(buckets))

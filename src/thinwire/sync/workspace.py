@@ -1,0 +1,171 @@
+"""What is prepared once and used at every step: plans of exchanges, memory, streams and recordings.
+
+Nothing in here is part of a checkpoint: it can be dropped at any moment, and is then made anew.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import kernels
+from ..collectives import ShardState
+from ..collectives.algorithms.stage import Buffers
+from ..collectives.local import LocalGroup
+from ..collectives.request import Request, make_request
+from ..collectives.transport.channel import Channel
+from ..compressors import Compressor
+from ..kernels.recording import Recording
+from ..kernels.updates import AdamUpdate
+from .buckets import Run
+from .residuals import NamedVectors
+
+if TYPE_CHECKING:
+    from .step import Sent, Step, Updates, Waiting
+
+_NO_LIMIT = 1 << 62
+"""For one operation: all are held until the step ends, so cutting one into segments would save nothing."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a run is sent by."""
+
+    run: Run
+    request: Request
+    buffers: Buffers
+    recording: Recording | None
+    """Of what makes the payload, on a GPU."""
+
+
+class Workspace:
+    """Of one synchronizer."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pool: Any = None
+        """Of the memory of recordings."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        """The beginning of the same memory, by how many elements."""
+        self._packs: dict[tuple[str | None, ...], tuple[Run, Tensor]] = {}
+        """Small parameters that are sent together, by their names: the run, and memory for copies."""
+        self._prepared: dict[int, Sent] = {}
+        """Runs as they were sent at the last step, by the identity of the run."""
+        self._prepared_for: tuple[Hashable, ...] = ()
+        """Where everything was by then that a run is made of."""
+
+    def keep_used(self, step: "Step") -> None:
+        """Let go of what this step has not used, as after DDP has put its buckets together anew."""
+        used = {id(slot) for slot in step.slots}
+        self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
+        self._prepared = {key: sent for key, sent in self._prepared.items() if id(sent.slot) in used}
+        self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
+
+    def prepare(self, sent: "Sent") -> None:
+        """Remember how a run was sent: at the next step, all that need be done is to replay it."""
+        if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
+            self._prepared[id(sent.run)] = sent  # which keeps the run, so that no other has its identity
+
+    def prepared(self, run: Run, bucket: Tensor, channels: Sequence[Channel]) -> "Sent | None":
+        """Return how a run was sent at the last step, if its gradient, and all that it is made of, is where it was."""
+        sent = self._prepared.get(id(run))
+        if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
+            return None
+        if sent.gradient.data_ptr() != bucket.data_ptr() + run.start * bucket.itemsize:
+            return None
+        return sent if sent.slot.request.channels == channels else None
+
+    def forget_moved(self, residuals: NamedVectors, updates: "Updates | None") -> None:
+        """If a residual, a moment or a number has moved, nothing is prepared any more."""
+        where: list[Hashable] = [residuals.generation]
+        if updates is not None:
+            where += [moment.generation for moment in updates.moments]
+            where.append(None if updates.numbers is None else updates.numbers.data_ptr())
+        if tuple(where) != self._prepared_for:
+            self._prepared, self._prepared_for = {}, tuple(where)
+
+    def slot(
+        self,
+        run: Run,
+        source: Tensor,
+        channels: Sequence[Channel],
+        *,
+        has_residual: bool,
+        state: ShardState | None,
+        algorithm: str,
+        second: Compressor | None,
+    ) -> Slot:
+        """What a run is sent by: made when it is first seen."""
+        key = (id(run), source.dtype, has_residual, state is not None, algorithm)
+        slot = self._slots.get(key)
+        if slot is None or slot.request.channels != channels:
+            request = make_request(
+                channels, source, run.compressor, op=dist.ReduceOp.AVG, algorithm=algorithm, second=second,
+                has_residual=has_residual, state=state, max_bytes=_NO_LIMIT,
+            )  # fmt: skip
+            slot = self._slots[key] = Slot(run, request, Buffers(), self._recording(run.compressor, source, channels))
+        return slot
+
+    def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
+        """For what can be recorded: not what draws, by a key that changes, nor what waits for a node's other ranks."""
+        if not source.is_cuda or compressor.draws or len(channels) > 1:
+            return None
+        layout = compressor.layout(source.numel(), source.dtype)
+        return self.new_recording() if kernels.is_recordable(layout, source.device) else None
+
+    def new_recording(self) -> Recording:
+        """Return one that shares its memory with all others in here: they run one after the other."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return Recording(self._pool)
+
+    def addresses(self, sent: "Sent") -> tuple[Hashable, ...]:
+        """Where everything is that sending and applying a run reads and writes; its payloads belong to its slot."""
+        update, residual = sent.update, sent.residual
+        made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
+        if isinstance(update, AdamUpdate) and update.on_device is not None:
+            made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
+            made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
+        return tuple(made)
+
+    def packed(self, group: "Sequence[Waiting]") -> tuple[Run, Tensor]:
+        """Return the run of small parameters that are sent together, and memory for them: the same at every step."""
+        places = tuple(part for waiting in group for part in waiting.parts)
+        like, compressor = group[0].bucket.tensor, group[0].compressor
+        names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
+        run, kept = self._packs.get(names, (None, like))
+        if run is None or (run.sizes, run.compressor, kept.dtype) != (sizes, compressor, like.dtype):
+            run = Run(0, sum(sizes), compressor, None, names, sizes)
+            kept = torch.empty(run.stop, dtype=like.dtype, device=like.device)
+            self._packs[names] = run, kept
+        return run, kept
+
+    def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of as many elements, for what is used before the next one asks."""
+        numel, device = like.numel(), like.device
+        views = self._scratch.setdefault((dtype, device), {})
+        if numel not in views:
+            whole = views[max(views)] if views else None
+            if whole is None or whole.numel() < numel:
+                views.clear()
+                self._prepared = {}
+                whole = torch.empty(numel, dtype=dtype, device=device)
+            views[numel] = whole[:numel]
+        return views[numel]
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On which buckets are encoded while backward goes on; None on a CPU, and where ranks take turns on one GPU."""
+        if device.type != "cuda" or isinstance(self._group, LocalGroup):
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]

@@ -1,0 +1,1 @@
+"""The commands: they use the library, and the library does not use them."""

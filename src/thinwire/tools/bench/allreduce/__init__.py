@@ -1,0 +1,86 @@
+"""`thinwire bench allreduce`: bytes and time of `all_reduce_compressed` between processes here, and bytes at any scale.
+
+bytes        what every rank sends, as the operation reports it and as the loopback interface counts it, beside the
+             formula that the choice of an algorithm rests on
+time         the whole operation beside its parts, compress, exchange and decompress, each measured alone in turns
+simulation   bytes, messages and memory from the formulas, for worlds that do not fit on a desk
+
+A count of bytes that is off its formula ends in exit code 1. Times are told, never judged: the machine may be busy.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from thinwire.tools.bench.progress import Progress
+from thinwire.tools.record import Writer, conditions
+
+Part = Literal["bytes", "time", "simulation"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bytes and time of compressed all-reduces between processes on this machine, and bytes at any scale."""
+
+    spec: str = "topk:ratio=1/64,bits=2"
+    """The compressor."""
+    parts: Annotated[tuple[Part, ...], arg(metavar="PART ...")] = ("bytes", "time", "simulation")
+    """What to do: bytes, time, simulation."""
+    worlds: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (2, 4, 8)
+    """Numbers of ranks to count bytes for."""
+    bytes_size: str = "4M"
+    """Entries of the float32 tensor whose bytes are counted: 1e6, 25_000_000 or 25M."""
+    size: str = "25M"
+    """Entries of the float32 tensor that is timed and simulated."""
+    ranks: int = 4
+    """Number of ranks to time."""
+    repeats: int = 15
+    """Samples of each time."""
+    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Write JSON lines to this file: the conditions, then the rows."""
+
+
+def run(options: Options) -> int:
+    """Measure, simulate and print the tables; 1 if bytes are off their formula, or a worker failed."""
+    # These load torch, for which help and wrong options should not wait.
+    from thinwire.tools.workers import WorkerError, Workers
+
+    from .settings import settings
+    from .simulated import simulate
+    from .table import print_bytes, print_simulation, print_times
+    from .timed import ratio_of, time_all
+    from .traffic import count_all
+
+    given = settings(options)
+    under = conditions(spec=options.spec, workers=given.workers, worker_threads=1, repeats=options.repeats)
+    counted, timed = [], []
+    try:
+        with Writer(options.out) as writer, Workers(given.workers) as workers, Progress(given.steps) as progress:
+            writer.write(under)
+            for counts in count_all(given, workers, progress):
+                writer.write(counts.record())
+                counted.append(counts)
+            for timing in time_all(given, workers, progress):
+                writer.write(timing.record())
+                timed.append(timing)
+            ratio = ratio_of(timed) if timed else None
+            if ratio is not None:
+                writer.write(ratio.record())
+            simulated = list(simulate(given))
+            for row in simulated:
+                writer.write(row.record())
+    except WorkerError as error:
+        print(f"thinwire bench allreduce: FAILED, {error}", file=sys.stderr)
+        return 1
+    print("thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, {spec}, {date}".format(**under))
+    print_bytes(counted)
+    if ratio is not None:
+        print_times(timed, ratio)
+    print_simulation(simulated)
+    faults = [counts.fault for counts in counted if counts.fault]
+    for fault in faults:
+        print(f"thinwire bench allreduce: FAILED, {fault}", file=sys.stderr)
+    return 1 if faults else 0

@@ -1,0 +1,105 @@
+"""Gradients of simulated ranks, which all have the same weights: one model serves them all.
+
+On a GPU a small model is bound by the launches of its kernels, once for every rank. So the samples of all ranks go
+through the model in one pass where `torch.func.vmap` can keep their gradients apart, and the launches are recorded in
+a CUDA graph, which is replayed at every step. Whatever the way, row r of `flat` is what rank r would have computed.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from thinwire.sync.buckets import Bucket
+from thinwire.tools.train.models.gpt import GPT
+
+_LONGEST_CONTEXT = 256
+"""Attention under vmap is made of plain matrix products, whose memory grows with the square of the context."""
+_FIRST_PASSES = 3
+"""Made before a CUDA graph is recorded, as torch asks for."""
+
+
+class Gradients:
+    """The gradients of all ranks at a step.
+
+    model   whose weights are those of every rank; they may change in place.
+    ranks   how many.
+    bf16    let the model compute in bfloat16 (autocast).
+    """
+
+    def __init__(self, model: nn.Module, ranks: int, *, bf16: bool) -> None:
+        self._model, self._ranks, self._bf16 = model, ranks, bf16
+        self._named = list(reversed(list(model.named_parameters())))
+        self.names = tuple(name for name, _ in self._named)
+        self.sizes = tuple(parameter.numel() for _, parameter in self._named)
+        first = self._named[0][1]
+        self.flat = torch.zeros(ranks, sum(self.sizes), dtype=first.dtype, device=first.device)
+        self._batch: tuple[Tensor, Tensor] | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._passes = 0
+
+    def bucket(self, rank: int) -> Bucket:
+        """Return the flat gradient of a rank, as DDP hands it to a hook."""
+        return Bucket(self.flat[rank], self.names, self.sizes)
+
+    def compute(self, batch: Sequence[Tensor]) -> None:
+        """Fill `flat` from the samples of all ranks, rank after rank.
+
+        The first calls must come from one thread: torch makes handles of CUDA's libraries for every thread, which it
+        cannot do while a graph is recorded.
+        """
+        inputs, targets = (part.unflatten(0, (self._ranks, -1)) for part in batch)
+        if not self.flat.is_cuda:
+            return self._fill(inputs.to(self.flat.device), targets.to(self.flat.device))
+        if self._batch is None:
+            self._batch = inputs.to(self.flat.device), targets.to(self.flat.device)
+        for kept, part in zip(self._batch, (inputs, targets), strict=True):
+            kept.copy_(part, non_blocking=True)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._passes < _FIRST_PASSES:
+            self._passes += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._fill(*self._batch)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._fill(*self._batch)
+            self._graph = graph
+            graph.replay()
+
+    def _fill(self, inputs: Tensor, targets: Tensor) -> None:
+        if self._ranks > 1 and isinstance(self._model, GPT) and inputs.shape[-1] <= _LONGEST_CONTEXT:
+            self._fill_at_once(inputs, targets)
+        else:
+            for row, some, wanted in zip(self.flat, inputs, targets, strict=True):
+                with self._precision():
+                    loss = _loss(self._model(some), wanted)
+                found = torch.autograd.grad(loss, [parameter for _, parameter in self._named])
+                torch.cat([each.reshape(-1) for each in found], out=row)
+
+    def _fill_at_once(self, inputs: Tensor, targets: Tensor) -> None:
+        def loss(parameters: dict[str, Tensor], some: Tensor, wanted: Tensor) -> Tensor:
+            return _loss(functional_call(self._model, parameters, (some,)), wanted)
+
+        parameters = {name: parameter.detach() for name, parameter in self._named}
+        with sdpa_kernel(SDPBackend.MATH), self._precision():
+            found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
+        torch.cat([found[name].flatten(1) for name in self.names], dim=1, out=self.flat)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if not self._bf16:
+            return nullcontext()
+        # Without its cache, which would keep weights as they were when a graph was recorded.
+        return torch.autocast(self.flat.device.type, torch.bfloat16, cache_enabled=False)
+
+
+def _loss(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())

@@ -1,0 +1,89 @@
+"""The data by its name, and whether a model fits it."""
+
+from pathlib import Path
+
+import torch
+
+from .data import Data, Digits, Text
+from .images import CIFAR10, MNIST, FashionMNIST
+from .models import GPTConfig, ModelConfig, ResNet18Config
+
+FOLDERS: dict[str, type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {
+    "mnist": MNIST,
+    "fashion-mnist": FashionMNIST,
+    "cifar10": CIFAR10,
+}
+"""Images that are read from a folder."""
+IMAGES: dict[str, type[Digits] | type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {"digits": Digits, **FOLDERS}
+DATASETS = ("text", *IMAGES)
+
+
+def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
+    """One of `DATASETS`; those in `FOLDERS` are read from the folder, the others come with Python and scikit-learn.
+
+    folder    of text, a file in place of a folder is the text itself
+
+    context   bytes that a sample of text has, as many as the model sees at once; images have none
+    device    where the data is kept and batches are made; which samples they have does not depend on it
+
+    >>> load_data("digits", Path("data")).length
+    1437
+    """
+    _check_name(name)
+    if (context is None) == (name == "text"):
+        raise ValueError(f"data {name} with context {context}, expected a number for text and none for images")
+    if context is not None:
+        return Text(context, file=folder if folder.is_file() else None, device=device)
+    return Digits(device=device) if name == "digits" else FOLDERS[name](folder, device=device)
+
+
+def check_fit(config: ModelConfig, name: str) -> None:
+    """ValueError if the model cannot be trained on this data, before that is loaded or even downloaded.
+
+    >>> from thinwire.tools.train.models import model_config
+    >>> check_fit(model_config("cnn:size=8"), "mnist")
+    Traceback (most recent call last):
+        ...
+    ValueError: model cnn takes images of 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or data digits
+    """
+    _check_name(name)
+    if name == "text":
+        if not isinstance(config, GPTConfig):
+            raise ValueError(
+                f"model {config.name} takes images, and text has none: use model gpt, or {_others(config)}"
+            )
+        return
+    data = IMAGES[name]
+    if isinstance(config, GPTConfig):
+        raise ValueError(f"model gpt takes text, and {name} has images: use model {_cnn(name)}, or data text")
+    if config.inputs != data.inputs:
+        raise ValueError(
+            f"model {config.name} takes images of {_times(config.inputs)}, and {name} has {_times(data.inputs)}: "
+            f"use model {'resnet18 or ' if data.inputs == ResNet18Config.inputs else ''}{_cnn(name)}, "
+            f"or {_others(config)}"
+        )
+    if config.classes < data.classes:
+        raise ValueError(f"model {config.name} with classes={config.classes}, but {name} has {data.classes} classes")
+
+
+def _check_name(name: str) -> None:
+    if name not in DATASETS:
+        raise ValueError(f"data {name!r} is unknown, expected one of {', '.join(DATASETS)}")
+
+
+def _cnn(name: str) -> str:
+    """The CNN for these images."""
+    channels, size, _ = IMAGES[name].inputs
+    return f"cnn:size={size}" if channels == 1 else f"cnn:channels={channels},size={size}"
+
+
+def _others(config: ModelConfig) -> str:
+    """The data for this model."""
+    fitting = [
+        name for name, data in IMAGES.items() if not isinstance(config, GPTConfig) and data.inputs == config.inputs
+    ]
+    return f"data {' or '.join(fitting)}" if fitting else "other data"
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,163 @@
+"""Who starts the ranks: this program, on this machine; or torchrun, which has started this process as one of them.
+
+An error is shown once, with its rank, by whoever knows: the parent of the workers, or under torchrun the first rank
+that fails. What other ranks see of it, a peer that is gone, is not shown.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from thinwire.tools.record import cores
+from thinwire.tools.workers import WorkerError, Workers, is_echo
+
+from .checks import check
+from .config import Config
+from .download import SOURCES, fetch
+from .fashion import find_folder
+from .place import Place, pick_backend, pick_device
+from .rank import Rank
+
+LIMIT_SECONDS = 600.0
+"""For a rank that does not answer; one that died is found at once."""
+_ECHO_SECONDS = 2.0
+"""What an echo waits, so that the rank which failed can tell first."""
+_FAILED, _READY = "thinwire/failed", "thinwire/ready"
+_READY_SECONDS = 0.05
+
+
+def launch(config: Config) -> int:
+    """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
+    check(config)
+    _fetch(config)
+    signals = _Signals()
+    try:
+        with signals, Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers:
+            workers.form(config.workers, Rank, config)
+            signals.pass_on = lambda: workers.signal(signal.SIGTERM)
+            workers.ask("run", limit=None)
+    except _Stop:
+        pass
+    except WorkerError as error:
+        if signals.told is None or error.reason != "was killed by SIGTERM":  # before it could listen
+            return _report(error)
+    return 0 if signals.told is None else 128 + signals.told
+
+
+class _Stop(BaseException):
+    """A signal came before there was anything to save."""
+
+
+class _Signals:
+    """SIGINT and SIGTERM are passed on once there is somebody to take them; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.told: int | None = None
+        self.pass_on: Callable[[], None] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._take) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        again, self.told = self.told is not None, self.told or number
+        if self.pass_on is None or (again and number == signal.SIGINT):
+            raise _Stop
+        self.pass_on()
+
+
+def join(config: Config, place: Place) -> int:
+    """One rank of many, all of which were started alike."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    try:
+        device = pick_device(config.device, place.local_rank)
+        dist.init_process_group(pick_backend(device, place.local_world_size), timeout=timedelta(seconds=LIMIT_SECONDS))
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        why = "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).split("\n")[0]
+        raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        check(config)
+        _prepare(config, place, store)
+        finished = Rank(place.rank, place.world_size, config, place).run()
+    except BaseException as error:
+        _tell(error, place, store)
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for ranks that are gone
+    dist.destroy_process_group()
+    return 0 if finished else 128 + signal.SIGTERM
+
+
+def _prepare(config: Config, place: Place, store: Any) -> None:
+    """One rank of each machine fetches the data, which may take long; the others wait, unless one has failed."""
+    if place.local_rank == 0:
+        _fetch(config)
+    if store.add(_READY, 1) == place.world_size:
+        store.set(f"{_READY}/all", "")
+    while not store.check([f"{_READY}/all"]):
+        if store.add(_FAILED, 0):
+            raise OSError("another rank could not prepare the data")
+        time.sleep(_READY_SECONDS)
+
+
+def _report(error: WorkerError) -> int:
+    """In one line if it is what the user gave, else with its traceback."""
+    given = error.reason.startswith("raised ") and not error.trace
+    text = error.reason.partition(": ")[2] if given else str(error)
+    if error.trace:
+        print(error.trace, file=sys.stderr)
+    print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr)
+    return 2 if given else 1
+
+
+def _tell(error: BaseException, place: Place, store: Any) -> None:
+    """Unless another rank has told."""
+    if is_echo(error):
+        time.sleep(_ECHO_SECONDS)
+    try:
+        first = store.add(_FAILED, 1) == 1
+    except RuntimeError:  # the store went with the rank that held it
+        first = place.rank == 1
+    if not first:
+        return
+    if not is_echo(error) and not isinstance(error, ValueError | OSError):
+        traceback.print_exception(error)
+    text = " ".join(str(error).split()) if str(error) else repr(error)
+    print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr)
+
+
+def _fetch(config: Config) -> None:
+    """What is missing of the data, if it may be downloaded, with a bar on a terminal."""
+    if config.download and config.data == "fashion-mnist":
+        find_folder(config.data_dir)  # which says how to get it, if it is not there
+    if not config.download or config.data not in SOURCES:
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name)
+            bar.update(tasks[name], completed=done, total=total)
+
+        for name in fetch(config.data, config.data_dir, report=report):
+            print(f"fetched {config.data_dir / name}", file=sys.stderr)

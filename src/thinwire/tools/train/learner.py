@@ -1,0 +1,201 @@
+"""A model that learns on one rank: its optimizer and its exchange, chosen by the compressor.
+
+sparse (topk, randomk)   thinwire's optimizer, which compresses its update
+auto                     the same, which measures what to compress it by
+none, quantize           torch's optimizer, whose gradients are compressed
+
+CPU and CUDA go by DDP, so that exchanges overlap with the backward pass. Where torch cannot exchange tensors of the
+device, as with MPS, a twin of the model in the host's memory takes the gradients, the exchange and the step, and its
+weights are copied back.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.compressors import format_spec
+from thinwire.sync.policy import AUTO, DEFAULT
+from thinwire.sync.synchronizer import Synchronizer
+
+from .config import Config
+from .data import Batch
+from .models import model_config
+
+MOMENTUM = 0.9
+"""Of SGD, torch's and thinwire's."""
+
+
+class Learner:
+    def __init__(self, config: Config, device: torch.device, through_host: bool | None = None) -> None:
+        self._config, self._device = config, device
+        build = model_config(config.model).build
+        self.model: nn.Module = build(config.seed).to(device)
+        through_host = device.type == "mps" if through_host is None else through_host
+        self._twin: nn.Module | None = build(config.seed) if through_host else None
+        self._module: nn.Module = self.model
+        if not through_host:
+            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **_own_buffers())
+        self._optimizer, self.sync = self._make_optimizer()
+        self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
+        torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
+
+    def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
+        """One step. A step in which a rank's gradients were not finite changes nothing, if anything is compressed."""
+        for group, lr in zip(self._optimizer.param_groups, self._base_lr, strict=True):
+            group["lr"] = lr * lr_factor
+        loss = self._loss(self._module, batch)
+        before_backward(loss.item())
+        self._optimizer.zero_grad()
+        loss.backward()
+        if self._twin is not None:
+            self._hand_over(self._twin)
+        if isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD) or self.sync.finite is not False:
+            self._optimizer.step()
+        if self._twin is not None:
+            with torch.no_grad():
+                for parameter, twin in zip(self.model.parameters(), self._twin.parameters(), strict=True):
+                    parameter.copy_(twin)
+
+    @torch.no_grad()
+    def judge(self, batch: Batch) -> tuple[float, float, int]:
+        """The sum of losses, the right answers, and of how many."""
+        inputs, targets = (part.to(self._device) for part in batch)
+        scores, wanted = self.model(inputs).flatten(0, -2).float(), targets.flatten()
+        right = (scores.argmax(dim=-1) == wanted).sum().item()
+        return F.cross_entropy(scores, wanted, reduction="sum").item(), float(right), wanted.numel()
+
+    @contextmanager
+    def judging(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
+        """For evaluation: buffers, such as means in batch norms, are those of all ranks together, and come back after.
+
+        total   sums numbers over ranks.
+        """
+        floats = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        own = [buffer.clone() for buffer in floats]
+        if floats:
+            size = dist.get_world_size()
+            summed = torch.tensor(total(torch.cat([buffer.flatten().double().cpu() for buffer in floats]).tolist()))
+            for buffer, part in zip(floats, summed.split([buffer.numel() for buffer in floats]), strict=True):
+                buffer.copy_(part.view_as(buffer) / size)
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+            for buffer, kept in zip(floats, own, strict=True):
+                buffer.copy_(kept)
+
+    # What a checkpoint holds.
+
+    def shared_state(self) -> dict[str, Any]:
+        """The same on all ranks, but for buffers."""
+        shared: dict[str, Any] = {"model": self.model.state_dict()}
+        if not self._is_ours:
+            shared["optimizer"] = self._optimizer.state_dict()
+        return shared
+
+    def own_state(self) -> dict[str, Any]:
+        return {
+            "exchange": (self._optimizer if self._is_ours else self.sync).state_dict(),
+            "buffers": dict(self.model.named_buffers()),
+            "random": _random_state(self._device),
+        }
+
+    def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], same_world: bool) -> None:
+        """ValueError if it is that of another model or compressor."""
+        try:
+            self.model.load_state_dict(shared["model"])
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint is that of another model: {error}") from None
+        if self._twin is not None:
+            self._twin.load_state_dict(shared["model"])
+        if not self._is_ours:
+            self._optimizer.load_state_dict(shared["optimizer"])
+        (self._optimizer if self._is_ours else self.sync).load_state_dict([state["exchange"] for state in own])
+        for group in self._optimizer.param_groups:  # may be another than it was, as lr may
+            group["weight_decay"] = self._config.weight_decay
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(own[0]["buffers"][name])
+        if same_world:
+            _set_random_state(own[0]["random"], self._device)
+
+    # How it goes.
+
+    def describe_compressor(self) -> str:
+        """Return the compressor as it was given; for "default" with what that is for this number of ranks."""
+        given, policy = self._config.compressor, self.sync.policy
+        return f"{given} ({format_spec(policy.final)})" if policy.by_ranks else given
+
+    @property
+    def _is_ours(self) -> bool:
+        return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD)
+
+    def _make_optimizer(self) -> tuple[Any, Synchronizer]:
+        config, target = self._config, self._module if self._twin is None else self._twin
+        given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        chosen_later = config.compressor in (AUTO, DEFAULT)
+        compressor = config.compressor if chosen_later else thinwire.compressor(config.compressor)
+        if isinstance(compressor, str) or compressor.sparse:
+            ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
+            if config.optimizer == "sgd":
+                given["momentum"] = MOMENTUM
+            optimizer = ours(target, **given, compressor=compressor, warmup_steps=config.warmup_steps)
+            return optimizer, optimizer.sync
+        sync = (
+            thinwire.attach(target, compressor)
+            if isinstance(target, DistributedDataParallel)
+            else Synchronizer(compressor)
+        )
+        if config.optimizer == "adamw":
+            return torch.optim.AdamW(target.parameters(), **given), sync
+        return torch.optim.SGD(target.parameters(), **given, momentum=MOMENTUM), sync
+
+    def _loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = (part.to(self._device, non_blocking=True) for part in batch)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.precision == "bfloat16"):
+            scores = module(inputs)
+        return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
+
+    def _hand_over(self, twin: nn.Module) -> None:
+        """Gradients to the twin, which exchanges them here unless its optimizer does."""
+        for parameter, other in zip(self.model.parameters(), twin.parameters(), strict=True):
+            assert parameter.grad is not None
+            other.grad = parameter.grad.detach().to("cpu", copy=True)
+            parameter.grad = None
+        if not self._is_ours:
+            self.sync.all_reduce_gradients(twin)
+
+
+def _own_buffers() -> dict[str, Any]:
+    """DDP's option not to send the buffers of rank 0 to all before each step, which newer versions have renamed."""
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

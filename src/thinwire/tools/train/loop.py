@@ -1,0 +1,310 @@
+"""The training loop of one rank, from the first step, or the last checkpoint, to the end or a signal."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
+from thinwire.tools import loopback
+
+from .checkpoints import Checkpoints, Loaded, write_file
+from .config import Config
+from .control import Control
+from .data import Data
+from .folder import write_config
+from .learner import Learner
+from .metrics import Metrics
+from .place import Place
+from .schedule import schedule
+from .view import PHASES, Result, View
+
+PATIENCE = 20
+"""So many steps in a row without a finite loss, and training gives up."""
+_EVALUATION_BATCH = 256
+
+
+@dataclass
+class Counts:
+    """Over the whole run, resumes included; all of it is in checkpoints."""
+
+    step: int = 0
+    samples: int = 0
+    """Consumed by all ranks: the position in the data."""
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    skipped: int = 0
+    """Steps that a rank's NaN or Inf ended."""
+    split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+
+@dataclass(frozen=True)
+class Ended:
+    result: Result
+    finished: bool
+    """False: told to stop."""
+
+
+def train(
+    config: Config, folder: Path, place: Place, control: Control, device: torch.device, data: Data,
+    told_to_stop: Callable[[], bool],
+) -> Ended:  # fmt: skip
+    """Collective: all ranks call it with the same config."""
+    view = View(config.steps, shown=place.rank == 0)
+    try:
+        run = _Run(config, folder, place, control, device, data, view)
+        try:
+            return run.train(told_to_stop)
+        except BaseException:
+            with suppress(OSError):  # which may be what went wrong
+                run.end("failed")
+            raise
+        finally:
+            run.close()
+    finally:
+        view.close()
+
+
+class _Run:
+    def __init__(
+        self, config: Config, folder: Path, place: Place, control: Control, device: torch.device, data: Data, view: View
+    ) -> None:  # fmt: skip
+        self.config, self.folder, self.place, self.control = config, folder, place, control
+        self.data, self.view = data, view
+        self.learner = Learner(config, device)
+        self.counts = Counts()
+        self.evaluated: dict[str, Any] | None = None
+        self.checkpoints = Checkpoints(folder, place, control, config.keep, view.say)
+        loaded = self.checkpoints.load() if config.resume == "auto" else None
+        if loaded is not None:
+            self._go_on_from(loaded)
+        parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
+        self.resumed = loaded is not None
+        self.metrics: Metrics | None = None
+        if self.checkpoints.leads:
+            write_config(folder, config)
+        if place.rank == 0:
+            facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device)}
+            self.metrics = Metrics(folder, config, self.counts.step, facts)
+        view.say(
+            f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
+            f"{place.world_size} worker{'s' * (place.world_size > 1)} on {device.type}, in {folder}"
+        )
+        if loaded is not None:
+            view.say(f"going on from step {loaded.step}")
+        self.interface_bytes = loopback.sent_bytes()
+        self.last_sent = self.last_dense = self.last_skipped = 0
+        self.last_blocked: dict[str, float] = {}
+        self.last_loss, self.not_finite = 0.0, 0
+        self.choice = self.learner.sync.choice
+        self.saved = self.counts.step if loaded is not None else -1
+        self.clock = time.perf_counter()
+
+    def train(self, told_to_stop: Callable[[], bool]) -> Ended:
+        config, counts = self.config, self.counts
+        logged = Logged(counts)
+        stops, first = False, True
+        while counts.step < config.steps and not stops:
+            started = time.perf_counter()
+            start = counts.samples + self.place.rank * config.batch
+            batch = self.data.batch(start, config.batch, config.seed)
+            self.learner.learn(
+                batch, schedule(counts.step, config.steps), lambda loss: self.control.send_pulse(loss, told_to_stop())
+            )
+            pulse = self.control.read_pulse()
+            counts.step += 1
+            counts.samples += config.batch * self.place.world_size
+            seconds = time.perf_counter() - started
+            if first:
+                self.view.first(counts.step, pulse.loss, seconds)
+                first = False
+            self._count(seconds)
+            self._show_choice()
+            self._look_at(pulse.loss)
+            stops = pulse.stops
+            logged.add(pulse.loss)
+            self.view.advance(counts.step)
+            last = counts.step == config.steps
+            if last or stops or _due(counts.step, config.log_every):
+                self._log(logged)
+                logged = Logged(counts)
+            if last or _due(counts.step, config.eval_every):
+                self._evaluate()
+            if not last and (stops or _due(counts.step, config.checkpoint_every)):
+                self._save()
+        if not stops and (self.evaluated is None or self.evaluated["step"] != counts.step):
+            self._evaluate()  # it began with the last step's checkpoint, which was written before another end was set
+        self._save()
+        if not stops:
+            self._write_weights()
+        self.end("stopped" if stops else "finished")
+        return Ended(self._result(), not stops)
+
+    def end(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.write("end", {"step": self.counts.step, "reason": reason, "seconds": self._seconds()})
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _go_on_from(self, loaded: Loaded) -> None:
+        shared = loaded.shared
+        _check_same_run(self.config, shared["config"])
+        if loaded.step > self.config.steps:
+            raise ValueError(
+                f"--steps {self.config.steps}, but the run has done {loaded.step}: give more, or another --out"
+            )
+        self.learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
+        self.counts, self.evaluated = Counts(**shared["counts"]), shared["evaluated"]
+
+    def _count(self, seconds: float) -> None:
+        """Where the time and the bytes of a step went."""
+        counts, stats = self.counts, self.learner.sync.stats
+        sent, dense = stats.bytes_sent + self.control.bytes_sent, stats.bytes_dense
+        counts.bytes_sent += sent - self.last_sent
+        counts.bytes_dense += dense - self.last_dense
+        counts.skipped += stats.skipped - self.last_skipped
+        self.last_sent, self.last_dense, self.last_skipped = sent, dense, stats.skipped
+        blocked = {name: total - self.last_blocked.get(name, 0.0) for name, total in stats.blocked.items()}
+        self.last_blocked = dict(stats.blocked)
+        parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
+        split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
+        split["compute"] = max(0.0, seconds - sum(split.values()))
+        for phase in PHASES:
+            counts.split[phase] += split[phase]
+
+    def _show_choice(self) -> None:
+        """Once, when auto has made it; a run that is resumed has shown it."""
+        choice = self.learner.sync.choice
+        if choice is self.choice:
+            return
+        self.choice = choice
+        if choice is not None and self.metrics is not None:
+            self.metrics.write("choice", {**self._so_far(), **choice.record()})
+            self.view.say(choice.describe())
+
+    def _look_at(self, loss: float) -> None:
+        self.last_loss = loss
+        self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
+        kept = f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
+        skipped = self.learner.sync.stats.skipped_in_a_row
+        if skipped > SKIPPED_IN_A_ROW:
+            raise ValueError(
+                f"the last {skipped} steps, up to step {self.counts.step}, were skipped, because a gradient was not "
+                f"finite or too large to be squared: try a lower --lr than {self.config.lr:g}; {kept}"
+            )
+        if self.not_finite == PATIENCE or (self.not_finite and self.counts.step == self.config.steps):
+            raise ValueError(
+                f"the loss has not been finite for {self.not_finite} steps, up to step {self.counts.step}: try a lower "
+                f"--lr than {self.config.lr:g}; {kept}"
+            )
+
+    def _log(self, logged: "Logged") -> None:
+        counts, config = self.counts, self.config
+        seconds, split = logged.since(counts)
+        steps = max(1, counts.step - logged.step)
+        line = {
+            **self._so_far(),
+            "loss": logged.loss / steps,
+            "lr": config.lr * schedule(counts.step - 1, config.steps),
+            "samples_per_second": steps * config.batch * self.place.world_size / seconds,
+            "split": {phase: split[phase] / steps for phase in PHASES},
+            "skipped": counts.skipped,
+        }
+        if self.metrics is not None:
+            self.metrics.write("step", line)
+            self.view.step(line)
+
+    def _evaluate(self) -> None:
+        """Each rank judges a share of the validation data."""
+        totals = [0.0, 0.0, 0.0]
+        with self.learner.judging(self.control.total):
+            for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
+                if index % self.place.world_size == self.place.rank:
+                    totals = [total + part for total, part in zip(totals, self.learner.judge(batch), strict=True)]
+        loss, right, count = self.control.total(totals)
+        self.evaluated = {**self._so_far(), "loss": loss / count, "accuracy": right / count}
+        if self.metrics is not None:
+            self.metrics.write("evaluation", self.evaluated)
+            self.view.evaluation(self.evaluated)
+
+    def _save(self) -> None:
+        """Unless it is there already, or what is there is better: weights that gave no finite loss are not kept."""
+        if self.saved == self.counts.step or not math.isfinite(self.last_loss):
+            return
+        counts = {**vars(self.counts), "seconds": self._seconds()}
+        shared = {
+            "config": self.config.record(),
+            "counts": counts,
+            "evaluated": self.evaluated,
+            "learner": self.learner.shared_state(),
+        }
+        self.checkpoints.save(self.counts.step, shared, {"learner": self.learner.own_state()})
+        self.saved = self.counts.step
+
+    def _write_weights(self) -> None:
+        """The model alone, for whoever goes on to use it: torch.load(path, weights_only=True)."""
+        with self.learner.judging(self.control.total):
+            if self.place.rank == 0:
+                path = self.folder / "weights.pt"
+                write_file(path.with_suffix(".new"), self.learner.model.state_dict())
+                path.with_suffix(".new").replace(path)
+
+    def _so_far(self) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            "step": counts.step,
+            "seconds": self._seconds(),
+            "bytes_sent": counts.bytes_sent,
+            "bytes_dense": counts.bytes_dense,
+        }
+
+    def _seconds(self) -> float:
+        return self.counts.seconds + time.perf_counter() - self.clock
+
+    def _result(self) -> Result:
+        counts, score = self.counts, self.evaluated or {"loss": math.nan, "accuracy": None}
+        counted = self.place.on_one_machine and loopback.is_counted() and not self.resumed
+        interface = (loopback.sent_bytes() - self.interface_bytes) // self.place.world_size if counted else None
+        split = {phase: counts.split[phase] / max(1, counts.step) for phase in PHASES}
+        return Result(
+            self.config.compressor, counts.step, score["loss"], score["accuracy"], counts.bytes_sent,
+            counts.bytes_dense, interface, self._seconds(), split,
+        )  # fmt: skip
+
+
+class Logged:
+    """Where the last line of metrics was written, and what has come since."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.step, self.split, self.loss = counts.step, dict(counts.split), 0.0
+
+    def add(self, loss: float) -> None:
+        self.loss += loss
+
+    def since(self, counts: Counts) -> tuple[float, dict[str, float]]:
+        split = {phase: counts.split[phase] - self.split[phase] for phase in PHASES}
+        return max(sum(split.values()), 1e-9), split
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_same_run(config: Config, saved: dict[str, Any]) -> None:
+    """What a run cannot change on its way; the rest, such as the number of steps, it can."""
+    here = config.record()
+    for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
+        if here[name] != saved[name]:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]}: leave --{flag} out, or start "
+                "anew with another --out"
+            )

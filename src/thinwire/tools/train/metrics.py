@@ -1,0 +1,164 @@
+"""Metrics of a run: JSON lines always, and besides TensorBoard or Weights & Biases.
+
+Lines of metrics.jsonl, after the conditions they were measured under (again after each resume):
+
+    step         loss (mean over ranks, and over the steps since the last line), lr, samples_per_second, split (seconds
+                 a step of compute, compress, wait and decode, which add up), skipped (steps that NaN or Inf ended)
+    evaluation   loss and accuracy on validation data
+    choice       what --compressor auto has chosen for each bucket, what it measured, and why; once
+    end          reason: finished, stopped by a signal, or failed
+
+Each has the step and seconds since the first one, all but the end also bytes_sent and bytes_dense: by rank 0 so far,
+and what a dense ring all-reduce would have sent.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.tools.record import Writer, conditions
+
+from .config import Config
+from .folder import METRICS_FILE, replace_text
+
+SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
+
+
+class Sink(Protocol):
+    def write(self, scalars: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Written by rank 0."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int, more: Mapping[str, object]) -> None:
+        path = folder / METRICS_FILE
+        _cut(path, first_step)
+        self._lines = Writer(path, append=True)
+        self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
+        self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
+
+    def write(self, kind: str, line: Mapping[str, Any]) -> None:
+        """What is a number goes to all, by its name and the kind; losses may be NaN, which JSON has no word for."""
+        self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
+        scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
+        for sink in self._sinks:
+            sink.write(scalars, int(line["step"]))
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._lines.close()
+
+
+def chosen_sinks(names: Sequence[str]) -> list[str]:
+    """ValueError if one of them is unknown or not installed."""
+    unknown = [name for name in names if name not in SINKS]
+    if unknown or not names:
+        raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
+    if "none" in names and len(names) > 1:
+        raise ValueError(f"--log-to {' '.join(names)}: none stands alone")
+    chosen = list(dict.fromkeys(name for name in names if name not in ("auto", "none")))
+    if {"wandb", "wandb-offline"} <= set(chosen):
+        raise ValueError(f"--log-to {' '.join(names)}: wandb or wandb-offline, not both")
+    for name in chosen:
+        package = name.partition("-")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"--log-to {name}, but {package} is not installed: pip install {package}")
+    if "auto" in names and "tensorboard" not in chosen and importlib.util.find_spec("tensorboard") is not None:
+        chosen.append("tensorboard")
+    return chosen
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """The run has the folder's name; a resumed one goes on under the same."""
+
+    def __init__(self, folder: Path, config: Config, offline: bool) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        name = folder.resolve().name
+        mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
+        try:
+            self._run: Any = wandb.init(
+                project="thinwire", name=name, id=_identity(folder), resume="allow", dir=str(folder), mode=mode,
+                config=config.record(),
+            )  # fmt: skip
+        except Exception as error:  # such as that nobody is logged in; wandb has many kinds
+            raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _identity(folder: Path) -> str:
+    """Drawn once for a run, and kept in its folder."""
+    path = folder / "wandb-id"
+    if not path.exists():
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # which wandb allows
+        path.write_text(f"{name}-{os.urandom(4).hex()}", encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
+    if name == "tensorboard":
+        return TensorBoard(folder, first_step)
+    return WandB(folder, config, offline=name == "wandb-offline")
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Leave out what will come again: lines of later steps, the end, and a line that was cut off by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text) if text.endswith("\n") else None
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice"):
+            step = line.get("step", line.get("first_step"))
+            if isinstance(step, int) and step <= first_step:
+                kept.append(text)
+    replace_text(path, "".join(kept))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return {name: _plain(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def _flat(line: Mapping[str, Any]) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, dict):
+            made.update({f"{name}/{part}": number for part, number in _flat(value).items()})
+        elif isinstance(value, int | float):
+            made[name] = value
+    return made

@@ -1,0 +1,129 @@
+"""One rank of `thinwire train`: from its place in the world to the last line that it prints."""
+
+import dataclasses
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from thinwire.tools import report
+
+from .config import Config
+from .control import Control
+from .data import Data
+from .datasets import load_data
+from .folder import choose_folder, locked
+from .loop import Ended, train
+from .models import model_config
+from .place import Place, pick_device
+from .view import print_results
+
+_MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
+
+
+class Rank:
+    """In a process that has joined the default group. Asked by whoever started it."""
+
+    def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
+        self._place = place or Place(rank, world_size, rank, world_size)
+        self._config, self._told = config, False
+        self._device = pick_device(config.device, self._place.local_rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def run(self) -> bool:
+        """Whether training was finished; False if it was told to stop."""
+        with _on_signals(self._stop), ExitStack() as stack:
+            control = Control()
+            self._compare(control)
+            config = self._config
+            data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
+            config = self._with_folder(control, stack)
+            assert config.out is not None
+            ended = [self._train(config, config.out, control, data)]
+            if config.compare_dense and ended[0].finished:
+                dense = dataclasses.replace(config, compressor="none", compare_dense=False)
+                ended.append(self._train(dense, config.out / "dense", control, data))
+            if self._place.rank == 0:
+                self._show(ended, config.out)
+            return all(one.finished for one in ended)
+
+    def _train(self, config: Config, folder: Path, control: Control, data: Data) -> Ended:
+        if self._place.local_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        control.gather(None)
+        return train(
+            dataclasses.replace(config, out=folder),
+            folder,
+            self._place,
+            control,
+            self._device,
+            data,
+            lambda: self._told,
+        )
+
+    def _compare(self, control: Control) -> None:
+        """ValueError on all ranks if they were started with different options; where things lie may differ."""
+        record = {name: value for name, value in self._config.record().items() if name not in _MAY_DIFFER}
+        first = control.from_first(record)
+        for rank, other in enumerate(control.gather(record)):
+            for name, value in other.items():
+                if value != first[name]:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: start all alike")
+
+    def _with_folder(self, control: Control, stack: ExitStack) -> Config:
+        """Rank 0 chooses the folder, and holds it until the end; what is wrong with it is an error on all ranks."""
+        folder, fault = None, None
+        if self._place.rank == 0:
+            try:
+                folder = choose_folder(self._config)
+                stack.enter_context(locked(folder))
+            except (ValueError, OSError) as error:
+                fault = str(error)
+        folder, fault = control.from_first((folder, fault))
+        if fault is not None:
+            raise ValueError(fault)
+        return dataclasses.replace(self._config, out=folder)
+
+    def _show(self, ended: list[Ended], folder: Path) -> None:
+        try:
+            report.write([folder], folder / "report.html")
+        except (ValueError, OSError) as error:  # the training is done, and what it made is there
+            print(f"the report could not be made: {error}", file=sys.stderr)
+        if all(one.finished for one in ended):
+            print_results([one.result for one in ended], self._place.world_size)
+            print(f"run {folder}, report {folder / 'report.html'}", flush=True)
+        else:
+            command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
+            if Place.of_torchrun() is not None:
+                command = f"torchrun ... -m {command}"
+            print(f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: {command}", flush=True)
+
+    def _stop(self) -> None:
+        self._told = True
+
+
+@contextmanager
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM, and SIGINT where it is not for the parent, end training after the step. However often they come: a
+    cluster sends them to all processes, and the parent passes its own on. Who wants it sooner uses SIGKILL."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    before = {
+        number: signal.signal(number, handle)
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
