@@ -34,6 +34,7 @@ from training_runs import (
 from ranks import LOST, Ranks
 from thinwire.tools.train.config import Config
 from thinwire.tools.train.folder import locked
+from thinwire.tools.train.recipes import defaults
 
 RUN = Path("run")
 LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)
@@ -100,7 +101,7 @@ def killed_at(step: int, cwd: Path, *given: str) -> None:
 
 def finish(ranks: Ranks, size: int, cwd: Path) -> None:
     """What the command would do to go on, by the pool."""
-    ended = train(ranks, size, Config.defaults(["--resume", "auto", "--out", str(cwd / RUN)]), cwd)
+    ended = train(ranks, size, defaults(["--resume", "auto", "--out", str(cwd / RUN)]), cwd)
     assert ended.finished, ended
 
 

@@ -25,6 +25,7 @@ from ranks import Ranks
 from thinwire.tools import cli
 from thinwire.tools.train.config import Config, load_config, newest_run
 from thinwire.tools.train.folder import choose_folder, locked
+from thinwire.tools.train.recipes import defaults
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)
@@ -197,7 +198,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
     assert_one_line(done, "thinwire train: error: the checkpoint could not be written by rank ", "No space left")
     assert checkpoints(small_disk / RUN) == [5, 10]
     ballast.unlink()
-    ended = train(ranks, 2, Config.defaults(["--resume", "auto", "--out", str(small_disk / RUN)]), small_disk)
+    ended = train(ranks, 2, defaults(["--resume", "auto", "--out", str(small_disk / RUN)]), small_disk)
     assert ended.finished, ended
     assert "going on from step 10" in ended.err
     assert_same_weights(small_disk / RUN, tmp_path / RUN)
@@ -267,7 +268,7 @@ def test_options_that_are_not_given_are_those_of_the_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Config.defaults(["--resume", "auto"]) == Config(), "there is no run yet"
+    assert defaults(["--resume", "auto"]) == Config(), "there is no run yet"
     put_config(Path("runs/digits-cnn-2"), 3000, seed=1)
     put_config(Path("runs/digits-cnn"), 1000, seed=2)
     put_config(Path("runs/text-gpt"), 2000, seed=3, recipe="text-gpt")
@@ -279,11 +280,11 @@ def test_options_that_are_not_given_are_those_of_the_newest_run(
         (["--out", "elsewhere"], "elsewhere", 4),
         (["--out=runs/digits-cnn"], "runs/digits-cnn", 2),
     ]:
-        config = Config.defaults(["--resume", "auto", *given])
+        config = defaults(["--resume", "auto", *given])
         assert (config.out, config.seed, config.resume) == (Path(folder), seed, "auto")
         assert (config.steps, config.log_to) == (SMALL.steps, SMALL.log_to)
-    assert Config.defaults(["--out", "elsewhere"]) == Config(), "only a run that is resumed gives its options"
-    assert Config.defaults(["--resume", "auto", "--out", "new"]) == Config()
+    assert defaults(["--out", "elsewhere"]) == Config(), "only a run that is resumed gives its options"
+    assert defaults(["--resume", "auto", "--out", "new"]) == Config()
     assert newest_run("mnist-cnn") is None
 
 

@@ -26,6 +26,7 @@ from training_runs import (
 from ranks import Ranks
 from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
 from thinwire.tools.train.config import Config, load_config
+from thinwire.tools.train.recipes import defaults
 
 RUN = Path("run")
 CUT = changed(SMALL, out=RUN, steps=16, checkpoint_every=1, keep=100, eval_every=8)
@@ -114,7 +115,7 @@ def cut(whole: Path, tmp_path: Path) -> Path:
 
 def go_on(ranks: Ranks, folder: Path, size: int = 2, **more: object) -> Ended:
     """As the command would: options that are not given are those of the run."""
-    config = Config.defaults(["--resume", "auto", "--out", str(folder)])
+    config = defaults(["--resume", "auto", "--out", str(folder)])
     return train(ranks, size, changed(config, **more), folder.parent)
 
 

@@ -27,7 +27,7 @@ from training_runs import (
 
 from ranks import Ranks
 from thinwire.tools.record import cores
-from thinwire.tools.train.config import Config
+from thinwire.tools.train.recipes import defaults
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, steps=20)
@@ -94,7 +94,7 @@ def test_told_to_stop_it_leaves_a_checkpoint(whole: Path, ranks: Ranks, tmp_path
     assert checkpoints(tmp_path / RUN) == [5, step]
     assert "thinwire train: error" not in done.err
     assert done.code != 0
-    ended = train(ranks, 2, Config.defaults(["--resume", "auto", "--out", str(tmp_path / RUN)]), tmp_path)
+    ended = train(ranks, 2, defaults(["--resume", "auto", "--out", str(tmp_path / RUN)]), tmp_path)
     assert ended.finished, ended
     assert_same_weights(tmp_path / RUN, whole)
     assert logged_steps(tmp_path / RUN) == list(range(1, 21))

@@ -12,12 +12,12 @@ from thinwire.compressors import Compressor
 from thinwire.tools.record import cores
 from thinwire.tools.train.place import Place, pick_backend, pick_device
 
-from . import Options
 from .alone import Steps, alone, measure_steps, names_of
 from .combine import Measured
 from .findings import Answer, case_of
 from .host import Host, parse_host
 from .measure import ENTRIES, Bench, Wire, measure_codecs, measure_wire
+from .options import Options
 from .scenario import compressors
 from .settings import refuse_others
 from .show import show

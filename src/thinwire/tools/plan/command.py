@@ -2,7 +2,7 @@
 
 import os
 
-from . import Options
+from .options import Options
 from .settings import check_plot, numbers, refuse_others
 
 

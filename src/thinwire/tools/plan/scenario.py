@@ -8,11 +8,11 @@ import torch
 from thinwire.compressors import Compressor, compressor, format_spec
 from thinwire.tools.record import cores
 
-from . import Options
 from .cluster import Cluster
 from .costs import KINDS, Speeds, accelerator, per_core
 from .host import Host
 from .model import Case
+from .options import Options
 from .settings import Numbers
 from .units import parse_count, show_count
 from .work import Work

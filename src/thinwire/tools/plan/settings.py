@@ -5,8 +5,8 @@ from pathlib import Path
 
 from thinwire.tools.bench.link.settings import parse_rate
 
-from . import Options
 from .host import Host, parse_host
+from .options import Options
 from .units import parse_count, parse_seconds
 
 LARGEST_WORLD = 1 << 20

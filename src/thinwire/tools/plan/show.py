@@ -1,9 +1,9 @@
 """What is printed for a case: what it rests on, the table, the advice; and the plot, if one is wanted."""
 
-from . import Options
 from .advice import advise
 from .host import Host
 from .model import Case
+from .options import Options
 from .scenario import compressors
 from .simulate import simulate
 from .table import print_case, print_predictions

@@ -77,19 +77,6 @@ class Config:
     compare_dense: bool = False
     """Train once more with torch's optimizer and nothing compressed, into FOLDER/dense, and show both."""
 
-    @staticmethod
-    def defaults(arguments: Sequence[str]) -> "Config":
-        """What holds where the command line is silent: the run that is resumed, or the recipe that is named."""
-        from .recipes import RECIPES
-
-        name = option(arguments, "recipe")
-        if option(arguments, "resume") == "auto":
-            out = option(arguments, "out")
-            folder = Path(out) if out else newest_run(name)
-            if folder is not None and (folder / CONFIG_FILE).exists():
-                return dataclasses.replace(load_config(folder), out=folder, resume="auto")
-        return RECIPES[name]() if name in RECIPES else RECIPES["digits-cnn"]()  # tyro will say what names there are
-
     def record(self) -> dict[str, Any]:
         """For JSON."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}

@@ -1,9 +1,10 @@
 """Recipes: named functions that return a config. What they leave out is as in `Config`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from .config import Config
+from .config import CONFIG_FILE, Config, load_config, newest_run, option
 
 
 def digits_cnn() -> Config:
@@ -52,3 +53,14 @@ RECIPES: dict[str | None, Callable[[], Config]] = {
     "fashion-cnn": fashion_cnn,
     "cifar10-resnet18": cifar10_resnet18,
 }
+
+
+def defaults(arguments: Sequence[str]) -> Config:
+    """Return what holds where the command line is silent: the run that is resumed, or the recipe that is named."""
+    name = option(arguments, "recipe")
+    if option(arguments, "resume") == "auto":
+        out = option(arguments, "out")
+        folder = Path(out) if out else newest_run(name)
+        if folder is not None and (folder / CONFIG_FILE).exists():
+            return replace(load_config(folder), out=folder, resume="auto")
+    return RECIPES[name if name in RECIPES else "digits-cnn"]()  # tyro will say what names there are

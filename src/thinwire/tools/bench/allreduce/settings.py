@@ -8,8 +8,8 @@ from thinwire import compressors
 from thinwire.compressors import Compressor
 from thinwire.tools.bench.codec.cases import parse_size
 
-from . import Options
 from .cases import Case, cases
+from .options import Options
 
 LARGEST_WORLD = 64
 

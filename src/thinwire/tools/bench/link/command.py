@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import fields
 
-from . import Options
+from .options import Options
 
 
 def command(options: Options) -> str:

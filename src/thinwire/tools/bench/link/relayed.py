@@ -10,12 +10,24 @@ is an error: no connection can pass the relay by.
 import socket
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .relay import RelayLinks
+
+class RelayLinks(Protocol):
+    """A relay, as a rank sees it."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+
+    def address(self, rank: int) -> str:
+        """Return the IP address at which a rank listens."""
+
+    def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
+        """Return what `source` has to connect to, in order to be connected to this port of a rank."""
 
 
 def connect_through(links: RelayLinks, rank: int) -> None:

@@ -5,8 +5,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from . import Options
 from .lab import LARGEST
+from .options import Options
 from .relay import FASTEST
 
 _UNITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

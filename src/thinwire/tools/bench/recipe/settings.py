@@ -10,8 +10,8 @@ from thinwire.tools.train.data import Data, Digits
 from thinwire.tools.train.datasets import check_fit, load_data
 from thinwire.tools.train.models import CNNConfig, GPTConfig, ModelConfig, ResNet18Config, model_config
 
-from . import Options
 from .exchanges import ring_bytes
+from .options import Options
 from .recipes import RECIPES, Chosen, parse
 
 LARGEST_WORLD = 64
