@@ -56,6 +56,26 @@ def test_imports_point_downwards(path: Path) -> None:
         assert layer_of(part) > layer_of(own), f"{relative} imports {name}: thinwire.{part} does not stand below {own}"
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_needs_itself() -> None:
+    """Imports for types alone, and those inside of functions, count: without a cycle, modules can be read in an order."""
+    modules = {module_of(path): path for path in FILES if path != ROOT / "__init__.py"}
+    needs: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {name if name in modules else name.rpartition(".")[0] for name in imported(path)}
+        needs[module] = (names & modules.keys()) - {module}
+    while True:
+        ready = {module for module, others in needs.items() if not others}
+        if not ready:
+            break
+        needs = {module: others - ready for module, others in needs.items() if module not in ready}
+    assert not needs, "modules that need each other, or one of those that do"
+
+
 @pytest.mark.parametrize("name", thinwire.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(thinwire, name) is not None

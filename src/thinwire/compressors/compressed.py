@@ -1,7 +1,7 @@
 """CompressedTensor: what a compressor makes, and what `decompress` needs to undo it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,28 @@ from . import frame
 from .frame import Frame, FrameError
 from .spec import format_spec, parse_spec
 
-if TYPE_CHECKING:
-    from .base import Compressor
+
+class Codec(Protocol):
+    """What made a payload, and can read it: a `Compressor`."""
+
+    @property
+    def draws(self) -> bool: ...
+
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout: ...
+
+    def nbytes(self, numel: int, dtype: torch.dtype = ...) -> int: ...
+
+    def decompress(
+        self, ct: "CompressedTensor", out: Tensor | None = None, weight: float = 1.0, *, payloads: Tensor | None = None
+    ) -> Tensor: ...
+
+    def accumulate(
+        self, ct: "CompressedTensor", out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
+    ) -> Tensor: ...
+
+    def commit(
+        self, ct: "CompressedTensor", tensor: Tensor, residual: Tensor, *, finite: bool | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +48,7 @@ class CompressedTensor:
     torch.Size([100000])
     """
 
-    compressor: "Compressor"
+    compressor: Codec
     numel: int
     dtype: torch.dtype
     key: int
@@ -78,13 +98,13 @@ class CompressedTensor:
         if numel is not None and read.numel != numel:
             raise FrameError(f"{read.numel} elements, expected {numel}")
         try:
-            compressor = parse_spec(read.spec)
+            compressor: Codec = parse_spec(read.spec)
         except ValueError as error:
             raise FrameError(str(error)) from error
         if format_spec(compressor) != read.spec:
             raise FrameError(f"spec {read.spec!r}, expected its canonical form {format_spec(compressor)!r}")
         if read.key and not compressor.draws:
-            raise FrameError(f"key {read.key}, expected 0: {compressor.name} draws nothing")
+            raise FrameError(f"key {read.key}, expected 0: {read.spec.partition(':')[0]} draws nothing")
         dtype: torch.dtype = getattr(torch, read.dtype)
         expected = compressor.nbytes(read.numel, dtype)
         if len(read.payload) != expected:

@@ -9,14 +9,12 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from .base import Compressor
+_REGISTRY: dict[str, type[Any]] = {}
+"""Compressors, by name."""
 
-_REGISTRY: dict[str, type["Compressor"]] = {}
-
-C = TypeVar("C", bound="type[Compressor]")
+C = TypeVar("C", bound=type[Any])
 
 Ratio = Fraction | float | str
 """A share as a person writes it; `parse_ratio` makes it exact."""
@@ -45,12 +43,12 @@ def register(name: str) -> Callable[[C], C]:
     return add
 
 
-def registered() -> dict[str, type["Compressor"]]:
+def registered() -> dict[str, type[Any]]:
     """Every known compressor class by name."""
     return dict(_REGISTRY)
 
 
-def parse_spec(spec: str) -> "Compressor":
+def parse_spec(spec: str) -> Any:
     """The compressor that a spec string describes; ValueError says what is wrong with it."""
     name, colon, rest = spec.partition(":")
     cls = _REGISTRY.get(name)
@@ -77,10 +75,10 @@ def parse_spec(spec: str) -> "Compressor":
     return cls(**values)
 
 
-def format_spec(compressor: "Compressor") -> str:
+def format_spec(compressor: Any) -> str:
     """The canonical spec string, with every field."""
     items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
-    return compressor.name + (":" + ",".join(items) if items else "")
+    return str(compressor.name) + (":" + ",".join(items) if items else "")
 
 
 def parse_ratio(value: Ratio) -> Fraction:
@@ -120,7 +118,7 @@ def mix_key(seed: int, key: int) -> int:
     return z
 
 
-def _fields(cls: type["Compressor"]) -> list[Any]:
+def _fields(cls: type[Any]) -> list[Any]:
     return [field for field in dataclasses.fields(cls) if field.init]
 
 

@@ -27,15 +27,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
-
-if TYPE_CHECKING:
-    from .updates import Update
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -87,12 +84,22 @@ class DeviceKernel(Protocol):
         """encode and commit."""
 
 
+class Update(Protocol):
+    """What an optimizer makes of a gradient before it is sent: those of `updates`."""
+
+    def write(self, gradient: Tensor, out: Tensor) -> None:
+        """Write the update; the gradient is only read."""
+
+    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+        """Bring the moments up to date, and add to the residual what `write` wrote, bit for bit."""
+
+
 class SettlingKernel(Protocol):
     """Kernels that bring residual and moments up to date in the pass that decodes."""
 
     def settle(
         self, gradient: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
-        update: "Update | None", out: Tensor,
+        update: Update | None, out: Tensor,
     ) -> None:  # fmt: skip
         """residual += update, or the gradient if there is none; residual -= payloads[own]; decode into `out`.
 

@@ -23,7 +23,8 @@ from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Run
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.step import Step, Updates
+from ..sync.parts import Updates
+from ..sync.step import Step
 from .base import CompressedOptimizer
 from .device_numbers import DeviceNumbers
 from .second_moment import for_ranks, measure

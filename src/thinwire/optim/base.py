@@ -28,7 +28,8 @@ from ..sync import checkpoint
 from ..sync.buckets import Bucket, shaped
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
-from ..sync.step import Rule, Step, Updates
+from ..sync.parts import Rule, Updates
+from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_order, check_replicas, warn_of_averaged
 from .parameters import find

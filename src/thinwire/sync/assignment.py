@@ -8,23 +8,45 @@ All ranks assign alike: what differs between them is averaged before anything is
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
 from .buckets import Bucket, BucketPlan, plan_bucket
+from .parts import Mode, StepRecord
 from .policy import DENSE, Policy, share_bytes
 from .trials import Trials
 
-if TYPE_CHECKING:
-    from .step import Mode, Step
-    from .synchronizer import Synchronizer
-
 _log = logging.getLogger("thinwire")
+
+
+class Ranks(Protocol):
+    """What is chosen by: this rank, the others, and what this one owes."""
+
+    layout: list[tuple[str, ...]]
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def residuals(self) -> dict[str, Tensor]: ...
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None: ...
+
+    def owes(self, name: str) -> bool: ...
+
+    def fold_owners(self) -> None: ...
 
 
 class Assignment:
@@ -44,17 +66,17 @@ class Assignment:
         """In place of the policy's compressor, by parameter, at the step under way."""
         self._plans: dict[tuple[tuple[str, ...], int, Mode], BucketPlan] = {}
 
-    def begin(self, sync: "Synchronizer", step: int, device: torch.device) -> bool:
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
         """Choose for the step that begins. Whether all that is owed is sent in it, since somebody goes dense for good.
 
         sync   the ranks, and what this one owes.
         """
         return False
 
-    def ended(self, step: "Step") -> None:
+    def ended(self, step: StepRecord) -> None:
         """A step was taken."""
 
-    def plan(self, bucket: Bucket, step: "Step") -> BucketPlan:
+    def plan(self, bucket: Bucket, step: StepRecord) -> BucketPlan:
         """Return how a bucket is cut at the step under way."""
         policy, key = self.policy, (bucket.names, self.policy.phase(step.number), step.mode)
         made = self._plans.get(key)
@@ -87,7 +109,7 @@ class Assignment:
         """Whether something is tried at this step by which an optimizer sends gradients, not updates."""
         return False
 
-    def choose_if_due(self, sync: "Synchronizer", device: torch.device) -> None:
+    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
         """If trials are over, choose."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,13 +129,13 @@ class Assignment:
 class Adaptive(Assignment):
     """Every `adapt_every` steps, parameters that owe more get a larger ratio, and others a smaller one."""
 
-    def begin(self, sync: "Synchronizer", step: int, device: torch.device) -> bool:
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
         after = step - self.policy.warmup_steps
         if after > 0 and after % self.policy.adapt_every == 0:
             self._share(sync)
         return False
 
-    def _share(self, sync: "Synchronizer") -> None:
+    def _share(self, sync: Ranks) -> None:
         sizes = {name: size for name, size in sorted(self.sizes.items()) if self.policy.adapts(name, size)}
         if not sizes:
             return
@@ -149,7 +171,7 @@ class Auto(Assignment):
     def choice(self) -> Choice | None:  # type: ignore[override]
         return self._trials.choice
 
-    def begin(self, sync: "Synchronizer", step: int, device: torch.device) -> bool:
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
         trials, sizes = self._trials, self.sizes
         self.choose_if_due(sync, device)
         if device.type == "cuda" and trials.is_timed(step):  # else who need not wait for the device would seem quick
@@ -168,13 +190,13 @@ class Auto(Assignment):
         self._choose(chosen)
         return flushes
 
-    def ended(self, step: "Step") -> None:
+    def ended(self, step: StepRecord) -> None:
         self._trials.ended(step)
 
     def tries_gradients(self, step: int) -> bool:
         return self._trials.tries_gradients(step)
 
-    def choose_if_due(self, sync: "Synchronizer", device: torch.device) -> None:
+    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
         trials, layout = self._trials, sync.layout
         if trials.choice is not None:
             return

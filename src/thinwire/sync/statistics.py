@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..collectives import Handle, Report
-from .step import Step
+from .parts import StepRecord
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SyncStats:
         """How many times fewer bytes than dense; 1.0 before the first step."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepRecord) -> None:
         counts = step.finite is not False
         self.steps, self.skipped = self.steps + counts, self.skipped + (not counts)
         self.skipped_in_a_row = 0 if counts else self.skipped_in_a_row + 1

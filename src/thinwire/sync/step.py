@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
+from datetime import timedelta
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,154 +25,57 @@ from ..collectives.cost import ring
 from ..collectives.handle import Handle, copied
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
+from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import AdamUpdate, Update
+from .assignment import Assignment
 from .buckets import Bucket, Packed, Run
+from .parts import Average, Mode, Sent, Slot, StepRecord, Updates, Waiting
 from .policy import DENSE
-from .residuals import NamedVectors
-from .workspace import Slot
-
-if TYPE_CHECKING:
-    from .synchronizer import Synchronizer
+from .workspace import Workspace
 
 PACKED_BYTES = 1 << 20
 """Packed parts of buckets wait for each other until they are so many: each operation costs, however small."""
 
 
-class Mode(Enum):
-    """How the gradients of a step are sent."""
+class Owner(Protocol):
+    """What a step needs of the synchronizer that it belongs to."""
 
-    TORCH = "by torch's own all-reduce, since nothing is compressed"
-    GRADIENTS = "compressed"
-    WARMUP = "compressed, of an optimizer that takes them as they are: nothing is kept for later"
-    UPDATES = "as the updates that an optimizer makes of them"
-
-
-class Rule(Protocol):
-    """How an optimizer makes updates of gradients at one step: the numbers of one parameter group."""
-
-    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> Update:
-        """Return the update of a run, whose gradient is to be multiplied by `factor` first."""
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What an optimizer sends at one step. Its synchronizer gets this before the first bucket, and asks nothing more.
-
-    warms_up   gradients are sent as they are, without a residual.
-    rules      one for each parameter group.
-    moments    the vectors that an update is made of, besides the gradient.
-    scale      what GradScaler has multiplied the loss by.
-    max_norm   of this rank's gradient; it is clipped to it.
-    sampled    names of parameters of whose gradient samples are wanted.
-    numbers    those of the rules, in the memory of a GPU, a row for each: there a recording finds them. The first two
-               of a row are what a gradient is multiplied by.
-    """
-
-    warms_up: bool
-    rules: Sequence[Rule]
-    moments: Sequence[NamedVectors]
-    scale: float = 1.0
-    max_norm: float | None = None
-    sampled: frozenset[str] = frozenset()
-    numbers: Tensor | None = None
-
-
-class Average(NamedTuple):
-    """The result of a step for some parameters. The memory is used again for the next one."""
-
-    run: Run
-    flat: Tensor
-    """Averages of what all ranks sent, one parameter behind the other as in `run`."""
-    is_update: bool
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        for name, part in zip(self.run.names, self.flat.split(list(self.run.sizes)), strict=True):
-            if name is not None:
-                yield name, part
-
-
-@dataclass
-class Sent:
-    """A run under way."""
-
-    run: Run
-    gradient: Tensor
-    """A slice of its bucket; of packed parameters, a copy of theirs."""
-    source: Tensor
-    """What is encoded: the gradient, or in other memory the update that is made of it."""
-    slot: Slot
-    reduction: Reduction
-    residual: Tensor | None
-    update: Update | None = None
-    places: Sequence[tuple[Tensor, Packed]] = ()
-    """Where packed parameters are: in which bucket, and at which elements."""
-    key: Hashable = None
-    """What encoding it depends on; None if that cannot be recorded."""
-
-
-class Waiting(NamedTuple):
-    """Small parameters of one bucket that are to be sent together with those of others."""
-
-    bucket: Bucket
-    parts: Sequence[Packed]
-    compressor: Compressor
-    copied: Tensor | None
-    """Them, one behind the other; None if the bucket still has them when they are sent."""
+    group: Any
+    timeout: float | timedelta | None
+    algorithm: str
+    second: Compressor | None
+    max_bytes: int | None
+    wanted_layout: list[tuple[str, ...]]
+    workspace: Workspace
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.stop - part.start for part in self.parts) * self.bucket.tensor.itemsize
+    def assignment(self) -> Assignment:
+        """Which compressor each parameter has."""
 
-    def pieces(self) -> list[Tensor]:
-        """Return them, in their order."""
-        if self.copied is not None:
-            return [self.copied]
-        return [self.bucket.tensor[part.start : part.stop] for part in self.parts]
+    def channels_of(self, device: torch.device) -> list[Channel]:
+        """Return those of the group."""
+
+    def number_operations(self, device: torch.device) -> list[Operation]:
+        """Return the next operations on the group's channels."""
+
+    def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return where what is not sent of a run is kept."""
 
 
-@dataclass
-class Step:
+@dataclass(kw_only=True)
+class Step(StepRecord):
     """A step under way."""
 
-    sync: "Synchronizer"
-    number: int
-    """How many steps counted before this one."""
-    mode: Mode
-    updates: Updates | None
+    sync: Owner
     collects: bool
     """Whether all buckets are waited for before the first is sent."""
-    flushes: bool
-    """Whether all that is owed is sent, dense."""
     rank: int
     world_size: int
-    closed: bool = False
-    """Whether the last bucket has come."""
-    finite: bool | None = None
-    """Whether every rank's gradient was finite; None until it is known, or if nobody looks."""
-    handles: list[Handle] = field(default_factory=list)
-    layout: list[tuple[str, ...]] = field(default_factory=list)
-    """The buckets as they came."""
-    entries: dict[str, int] = field(default_factory=dict)
-    bytes_dense: int = 0
-    whole_at: float = 0.0
-    """When the last bucket had come, by `time.perf_counter`."""
-    waited: float = 0.0
-    """Seconds in which the caller waited for the wire."""
-    marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
-    """Of each bucket: its names, when it was issued, and its operations, from the first up to the last of `handles`."""
-    labels: list[str] = field(default_factory=list)
-    """What each of `handles` carries."""
-    slots: list[Slot] = field(default_factory=list)
-    """Those that this step has used."""
-    packs: set[tuple[str | None, ...]] = field(default_factory=set)
-    """Which small parameters were sent together."""
-    samples: dict[str, Tensor] = field(default_factory=dict)
-    """Of this rank's gradient, by parameter, if an optimizer wants them."""
     _encodes_here: bool = False
     """Whether a run was encoded in backward, rather than by a replay that the wire starts."""
     _held: int = 0
@@ -186,15 +89,6 @@ class Step:
     """Small parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
     """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
-
-    @property
-    def passes_on(self) -> bool:
-        return self.mode is Mode.TORCH
-
-    @property
-    def warms_up(self) -> bool:
-        """Whether an optimizer takes gradients as they are, in this step."""
-        return self.updates is not None and self.updates.warms_up
 
     # Backward: encode, and hand over to the wire.
 

@@ -34,10 +34,11 @@ from .assignment import Adaptive, Assignment, Auto
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, Run, flatten, group_parameters
 from .owners import Owners
+from .parts import Mode, Updates
 from .policy import Policy, Spec
 from .residuals import NamedVectors
 from .statistics import SyncStats
-from .step import Mode, Step, Updates
+from .step import Step
 from .workspace import Workspace
 
 _log = logging.getLogger("thinwire")
@@ -268,8 +269,16 @@ class Synchronizer:
         self.workspace.forget_moved(self._vectors, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
         collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
+        rank, world_size = place(self.group)
         self._step = Step(
-            self, number, Mode.TORCH if passes_on else mode, updates, collects, flushes, *place(self.group)
+            sync=self,
+            number=number,
+            mode=Mode.TORCH if passes_on else mode,
+            updates=updates,
+            collects=collects,
+            flushes=flushes,
+            rank=rank,
+            world_size=world_size,
         )
         return self._step
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from .auto import BucketTimes, Choice, Measured, confirm, decide
-from .step import Step
+from .parts import StepRecord
 
 BEFORE = 2
 """Steps after which DDP has put its buckets together."""
@@ -110,7 +110,7 @@ class Trials:
             self._add_step(self._open[0], now - self._open[1])
         self._open = (step, now) if self.choice is None else None
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: StepRecord) -> None:
         """All buckets of a step have been exchanged."""
         number = None if self.choice is not None else self._candidate(step.number)
         if number is None or number == len(self.candidates) or self._is_first(step.number):
@@ -212,7 +212,7 @@ class Trials:
         return (max(medians) if number else min(medians)) if medians else nan
 
 
-def _end_of(step: Step, first: int, last: int) -> float | None:
+def _end_of(step: StepRecord, first: int, last: int) -> float | None:
     """When the bucket with these operations had been exchanged; what comes then waits for the others."""
     handles = step.handles[first:last]
     if step.passes_on:

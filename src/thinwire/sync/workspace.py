@@ -4,8 +4,7 @@ Nothing in here is part of a checkpoint: it can be dropped at any moment, and is
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,30 +14,17 @@ from .. import kernels
 from ..collectives import ShardState
 from ..collectives.algorithms.stage import Buffers
 from ..collectives.local import LocalGroup
-from ..collectives.request import Request, make_request
+from ..collectives.request import make_request
 from ..collectives.transport.channel import Channel
 from ..compressors import Compressor
 from ..kernels.recording import Recording
 from ..kernels.updates import AdamUpdate
 from .buckets import Run
+from .parts import Sent, Slot, StepRecord, Updates, Waiting
 from .residuals import NamedVectors
-
-if TYPE_CHECKING:
-    from .step import Sent, Step, Updates, Waiting
 
 _NO_LIMIT = 1 << 62
 """For one operation: all are held until the step ends, so cutting one into segments would save nothing."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What a run is sent by."""
-
-    run: Run
-    request: Request
-    buffers: Buffers
-    recording: Recording | None
-    """Of what makes the payload, on a GPU."""
 
 
 class Workspace:
@@ -63,19 +49,19 @@ class Workspace:
         self._prepared_for: tuple[Hashable, ...] = ()
         """Where everything was by then that a run is made of."""
 
-    def keep_used(self, step: "Step") -> None:
+    def keep_used(self, step: StepRecord) -> None:
         """Let go of what this step has not used, as after DDP has put its buckets together anew."""
         used = {id(slot) for slot in step.slots}
         self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
         self._prepared = {key: sent for key, sent in self._prepared.items() if id(sent.slot) in used}
         self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
 
-    def prepare(self, sent: "Sent") -> None:
+    def prepare(self, sent: Sent) -> None:
         """Remember how a run was sent: at the next step, all that need be done is to replay it."""
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
             self._prepared[id(sent.run)] = sent  # which keeps the run, so that no other has its identity
 
-    def prepared(self, run: Run, bucket: Tensor, channels: Sequence[Channel]) -> "Sent | None":
+    def prepared(self, run: Run, bucket: Tensor, channels: Sequence[Channel]) -> Sent | None:
         """Return how a run was sent at the last step, if its gradient, and all that it is made of, is where it was."""
         sent = self._prepared.get(id(run))
         if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
@@ -84,7 +70,7 @@ class Workspace:
             return None
         return sent if sent.slot.request.channels == channels else None
 
-    def forget_moved(self, residuals: NamedVectors, updates: "Updates | None") -> None:
+    def forget_moved(self, residuals: NamedVectors, updates: Updates | None) -> None:
         """If a residual, a moment or a number has moved, nothing is prepared any more."""
         where: list[Hashable] = [residuals.generation]
         if updates is not None:
@@ -128,7 +114,7 @@ class Workspace:
             self._pool = torch.cuda.graph_pool_handle()
         return Recording(self._pool)
 
-    def addresses(self, sent: "Sent") -> tuple[Hashable, ...]:
+    def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
         """Where everything is that sending and applying a run reads and writes; its payloads belong to its slot."""
         update, residual = sent.update, sent.residual
         made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
@@ -137,7 +123,7 @@ class Workspace:
             made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
         return tuple(made)
 
-    def packed(self, group: "Sequence[Waiting]") -> tuple[Run, Tensor]:
+    def packed(self, group: Sequence[Waiting]) -> tuple[Run, Tensor]:
         """Return the run of small parameters that are sent together, and memory for them: the same at every step."""
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.tensor, group[0].compressor
