@@ -62,7 +62,7 @@ def module_of(path: Path) -> str:
 
 
 def test_no_module_needs_itself() -> None:
-    """Imports for types alone, and those inside of functions, count: without a cycle, modules can be read in an order."""
+    """Imports for types alone, and those inside of functions, count, too."""
     modules = {module_of(path): path for path in FILES if path != ROOT / "__init__.py"}
     needs: dict[str, set[str]] = {}
     for module, path in modules.items():

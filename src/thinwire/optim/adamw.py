@@ -22,8 +22,8 @@ from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Run
-from ..sync.policy import DEFAULT, Policy, Spec
 from ..sync.parts import Updates
+from ..sync.policy import DEFAULT, Policy, Spec
 from ..sync.step import Step
 from .base import CompressedOptimizer
 from .device_numbers import DeviceNumbers

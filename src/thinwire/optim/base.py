@@ -26,9 +26,9 @@ from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
 from ..sync import checkpoint
 from ..sync.buckets import Bucket, shaped
+from ..sync.parts import Rule, Updates
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
-from ..sync.parts import Rule, Updates
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_order, check_replicas, warn_of_averaged
