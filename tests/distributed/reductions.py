@@ -76,7 +76,8 @@ def perform_one(rank: int, case: Case, group: Any = None) -> Outcome:
         work = thinwire.all_reduce_compressed(
             tensor, case.spec, residual,
             op=dist.ReduceOp.AVG if case.average else dist.ReduceOp.SUM,
-            group=group, algorithm=case.algorithm, key=KEY + step, second=case.second, state=state, **case.options,
+            group=group, algorithm=case.algorithm, key=KEY + step, shard_compressor=case.second, state=state,
+            **case.options,
         )  # fmt: skip
         assert work.wait() is True
         results.append(tensor)

@@ -80,7 +80,7 @@ DIFFERENT = {
     "residual": (Call(options={"algorithm": "gather"}), Call(residual=True, options={"algorithm": "gather"})),
     "second": (
         Call(options={"algorithm": "sharded"}),
-        Call(options={"algorithm": "sharded", "second": "quantize:bits=8"}),
+        Call(options={"algorithm": "sharded", "shard_compressor": "quantize:bits=8"}),
     ),
     "key": (
         Call("randomk:ratio=1/4", options={"key": 1}),

@@ -437,7 +437,7 @@ def wrong_arguments(rank: int, world_size: int) -> None:
     with raises(ValueError, "5", "expected"):
         thinwire.attach(make(), 5)
     with raises(ValueError, "nonsense"):
-        thinwire.attach(make(), "none", second="nonsense")
+        thinwire.attach(make(), "none", shard_compressor="nonsense")
     for wrong in ({"algorithm": "nonsense"}, {"timeout": -1}, {"max_bytes": -1}, {"group": 5}):
         with raises(ValueError, str(next(iter(wrong.values())))):
             thinwire.attach(make(), TOPK, **wrong)

@@ -136,7 +136,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
         Policy("none", layers={"head.*": "auto"})
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
-        Synchronizer("topk:ratio=1/64", second="auto")
+        Synchronizer("topk:ratio=1/64", shard_compressor="auto")
     with pytest.raises(ValueError, match="compressor 'automatic' in 'automatic' is unknown"):
         Synchronizer("automatic")
 

@@ -33,7 +33,7 @@ def all_reduce_compressed(
     async_op: bool = False,
     algorithm: str = "auto",
     key: int | None = None,
-    second: Compressor | str | None = None,
+    shard_compressor: Compressor | str | None = None,
     state: ShardState | None = None,
     max_bytes: int | None = None,
     timeout: float | timedelta | None = None,
@@ -55,7 +55,7 @@ def all_reduce_compressed(
     async_op    return at once; the result is there after `wait()`. (The first "none" of a kind waits for all ranks.)
     algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one that sends the least.
     key         what a compressor that draws depends on, others do not look at it; by default the number of the call.
-    second      what owners compress sums with, for "sharded"; by default more entries and more bits.
+    shard_compressor   what owners compress sums with, for "sharded"; by default more entries and more bits.
     state       for "sharded", where owners keep what they do not send on. With a residual, "auto" takes "sharded" only
                 if it is given.
     max_bytes   memory for all calls on this group that are under way, of which one takes a quarter at most;
@@ -80,9 +80,16 @@ def all_reduce_compressed(
         if residual is not None and not isinstance(residual, Tensor):
             raise ValueError(f"residual of type {type(residual).__name__}, expected a tensor or None")
         request = make_request(
-            [operation.channel for operation in operations], tensor, compressor, op=op, algorithm=algorithm,
-            second=second, has_residual=residual is not None, state=state, max_bytes=budget(max_bytes),
-        )  # fmt: skip
+            [operation.channel for operation in operations],
+            tensor,
+            compressor,
+            op=op,
+            algorithm=algorithm,
+            shard_compressor=shard_compressor,
+            has_residual=residual is not None,
+            state=state,
+            max_bytes=budget(max_bytes),
+        )
         request.asked_for.check_input(tensor, residual, request.key_of(key, operations[-1].number))
         if not request.passes_on:
             flat, kept = tensor.detach().view(-1), None if residual is None else residual.detach().view(-1)

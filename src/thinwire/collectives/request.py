@@ -91,7 +91,7 @@ def make_request(
     *,
     op: dist.ReduceOp.RedOpType,
     algorithm: str,
-    second: Compressor | str | None,
+    shard_compressor: Compressor | str | None,
     has_residual: bool,
     state: ShardState | None,
     max_bytes: int,
@@ -100,11 +100,11 @@ def make_request(
     *nodes, channel = channels
     in_node = nodes[0].size if nodes else 1
     first = _made(compressor)
-    if second is None:
+    if shard_compressor is None:
         made_of_first = first.for_sum(channel.size)
         sums = first if made_of_first is first else _kept(made_of_first)
     else:
-        sums = _made(second, "second")
+        sums = _made(shard_compressor, "shard_compressor")
     passes_on = (
         isinstance(first, NoCompression)
         and not has_residual
@@ -185,7 +185,9 @@ def _check_state(state: ShardState | None, has_residual: bool, second: Compresso
             "state=thinwire.ShardState() and keep it beside the residual"
         )
     if state is not None and not second.contracts:
-        raise ValueError(f"second {format_spec(second)}, whose residual would grow for ever; use another rounding")
+        raise ValueError(
+            f"shard_compressor {format_spec(second)}, whose residual would grow for ever; use another rounding"
+        )
 
 
 def _owned_spans(made: Plan, dtype: torch.dtype, channels: Sequence[Channel]) -> list[Span]:

@@ -41,7 +41,7 @@ def attach(
     *,
     group: Any = None,
     algorithm: str = "auto",
-    second: Spec | None = None,
+    shard_compressor: Spec | None = None,
     error_feedback: bool = True,
     grad_scaler: Any = None,
     max_bytes: int | None = None,
@@ -65,9 +65,15 @@ def attach(
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"a {type(ddp).__name__}, expected a DistributedDataParallel; for others use a Synchronizer")
     sync = Synchronizer(
-        compressor, group=ddp.process_group if group is None else group, algorithm=algorithm, second=second,
-        error_feedback=error_feedback, grad_scaler=grad_scaler, max_bytes=max_bytes, timeout=timeout,
-    )  # fmt: skip
+        compressor,
+        group=ddp.process_group if group is None else group,
+        algorithm=algorithm,
+        shard_compressor=shard_compressor,
+        error_feedback=error_feedback,
+        grad_scaler=grad_scaler,
+        max_bytes=max_bytes,
+        timeout=timeout,
+    )
     register(ddp, sync)
     _warn_of_adam(ddp, sync)
     return sync

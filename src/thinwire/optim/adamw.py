@@ -101,7 +101,7 @@ class AdamW(CompressedOptimizer):
                    64 ... steps; 0: the second moment is frozen after the warm-up, which should be 100 steps or more.
     max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
     grad_scaler    the `GradScaler` in use, if any.
-    group, algorithm, second, max_bytes, timeout   as for `Synchronizer`.
+    group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
 
     If any rank's gradient holds NaN or Inf, or is so large that its square would be infinite, `step` changes nothing on
     any rank, and `skipped` counts it.
@@ -139,7 +139,7 @@ class AdamW(CompressedOptimizer):
         ddp: Any = None,
         group: Any = None,
         algorithm: str = "auto",
-        second: Spec | None = None,
+        shard_compressor: Spec | None = None,
         grad_scaler: Any = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
@@ -170,7 +170,7 @@ class AdamW(CompressedOptimizer):
         }
         super().__init__(
             params, defaults, policy, ddp=ddp, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler, group=group,
-            algorithm=algorithm, second=second, max_bytes=max_bytes, timeout=timeout,
+            algorithm=algorithm, shard_compressor=shard_compressor, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
         self.refresh_every = refresh_every
         self._scales: dict[str, float] = {}

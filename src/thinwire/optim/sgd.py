@@ -65,7 +65,7 @@ class SGD(CompressedOptimizer):
     warmup_steps   steps in which gradients are sent by `warmup` and momentum is that of torch.
     max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
     grad_scaler    the `GradScaler` in use, if any.
-    group, algorithm, second, max_bytes, timeout   as for `Synchronizer`.
+    group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
     """
 
     moments = ("momentum_buffer",)
@@ -87,7 +87,7 @@ class SGD(CompressedOptimizer):
         ddp: Any = None,
         group: Any = None,
         algorithm: str = "auto",
-        second: Spec | None = None,
+        shard_compressor: Spec | None = None,
         grad_scaler: Any = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
@@ -109,7 +109,7 @@ class SGD(CompressedOptimizer):
         super().__init__(
             params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler, group=group, algorithm=algorithm,
-            second=second, max_bytes=max_bytes, timeout=timeout,
+            shard_compressor=shard_compressor, max_bytes=max_bytes, timeout=timeout,
         )  # fmt: skip
         for group in self.param_groups:
             if group["compressed_momentum"] is None:

@@ -48,7 +48,7 @@ class Owner(Protocol):
     group: Any
     timeout: float | timedelta | None
     algorithm: str
-    second: Compressor | None
+    shard_compressor: Compressor | None
     max_bytes: int | None
     wanted_layout: list[tuple[str, ...]]
     workspace: Workspace
@@ -276,7 +276,7 @@ class Step(StepRecord):
                 has_residual=residual is not None,
                 state=state,
                 algorithm=self._algorithm(run.compressor, source, packs),
-                second=None if dense or packs else sync.second,
+                shard_compressor=None if dense or packs else sync.shard_compressor,
             )
             self._hold(slot)
             key = None

@@ -55,7 +55,7 @@ class Synchronizer:
                      quickest goes on; `choice` says what and why.
     group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
     algorithm        "gather", "sharded", "dense" or "auto". Small tensors take what sends the least, or "dense".
-    second           what owners compress sums with, for "sharded"; by default more entries and more bits.
+    shard_compressor what owners compress sums with, for "sharded"; by default more entries and more bits.
     error_feedback   False: what is not sent is lost.
     grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
     max_bytes        an error if the payloads of one step, which are held until it ends, need more memory; by default
@@ -81,7 +81,7 @@ class Synchronizer:
         *,
         group: Any = None,
         algorithm: str = "auto",
-        second: Spec | None = None,
+        shard_compressor: Spec | None = None,
         error_feedback: bool = True,
         grad_scaler: Any = None,
         max_bytes: int | None = None,
@@ -102,7 +102,11 @@ class Synchronizer:
         check_kind(group)
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
-        self.group, self.algorithm, self.second = group, algorithm, None if second is None else parsed(second)
+        self.group, self.algorithm, self.shard_compressor = (
+            group,
+            algorithm,
+            None if shard_compressor is None else parsed(shard_compressor),
+        )
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
         self._families = families
@@ -229,7 +233,7 @@ class Synchronizer:
         self.assignment.load_state_dict(saved, same_world=choice.same_world)
 
     def _options(self) -> dict[str, Any]:
-        second = None if self.second is None else format_spec(self.second)
+        second = None if self.shard_compressor is None else format_spec(self.shard_compressor)
         return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
 
     # What integrations use.
@@ -381,7 +385,7 @@ class Synchronizer:
                     group=self.group,
                     async_op=True,
                     timeout=self.timeout,
-                    second=compressor,
+                    shard_compressor=compressor,
                 )
             )
         for handle in handles:

@@ -88,16 +88,23 @@ class Workspace:
         has_residual: bool,
         state: ShardState | None,
         algorithm: str,
-        second: Compressor | None,
+        shard_compressor: Compressor | None,
     ) -> Slot:
         """What a run is sent by: made when it is first seen."""
         key = (id(run), source.dtype, has_residual, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
             request = make_request(
-                channels, source, run.compressor, op=dist.ReduceOp.AVG, algorithm=algorithm, second=second,
-                has_residual=has_residual, state=state, max_bytes=_NO_LIMIT,
-            )  # fmt: skip
+                channels,
+                source,
+                run.compressor,
+                op=dist.ReduceOp.AVG,
+                algorithm=algorithm,
+                shard_compressor=shard_compressor,
+                has_residual=has_residual,
+                state=state,
+                max_bytes=_NO_LIMIT,
+            )
             slot = self._slots[key] = Slot(run, request, Buffers(), self._recording(run.compressor, source, channels))
         return slot
 
