@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .compressors import TopK as TopK
     from .compressors import compressor as compressor
     from .compressors import format_spec as format_spec
-    from .compressors import register as register
+    from .compressors import register_compressor as register_compressor
     from .compressors import registered as registered
     from .compressors.frame import FrameError as FrameError
     from .compressors.statistics import Statistics as Statistics
@@ -59,7 +59,7 @@ _HOME = {
     **dict.fromkeys(
         [
             "CompressedTensor", "Compressor", "NoCompression", "Quantize", "RandomK", "TopK",
-            "compressor", "format_spec", "register", "registered",
+            "compressor", "format_spec", "register_compressor", "registered",
         ],
         ".compressors",
     ),

@@ -41,7 +41,7 @@ class Run:
         if kind == "attach":
             warmup = options.pop("warmup_steps", 0)
             if warmup:
-                compressor = thinwire.Policy(compressor.compressor, small=100, warmup=[(warmup, "quantize:bits=8")])
+                compressor = thinwire.Policy(compressor.compressor, min_numel=100, warmup=[(warmup, "quantize:bits=8")])
             self.model, self.sync, self.finish = attached(module, compressor, ddp, {"bucket_cap_mb": cap}, **options)
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
             return
@@ -301,7 +301,7 @@ def refuse(rank: int, world_size: int, ddp: bool) -> None:
         assert (run.sync.steps, str(run.optimizer.param_groups)) == (steps, groups)
 
     attempt(saved(compressor=policy("quantize:bits=8")), "compressor", "quantize:bits=8", "topk")
-    attempt(saved(compressor=policy(TOPK, small=2000)), "small", "2000", "100")
+    attempt(saved(compressor=policy(TOPK, min_numel=2000)), "small", "2000", "100")
     attempt(saved(warmup_steps=5), "warmup")
     attempt({**right, "format": 99}, "99")
     attempt({**right, "rank": rank + world_size}, f"rank {rank} of {world_size}")

@@ -397,7 +397,7 @@ def warned(rank: int, world_size: int, spec: Any, optimizer: str) -> list[str]:
         (policy(TOPK), "Adam", 1),
         (policy(TOPK), "AdamW", 1),
         (policy("randomk:ratio=1/8"), "RMSprop", 1),
-        (policy("quantize:bits=8", layers={"0.*": TOPK}), "AdamW", 1),
+        (policy("quantize:bits=8", overrides={"0.*": TOPK}), "AdamW", 1),
         (policy(TOPK), "SGD", 0),
         (policy("quantize:bits=8"), "AdamW", 0),
         ("none", "Adam", 0),
@@ -465,7 +465,7 @@ DIFFERENT = {
     "topk and quantize": [policy(TOPK), policy("quantize:bits=8")],
     "topk and none": [policy(TOPK), policy("none")],
     "ratios": [policy(TOPK), policy(TOPK), policy("topk:ratio=1/8,bits=4,chunk=512")],
-    "small": [policy(TOPK), policy(TOPK, small=3000)],
+    "small": [policy(TOPK), policy(TOPK, min_numel=3000)],
     "warm-up": [policy(TOPK, warmup=[(3, "none")]), policy(TOPK)],
 }
 

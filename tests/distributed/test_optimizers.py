@@ -396,7 +396,7 @@ def change_kind(rank: int, world_size: int, kind: str, make_policy: Callable[[],
 
 def to_dense_layer() -> Any:
     warmup = [(3, "quantize:bits=8"), *thinwire.ramp("topk:ratio=1/16", 4)]
-    return policy("topk:ratio=1/16", layers={"4.*": "none"}, warmup=warmup)
+    return policy("topk:ratio=1/16", overrides={"4.*": "none"}, warmup=warmup)
 
 
 def back_to_dense() -> Any:

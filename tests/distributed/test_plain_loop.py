@@ -125,7 +125,7 @@ def missing_gradients(rank: int, world_size: int, spec: str) -> dict[str, Any]:
         model["one"].grad = torch.full((100, 50), 2.0).t()
     model["scalar"].grad = torch.tensor(float(rank))
     small = 0 if spec == "none" else 100
-    sync = thinwire.Synchronizer(thinwire.Policy(spec, small=small, small_compressor="none"))
+    sync = thinwire.Synchronizer(thinwire.Policy(spec, min_numel=small, small_compressor="none"))
     sync.all_reduce_gradients(model.named_parameters())
     assert model["frozen"].grad is None
     assert model["one"].grad.shape == (50, 100)

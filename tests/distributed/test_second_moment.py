@@ -46,7 +46,7 @@ def test_ranks_average_them_at_doublings_and_then_regularly(ranks: Ranks) -> Non
 def of_many_tensors(rank: int, world_size: int) -> list[dict[str, bytes]]:
     """Second moments after a step before the refresh, and after the refresh; more tensors than are averaged at once."""
     model = Given((300, 700, 5000, 41, 900, 2000, 1, 333, 4096, 512, 77, 64, 8000, 10, 129, 650, 2, 31, 1024))
-    everything = thinwire.Policy("topk:ratio=1/4,bits=4,chunk=512", small=0)
+    everything = thinwire.Policy("topk:ratio=1/4,bits=4,chunk=512", min_numel=0)
     optimizer = thinwire.AdamW(model, compressor=everything, warmup_steps=2, refresh_every=20)
     found = []
     for step in range(1, 17):

@@ -83,7 +83,7 @@ def follow_a_scale(rank: int, world_size: int) -> float:
     """The residual of a small tensor is in the unit of the scaled gradient, so it follows the scale."""
     model = make_net()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=thinwire.Policy(TOPK, small=2048), grad_scaler=scaler)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=thinwire.Policy(TOPK, min_numel=2048), grad_scaler=scaler)
     norms = []
     for step in range(8):
         optimizer.zero_grad()

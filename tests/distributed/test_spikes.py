@@ -24,7 +24,7 @@ def spike(rank: int, world_size: int, ddp: bool, at: int, small: int, max_grad_n
     optimizer = thinwire.AdamW(
         model,
         lr=3e-3,
-        compressor=policy(SPARSE, small=small),
+        compressor=policy(SPARSE, min_numel=small),
         warmup_steps=WARMUP,
         refresh_every=16,
         max_grad_norm=max_grad_norm,

@@ -25,7 +25,7 @@ SPECS = {
 
 def policy(spec: str, **options: Any) -> thinwire.Policy:
     """Weights of `make_net` are compressed, biases and norms go dense."""
-    return thinwire.Policy(spec, **{"small": 100, **options})
+    return thinwire.Policy(spec, **{"min_numel": 100, **options})
 
 
 def make_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:

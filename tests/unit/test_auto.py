@@ -134,7 +134,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="adapt_every with auto, expected a topk"):
         Policy("auto", adapt_every=10)
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
-        Policy("none", layers={"head.*": "auto"})
+        Policy("none", overrides={"head.*": "auto"})
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
         Synchronizer("topk:ratio=1/64", shard_compressor="auto")
     with pytest.raises(ValueError, match="compressor 'automatic' in 'automatic' is unknown"):
@@ -142,7 +142,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_a_policy_keeps_the_word() -> None:
-    policy = replace(Policy("auto", small=10), warmup=[(3, "quantize:bits=8")])
+    policy = replace(Policy("auto", min_numel=10), warmup=[(3, "quantize:bits=8")])
     assert policy.auto
     assert policy.describe()["compressor"] == "auto"
     assert policy.is_dense(3)

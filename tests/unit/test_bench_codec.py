@@ -198,7 +198,7 @@ def test_a_broken_kernel_is_named_and_not_reported(
     layout, base = (TopKLayout, reference_topk) if label.startswith("topk") else (QuantizeLayout, reference_quantize)
     modules: dict[str, Any] = vars(kernels)["_MODULES"]
     monkeypatch.setitem(modules["cpu"], layout, modules["cpu"][layout])  # puts it back afterwards
-    kernels.register("cpu", layout, broken(base))
+    kernels.register_kernel("cpu", layout, broken(base))
 
     path = tmp_path / "rows.jsonl"
     assert run_here("--specs", "none", label, "--out", str(path)) == 1
@@ -236,12 +236,12 @@ def test_every_registered_compressor_is_in_the_default_run() -> None:
 def test_a_new_compressor_gets_its_rows_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "_REGISTRY", dict(vars(spec)["_REGISTRY"]))
 
-    @thinwire.register("plain")
+    @thinwire.register_compressor("plain")
     @dataclass(frozen=True)
     class Plain(NoCompression):
         pass
 
-    @thinwire.register("share")
+    @thinwire.register_compressor("share")
     @dataclass(frozen=True)
     class Share(NoCompression):
         ratio: spec.Ratio = 1.0

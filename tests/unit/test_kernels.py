@@ -59,7 +59,7 @@ def test_unknown_name(name: str) -> None:
     with pytest.raises(ValueError, match=expected), kernels.force(name):
         pass
     with pytest.raises(ValueError, match=expected):
-        kernels.register(name, DenseLayout, kernels.select(layout("none"), CPU)[1])
+        kernels.register_kernel(name, DenseLayout, kernels.select(layout("none"), CPU)[1])
 
 
 def test_unknown_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ class TestOwnKernels:
     def test_registered_for_reference_only(self) -> None:
         """The default takes what there is; forcing what there is not still raises."""
         kernel = kernels.select(layout("none"), CPU)[1]
-        kernels.register("reference", OwnLayout, kernel)
+        kernels.register_kernel("reference", OwnLayout, kernel)
         assert kernels.select(OwnLayout(4, torch.float32), CPU) == ("reference", kernel)
         with kernels.force("cpu"), pytest.raises(ValueError, match="have none for OwnLayout"):
             kernels.select(OwnLayout(4, torch.float32), CPU)

@@ -22,13 +22,13 @@ def spec_at(policy: Policy, step: int, name: str = "w", numel: int = BIG) -> str
 @pytest.mark.parametrize("spec", ["quantize:bits=8", "quantize:bits=4", "none"])
 def test_small_ones_go_by_their_own_compressor_whatever_else_is_said(spec: str) -> None:
     layers, warmup = {"*": "quantize:bits=2"}, [(1, "quantize:bits=1")]
-    policy = Policy(FINAL, small=100, small_compressor=spec, layers=layers, warmup=warmup)
+    policy = Policy(FINAL, min_numel=100, small_compressor=spec, overrides=layers, warmup=warmup)
     assert Policy(FINAL).small_compressor == compressor("quantize:bits=8")
     assert (policy.is_small("b", 99), policy.is_small("b", 100)) == (True, False)
     for step, other in ((0, "quantize:bits=1"), (1, "quantize:bits=2")):
         assert policy.compressor_of("b", 99, step) == compressor(spec)
         assert policy.compressor_of("b", 100, step) == compressor(other)
-    assert isinstance(Policy(FINAL, small=0).compressor_of("b", 1, 0), TopK)
+    assert isinstance(Policy(FINAL, min_numel=0).compressor_of("b", 1, 0), TopK)
 
 
 def test_small_ones_go_dense_where_nothing_is_compressed() -> None:
@@ -36,11 +36,11 @@ def test_small_ones_go_dense_where_nothing_is_compressed() -> None:
     kinds = [type(policy.compressor_of("b", 10, step)) for step in range(3)]
     assert kinds == [NoCompression, Quantize, Quantize]
     assert isinstance(Policy("none").compressor_of("b", 10, 0), NoCompression)
-    assert isinstance(Policy("none", layers={"w": FINAL}).compressor_of("b", 10, 0), Quantize)
+    assert isinstance(Policy("none", overrides={"w": FINAL}).compressor_of("b", 10, 0), Quantize)
 
 
 def test_small_ones_that_are_excluded_go_dense() -> None:
-    for policy in (Policy(FINAL, exclude=["b"]), Policy(FINAL, include=["w"]), Policy(FINAL, layers={"b": "none"})):
+    for policy in (Policy(FINAL, exclude=["b"]), Policy(FINAL, include=["w"]), Policy(FINAL, overrides={"b": "none"})):
         assert policy.goes_dense("b")
         assert not policy.is_small("b", 10)
         assert isinstance(policy.compressor_of("b", 10, 0), NoCompression)
@@ -67,7 +67,7 @@ def test_include_and_exclude(include: Any, exclude: Any, compressed: list[str]) 
 
 
 def test_the_first_pattern_of_layers_counts() -> None:
-    policy = Policy(FINAL, layers={"head.*": "quantize:bits=8", "*.w": "none", "*": "randomk:ratio=1/8"})
+    policy = Policy(FINAL, overrides={"head.*": "quantize:bits=8", "*.w": "none", "*": "randomk:ratio=1/8"})
     assert [spec_at(policy, 0, name) for name in ("head.w", "body.w", "body.b")] == [
         "quantize:bits=8",
         "none",
@@ -87,8 +87,8 @@ def test_warm_up_phases() -> None:
 
 def test_dense_means_all_of_it() -> None:
     assert Policy("none").is_dense(0)
-    assert not Policy("none", layers={"x": FINAL}).is_dense(0)
-    assert not Policy(FINAL, layers={"*": "none"}).is_dense(0)
+    assert not Policy("none", overrides={"x": FINAL}).is_dense(0)
+    assert not Policy(FINAL, overrides={"*": "none"}).is_dense(0)
     assert not Policy("none", warmup=[(1, FINAL)]).is_dense(0)
 
 
@@ -98,18 +98,18 @@ def test_dense_means_all_of_it() -> None:
         {"compressor": 5},
         {"compressor": None},
         {"compressor": "nonsense"},
-        {"compressor": FINAL, "small": -1},
-        {"compressor": FINAL, "small": 1.5},
-        {"compressor": FINAL, "small": True},
+        {"compressor": FINAL, "min_numel": -1},
+        {"compressor": FINAL, "min_numel": 1.5},
+        {"compressor": FINAL, "min_numel": True},
         {"compressor": FINAL, "include": "body.*"},
         {"compressor": FINAL, "include": 5},
         {"compressor": FINAL, "include": [5]},
         {"compressor": FINAL, "exclude": "head.*"},
         {"compressor": FINAL, "exclude": None},
-        {"compressor": FINAL, "layers": ["head.*"]},
-        {"compressor": FINAL, "layers": {"head.*": "nonsense"}},
-        {"compressor": FINAL, "layers": {"head.*": 5}},
-        {"compressor": FINAL, "layers": {5: "none"}},
+        {"compressor": FINAL, "overrides": ["head.*"]},
+        {"compressor": FINAL, "overrides": {"head.*": "nonsense"}},
+        {"compressor": FINAL, "overrides": {"head.*": 5}},
+        {"compressor": FINAL, "overrides": {5: "none"}},
         {"compressor": FINAL, "warmup": [(0, "none")]},
         {"compressor": FINAL, "warmup": [(-1, "none")]},
         {"compressor": FINAL, "warmup": [(2.0, "none")]},
@@ -134,10 +134,10 @@ def test_a_description_tells_policies_apart() -> None:
     policies = [
         Policy(FINAL),
         Policy("topk:ratio=1/32,bits=2"),
-        Policy(FINAL, small=5),
+        Policy(FINAL, min_numel=5),
         Policy(FINAL, include=["a"]),
         Policy(FINAL, exclude=["a"]),
-        Policy(FINAL, layers={"a": "none"}),
+        Policy(FINAL, overrides={"a": "none"}),
         Policy(FINAL, warmup=[(5, "none")]),
         Policy(FINAL, warmup=[(5, "quantize:bits=8")]),
         Policy(FINAL, adapt_every=7),
@@ -210,7 +210,7 @@ def test_who_owes_more_gets_more_and_nobody_starves() -> None:
 
 
 def test_who_takes_part_in_the_sharing() -> None:
-    policy = Policy(FINAL, adapt_every=10, exclude=["x"], layers={"head.*": "quantize:bits=8"})
+    policy = Policy(FINAL, adapt_every=10, exclude=["x"], overrides={"head.*": "quantize:bits=8"})
     assert policy.adapts("w", BIG)
     assert not policy.adapts("w", 5)
     assert not policy.adapts("x", BIG)
@@ -225,7 +225,7 @@ def test_who_takes_part_in_the_sharing() -> None:
 
 
 def test_default_begins_with_more_once_the_warm_up_is_over() -> None:
-    policy = Policy("default", warmup=[(2, "quantize:bits=8")], layers={"head": "quantize:bits=4"}).for_ranks(8)
+    policy = Policy("default", warmup=[(2, "quantize:bits=8")], overrides={"head": "quantize:bits=4"}).for_ranks(8)
     found = [policy.compressor_of("body", 100_000, step) for step in range(2 + 400)]
     assert found[:2] == [Quantize(bits=8)] * 2
     ratios = [str(made.ratio) for made in found[2:] if isinstance(made, TopK)]

@@ -146,7 +146,7 @@ class TestRegister:
         monkeypatch.setattr(spec_module, "_REGISTRY", thinwire.registered())
 
     def test_a_new_compressor_works_everywhere(self, backend: str) -> None:
-        @thinwire.register("plain")
+        @thinwire.register_compressor("plain")
         @dataclass(frozen=True)
         class Plain(Compressor):
             level: int = 3
@@ -165,12 +165,12 @@ class TestRegister:
     @pytest.mark.parametrize("name", ["", "Top", "top-k", "a b", "top:k", "1st"])
     def test_wrong_name(self, name: str) -> None:
         with pytest.raises(ValueError, match=r"compressor name .*, expected lower-case letters"):
-            thinwire.register(name)(TopK)
+            thinwire.register_compressor(name)(TopK)
 
     def test_taken_name(self) -> None:
         with pytest.raises(ValueError, match="compressor name 'topk' is taken by TopK"):
-            thinwire.register("topk")(RandomK)
-        assert thinwire.register("topk")(TopK) is TopK  # a module that is loaded again
+            thinwire.register_compressor("topk")(RandomK)
+        assert thinwire.register_compressor("topk")(TopK) is TopK  # a module that is loaded again
 
     def test_not_a_frozen_dataclass(self) -> None:
         class Loose(TopK):
@@ -178,9 +178,9 @@ class TestRegister:
 
         Loose.__dataclass_params__ = dataclasses.make_dataclass("Thawed", [])().__dataclass_params__
         with pytest.raises(TypeError, match="Loose must be a frozen dataclass"):
-            thinwire.register("loose")(Loose)
+            thinwire.register_compressor("loose")(Loose)
         with pytest.raises(TypeError, match="must be a frozen dataclass"):
-            thinwire.register("plain")(type("Plain", (), {}))
+            thinwire.register_compressor("plain")(type("Plain", (), {}))
 
     def test_field_without_a_text_form(self) -> None:
         @dataclass(frozen=True)
@@ -188,5 +188,5 @@ class TestRegister:
             weights: dict = dataclasses.field(default_factory=dict)
 
         with pytest.raises(TypeError, match=r"Odd\.weights: type <class 'dict'>, expected one of"):
-            thinwire.register("odd")(Odd)
+            thinwire.register_compressor("odd")(Odd)
         assert "odd" not in thinwire.registered()

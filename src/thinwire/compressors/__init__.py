@@ -5,7 +5,7 @@ from .compressed import CompressedTensor
 from .none import NoCompression
 from .quantize import Quantize
 from .randomk import RandomK
-from .spec import format_spec, parse_spec, register, registered
+from .spec import format_spec, parse_spec, register_compressor, registered
 from .topk import TopK
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "TopK",
     "compressor",
     "format_spec",
-    "register",
+    "register_compressor",
     "registered",
 ]
 

@@ -6,10 +6,10 @@ import torch
 
 from ..kernels.layout import DenseLayout
 from .base import Compressor
-from .spec import register
+from .spec import register_compressor
 
 
-@register("none")
+@register_compressor("none")
 @dataclass(frozen=True)
 class NoCompression(Compressor):
     """Send everything, in the tensor's own dtype.

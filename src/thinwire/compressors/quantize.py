@@ -6,7 +6,7 @@ import torch
 
 from ..kernels.layout import QuantizeLayout
 from .base import Compressor
-from .spec import check_choice, check_seed, mix_key, register
+from .spec import check_choice, check_seed, mix_key, register_compressor
 
 BITS = (1, 2, 4, 8)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 8}
@@ -14,7 +14,7 @@ BLOCKS = tuple(1 << exponent for exponent in range(5, 17))
 ROUNDINGS = ("nearest", "stochastic")
 
 
-@register("quantize")
+@register_compressor("quantize")
 @dataclass(frozen=True)
 class Quantize(Compressor):
     """Every entry in `bits` bits, with one scale for each `block` entries.

@@ -8,10 +8,10 @@ import torch
 
 from ..kernels.layout import RandomKLayout
 from .base import Compressor
-from .spec import Ratio, check_seed, mix_key, parse_ratio, register
+from .spec import Ratio, check_seed, mix_key, parse_ratio, register_compressor
 
 
-@register("randomk")
+@register_compressor("randomk")
 @dataclass(frozen=True)
 class RandomK(Compressor):
     """A random `ratio` of the entries, drawn anew for each `key`; values in the tensor's dtype, no position sent.

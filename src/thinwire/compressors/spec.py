@@ -20,7 +20,7 @@ Ratio = Fraction | float | str
 """A share as a person writes it; `parse_ratio` makes it exact."""
 
 
-def register(name: str) -> Callable[[C], C]:
+def register_compressor(name: str) -> Callable[[C], C]:
     """Class decorator: makes a compressor known by `name` to spec strings, the contract tests and the benchmark."""
 
     def add(cls: C) -> C:

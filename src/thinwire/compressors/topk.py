@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.layout import TopKLayout, topk_record
 from .base import Compressor
-from .spec import Ratio, check_choice, parse_ratio, register
+from .spec import Ratio, check_choice, parse_ratio, register_compressor
 
 BITS = (1, 2, 4, 8, 16, 32)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
@@ -19,7 +19,7 @@ UNION = Fraction(1, 48)
 CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
 
 
-@register("topk")
+@register_compressor("topk")
 @dataclass(frozen=True)
 class TopK(Compressor):
     """The `ratio` largest of every `chunk` entries, with values of `bits` bits.

@@ -1,5 +1,5 @@
 """Thin adapters between a `Synchronizer` and those who have gradients."""
 
-from .ddp import attach, register
+from .ddp import attach, register_ddp_hook
 
-__all__ = ["attach", "register"]
+__all__ = ["attach", "register_ddp_hook"]

@@ -74,7 +74,7 @@ def attach(
         max_bytes=max_bytes,
         timeout=timeout,
     )
-    register(ddp, sync)
+    register_ddp_hook(ddp, sync)
     _warn_of_adam(ddp, sync)
     return sync
 
@@ -96,7 +96,7 @@ class _HookState:
     """What went wrong in this backward pass. Raised behind it: an error in a hook would leave DDP unusable."""
 
 
-def register(ddp: DistributedDataParallel, receiver: Receiver) -> None:
+def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
     """Make a synchronizer, or an optimizer, the model's communication hook."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     named = {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
@@ -210,7 +210,7 @@ _looks = False
 def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
     """Once, when an Adam-like optimizer first steps on parameters whose gradients are sparse."""
     global _looks
-    final = map(parsed, (sync.policy.final, *sync.policy.layers.values()))
+    final = map(parsed, (sync.policy.final, *sync.policy.overrides.values()))
     sparse = [given for given in final if given.sparse]
     if sparse:
         _sparse[ddp] = format_spec(sparse[0])

@@ -49,7 +49,7 @@ __all__ = [
     "force_now",
     "is_recordable",
     "on_device",
-    "register",
+    "register_kernel",
     "select",
     "settling",
 ]
@@ -180,7 +180,7 @@ def backends() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def register(backend: str, layout: type[Layout], kernel: Kernel) -> None:
+def register_kernel(backend: str, layout: type[Layout], kernel: Kernel) -> None:
     """Add the kernel of a new layout to a backend.
 
     A compressor of your own needs one for "reference"; the others are optional.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..collectives.handle import Span
 from ..compressors import compressor as parsed
-from ..integrations import register
+from ..integrations import register_ddp_hook
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
 from ..sync import checkpoint
@@ -87,7 +87,7 @@ class CompressedOptimizer(Optimizer):
         """Of what `step` does on a GPU."""
         self.sync.know(self.named_parameters())
         if self.ddp is not None:
-            register(self.ddp, self)
+            register_ddp_hook(self.ddp, self)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

@@ -35,31 +35,31 @@ Warmup = Sequence[tuple[int, Spec]]
 class Policy:
     """The compressor of each parameter at each step.
 
-    compressor   for everything that is compressed and not named in `layers`; "default": `default_compressor` of the
+    compressor   for everything that is compressed and not named in `overrides`; "default": `default_compressor` of the
                  number of ranks; "auto": what the first steps show to be quickest, for each bucket.
-    small        parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`:
+    min_numel    parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`:
                  they cost little, and matter much.
     small_compressor  "quantize:bits=8", with a residual; "none" sends them as they are.
     include      patterns, as in a shell, of the names that may be compressed.
     exclude      patterns of those that may not, and go dense.
-    layers       a compressor by pattern; the first that fits counts.
+    overrides    a compressor by pattern; the first that fits counts.
     warmup       (steps, compressor) one after the other, before all that: for example `[(100, "none"),
                  (900, "quantize:bits=8"), *ramp("topk:ratio=1/64,bits=2", 500)]`.
     adapt_every  share the bytes of `compressor`, a topk, anew every so many steps: layers that owe more get a larger
                  ratio, others a smaller one. 0: never.
 
     >>> import thinwire
-    >>> policy = Policy("topk:ratio=1/64,bits=2", layers={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
+    >>> policy = Policy("topk:ratio=1/64,bits=2", overrides={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
     >>> [thinwire.format_spec(policy.compressor_of("head.weight", 10_000, step)) for step in (9, 10)]
     ['none', 'quantize:bits=8,block=256,rounding=nearest,seed=0']
     """
 
     compressor: Spec
-    small: int = 4096
+    min_numel: int = 4096
     small_compressor: Spec = "quantize:bits=8"
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    layers: Mapping[str, Spec] = field(default_factory=dict)
+    overrides: Mapping[str, Spec] = field(default_factory=dict)
     warmup: Warmup = ()
     adapt_every: int = 0
     ranks: int | None = None
@@ -76,12 +76,12 @@ class Policy:
             raise ValueError(f"small_compressor {given}, expected quantize or none: small tensors are sent whole")
         set_("include", _patterns("include", self.include))
         set_("exclude", _patterns("exclude", self.exclude))
-        if not isinstance(self.layers, Mapping):
-            raise ValueError(f"layers {self.layers!r}, expected a dict from patterns to compressors")
-        _patterns("layers", tuple(self.layers))
-        set_("layers", {pattern: parsed(given) for pattern, given in self.layers.items()})
+        if not isinstance(self.overrides, Mapping):
+            raise ValueError(f"overrides {self.overrides!r}, expected a dict from patterns to compressors")
+        _patterns("overrides", tuple(self.overrides))
+        set_("overrides", {pattern: parsed(given) for pattern, given in self.overrides.items()})
         set_("warmup", _phases(self.warmup))
-        for name in ("small", "adapt_every"):
+        for name in ("min_numel", "adapt_every"):
             given = getattr(self, name)
             if type(given) is not int or given < 0:
                 raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
@@ -131,7 +131,7 @@ class Policy:
         phase = self.phase(step)
         if phase < len(self.warmup):
             return isinstance(self.warmup[phase][1], NoCompression)
-        given = (self.final, *(shared or {}).values(), *self.layers.values())
+        given = (self.final, *(shared or {}).values(), *self.overrides.values())
         return all(isinstance(one, NoCompression) for one in given)
 
     def goes_dense(self, name: str) -> bool:
@@ -144,10 +144,10 @@ class Policy:
 
     def is_small(self, name: str, numel: int) -> bool:
         """Whether this parameter is sent together with other small ones, and never by an optimizer's update."""
-        return numel < self.small and not self.goes_dense(name)
+        return numel < self.min_numel and not self.goes_dense(name)
 
     def _of_layer(self, name: str) -> Compressor | None:
-        return next((parsed(given) for pattern, given in self.layers.items() if fnmatchcase(name, pattern)), None)
+        return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
     def compressor_of(
         self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
@@ -180,7 +180,7 @@ class Policy:
 
     def check_patterns(self, names: Collection[str]) -> None:
         """ValueError for a pattern that fits no parameter, which is a mistake in most cases."""
-        for pattern in (*self.include, *self.exclude, *self.layers):
+        for pattern in (*self.include, *self.exclude, *self.overrides):
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(sorted(names)[:5])
                 raise ValueError(f"the pattern {pattern!r} of the policy fits no parameter; there are {some} ...")
@@ -189,11 +189,11 @@ class Policy:
         """What a checkpoint records, and a resumed run must have again."""
         return {
             "compressor": self.compressor if self.auto or self.by_ranks else format_spec(self.final),
-            "small": self.small,
+            "small": self.min_numel,
             "small_compressor": format_spec(parsed(self.small_compressor)),
             "include": list(self.include),
             "exclude": list(self.exclude),
-            "layers": {pattern: format_spec(parsed(given)) for pattern, given in self.layers.items()},
+            "layers": {pattern: format_spec(parsed(given)) for pattern, given in self.overrides.items()},
             "warmup": [[steps, format_spec(parsed(given))] for steps, given in self.warmup],
             "adapt_every": self.adapt_every,
         }

@@ -290,7 +290,8 @@ class Step(StepRecord):
         """Encode, or replay it, and hand the payload to the wire. `encode` is None if it is known to be recorded."""
         reduction, recording = sent.reduction, sent.slot.recording
         self.handles.append(reduction.handle)
-        self.labels.append("small tensors" if sent.places else f"bucket {len(self.marks) + 1}")
+        label = f"bucket {len(self.marks) + 1}, {sent.gradient.numel():,} elements"
+        self.labels.append("small tensors" if sent.places else label)
         self._sent.append(sent)
         try:
             if reduction.encoded:

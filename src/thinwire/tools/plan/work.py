@@ -11,7 +11,7 @@ from thinwire.sync.step import PACKED_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
 """DDP's first bucket is small, so that the exchange begins early; the others are as large as thinwire's own."""
-SMALL = Policy.small
+SMALL = Policy.min_numel
 """Parameters with fewer entries are sent together, by `SMALL_COMPRESSOR`."""
 SMALL_COMPRESSOR = compressor(Policy.small_compressor)
 _ENTRY_BYTES = 4
