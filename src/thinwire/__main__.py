@@ -1,4 +1,4 @@
-"""`python -m thinwire` is the command `thinwire`."""
+"""Runs the command `thinwire` for `python -m thinwire`."""
 
 import sys
 

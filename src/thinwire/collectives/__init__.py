@@ -1,9 +1,9 @@
-"""How compressed tensors become one sum with the same bits on every rank. docs/collectives.md compares the algorithms.
+"""The compressed all-reduce: a sum with the same bits on every rank. docs/collectives.md compares the algorithms.
 
-all_reduce      checks, hands over to the wire       gather, sharded, values, hierarchical   the algorithms
-request         what is to be done, prepared once    stage      what the algorithms share
-plan, cost      which algorithm, how many segments   wire       the thread that sends and receives
-reduction       a request at work                    operation  one call on one group, agreed with the other ranks
+all_reduce      checks a call and submits it         gather, sharded, values, hierarchical   the algorithms
+request         checked and planned arguments        stage      the common parts of the algorithms
+plan, cost      choice of algorithm and segments     wire       the thread that sends and receives
+reduction       the execution of a request           operation  one call on one group, compared between ranks
 channel         numbered operations of a group       link       messages over gloo or NCCL
 """
 

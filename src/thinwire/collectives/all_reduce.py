@@ -1,4 +1,4 @@
-"""`all_reduce_compressed`: the one function of this package that everything else is for."""
+"""`all_reduce_compressed`, the main function of this package."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,32 +38,34 @@ def all_reduce_compressed(
     max_bytes: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> Handle:
-    """Sum tensor + residual over all ranks, sending what the compressor makes of it; the result is in `tensor`.
+    """Sum tensor + residual over all ranks, in compressed form. The result is written into `tensor`.
 
-    Every rank ends with the same bits. The residual keeps what this rank did not send, in place. All ranks of the group
-    must call it in the same order with the same arguments; the first time that is compared, and an error names who
-    differs. Until the handle is done, tensor, residual and state must be left alone.
+    Every rank gets the same bits. The part that this rank does not send is kept in `residual`, in place. All ranks of
+    the group must make the same calls, in the same order and with the same arguments. The first call with given
+    arguments compares them between ranks, and an error names the ranks that differ. Do not use tensor, residual and
+    state until the handle is completed.
 
     tensor      float32, float64, float16 or bfloat16, contiguous, of any shape.
     compressor  a `Compressor`, or a spec such as "topk:ratio=1/64,bits=2".
-    residual    float32 (float64 for float64), of the tensor's shape; None: what is not sent is lost.
-    op          SUM or AVG.
-    group       a process group on gloo or NCCL; None for the default one. For nodes with fast wires inside: a
-                `DeviceMesh` of (nodes, ranks of a node), or a pair of groups (ranks of this node, my peers in the other
-                nodes): dense inside a node, compressed between them. Only this rank's share of `residual` is used then.
-                Or a `LocalGroup`: ranks that are threads of this process.
-    async_op    return at once; the result is there after `wait()`. (The first "none" of a kind waits for all ranks.)
-    algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one that sends the least.
-    key         what a compressor that draws depends on, others do not look at it; by default the number of the call.
-    shard_compressor   what owners compress sums with, for "sharded"; by default more entries and more bits.
-    state       for "sharded", where owners keep what they do not send on. With a residual, "auto" takes "sharded" only
-                if it is given.
-    max_bytes   memory for all calls on this group that are under way, of which one takes a quarter at most;
-                by default THINWIRE_MAX_BYTES, or 1 GiB.
-    timeout     seconds; by default that of the group.
+    residual    float32 (float64 for float64), of the tensor's shape. None: the part that is not sent is lost.
+    op          SUM or AVG. With "none" and no residual, also PRODUCT, MIN and MAX.
+    group       a process group on gloo or NCCL; None for the default group. If the network inside a node is fast, a
+                `DeviceMesh` of (nodes, ranks of a node) or a pair of groups (ranks of this node, peers of this rank in
+                the other nodes): the sum is dense inside a node and compressed between nodes, and this rank keeps only
+                the residual of its share. A `LocalGroup` stands for ranks that are threads of this process.
+    async_op    return at once; the result is written by the time `wait()` returns. The first call with "none" and no
+                residual still waits for all ranks.
+    algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one with the fewest bytes sent.
+    key         seed for compressors that draw random numbers; by default made from the number of the call.
+    shard_compressor   compressor of the sums that owners send, for "sharded"; by default made from `compressor`, with
+                more elements and more bits.
+    state       residual of owners, for "sharded". With a residual, "auto" uses "sharded" only if a state is given.
+    max_bytes   memory in bytes for all calls under way on this group. One call uses at most a quarter of it. By default
+                THINWIRE_MAX_BYTES, or 1 GiB.
+    timeout     seconds or a timedelta; by default the timeout of the group.
 
-    Returns a handle, finished unless `async_op`, whose `report` says what was done and why. If any rank's tensor holds
-    NaN or Inf, the result is NaN on all of them and no residual has changed.
+    Returns a handle, which is completed unless `async_op` is set. Its `report` has the algorithm, the reason for it and
+    the bytes. If the tensor of any rank holds NaN or Inf, the result is NaN on all ranks and no residual has changed.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -106,7 +108,7 @@ def all_reduce_compressed(
 
 @contextmanager
 def refusing(operations: Sequence[Operation]) -> Iterator[None]:
-    """Let the other ranks, who wait for this one, know why it does not take part."""
+    """Notify the other ranks if the `with` block raises an error, so that they do not wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -116,7 +118,7 @@ def refusing(operations: Sequence[Operation]) -> Iterator[None]:
 
 
 def check_timeout(timeout: float | timedelta | None) -> float | None:
-    """In seconds."""
+    """Return a timeout in seconds, or None. Raise ValueError unless it is above 0 and finite."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

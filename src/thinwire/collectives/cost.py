@@ -1,6 +1,7 @@
-"""What an all-reduce costs each rank, from sizes alone: bytes, messages and memory, for any world without running it.
+"""The cost of an all-reduce for each rank: bytes, messages and memory, computed from sizes for any world size.
 
-With n entries of e bytes, P ranks, b1 and b2 the payloads of the first and the second compressor for the whole tensor:
+The tensor has n elements of e bytes. There are P ranks. The payloads of the whole tensor have b1 bytes with the first
+compressor and b2 bytes with the second:
 
                  sent = received per rank        messages        memory beyond tensor and residual
     gather       (P - 1) b1                      P - 1           P b1
@@ -8,9 +9,9 @@ With n entries of e bytes, P ranks, b1 and b2 the payloads of the first and the 
     dense        2 e n (P - 1) / P               2 (P - 1)       3 e n + 4 n / P
     values       2 b1 (P - 1) / P                2 (P - 1)       5 b1 + 4 b1 / (e P), and 8 for each value
 
-The memory is what one segment needs: an operation is cut into as many segments as its budget asks for. Shares consist
-of whole records, so that ranks differ by a record at most; `sent` is the mean over ranks. Several segments cost 8 bytes
-more for each peer, to learn beforehand that all is finite.
+The memory is that of one segment. An operation is cut into as many segments as its memory budget requires. Shares
+consist of whole records, so shares of different ranks can differ by one record; `sent` is the mean over ranks. With
+several segments, each rank also sends 8 bytes to each peer, to check beforehand that all inputs are finite.
 """
 
 from collections import Counter
@@ -28,23 +29,23 @@ from ..kernels.layout import Layout, RandomKLayout, residual_dtype
 DENSE = NoCompression()
 
 Span = tuple[int, int]
-"""Entries from start up to stop."""
+"""Range of elements (start, stop), without the element `stop`."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operation, for each rank."""
+    """The cost of one operation for each rank."""
 
     sent: float
-    """Bytes handed to the network; as many are received. The mean over ranks."""
+    """Bytes sent, as the mean over ranks. The same number is received."""
     messages: int
-    """At most; an empty share is not sent."""
+    """Largest number of messages sent. An empty share is not sent."""
     memory: int
-    """Bytes beyond tensor and residuals while a segment is under way."""
+    """Bytes of memory in use during a segment, beyond tensor and residuals."""
 
 
 def shares(numel: int, granule: int, parts: int) -> list[Span]:
-    """Cut the entries into `parts` runs of whole records, as even as can be; some are empty if records are few.
+    """Cut the elements into `parts` ranges of whole records, as even as possible. With few records some are empty.
 
     >>> shares(10_000, granule=4096, parts=2)
     [(0, 4096), (4096, 10000)]
@@ -56,18 +57,19 @@ def shares(numel: int, granule: int, parts: int) -> list[Span]:
 
 @lru_cache(maxsize=1024)
 def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tuple[Span, ...]:
-    """What each rank owns: runs whose payloads, one behind the other, are the payload of the whole.
+    """Return the range of elements that each rank owns.
 
-    Where they would not be, because a compressor sends a short run dense, the last rank owns everything.
+    The concatenated payloads of these ranges are the payload of the whole tensor. If that is not possible, because the
+    compressor sends a short range dense, the last rank owns everything.
     """
     cut = shares(numel, first.layout(numel, dtype).granule, ranks)
     return tuple(cut if is_whole(first, numel, dtype, cut) else shares(numel, numel, ranks))
 
 
 def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequence[Span]) -> bool:
-    """Tell whether the payloads of shares, one behind the other, are the payload of the whole tensor.
+    """Return whether the concatenated payloads of the shares are the payload of the whole tensor.
 
-    They are if shares are cut at records, and none of them is so short that it is sent dense.
+    They are if shares are cut between records and no share is so short that it is sent dense.
     """
     layout = compressor.layout(numel, dtype)
     kinds = {type(compressor.layout(stop - start, dtype)) for start, stop in cut if start < stop}
@@ -75,16 +77,18 @@ def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequen
 
 
 def ring(nbytes: int, ranks: int) -> int:
-    """What each rank sends when a ring all-reduces so many bytes."""
+    """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    """Return the cost of gather."""
     payload = first.nbytes(numel, dtype)
     return Cost((ranks - 1) * payload, ranks - 1, ranks * payload + _working(first.layout(numel, dtype)))
 
 
 def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    """Return the cost of sharded."""
     sizes = Counter(stop - start for start, stop in owned(first, numel, dtype, ranks))
     pieces = first.nbytes(numel, dtype)
     sums = sum(count * second.nbytes(size, dtype_of_sum(second, dtype)) for size, count in sizes.items())
@@ -98,17 +102,19 @@ def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtyp
 
 
 def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    """Return the cost of dense, which is sharded without compression."""
     return sharded(DENSE, DENSE, numel, dtype, ranks)
 
 
 def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
+    """Return the cost of values, which is dense for the kept values."""
     layout = first.layout(numel, dtype)
     summed = dense(layout.nbytes // dtype.itemsize, dtype, ranks)
     return Cost(summed.sent, summed.messages, 2 * layout.nbytes + summed.memory + _working(layout))
 
 
 def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
-    """Of one stage, by the algorithm's name."""
+    """Return the cost of one stage with the algorithm of this name."""
     if algorithm == "gather":
         return gather(first, numel, dtype, ranks)
     if algorithm == "sharded":
@@ -121,7 +127,10 @@ def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype:
 def hierarchical(
     between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
 ) -> Cost:
-    """Dense over the ranks of a node; `between` is the cost over the nodes, for the (entries, dtype) of one share."""
+    """Return the cost of a dense stage inside the nodes and a stage between them.
+
+    between   returns the cost between nodes for the (numel, dtype) of one share.
+    """
     inside, wide = dense(numel, dtype, ranks_in_node), residual_dtype(dtype)
     sizes = Counter(stop - start for start, stop in shares(numel, granule, ranks_in_node))
     outside = {size: between(size, wide) for size in sizes}
@@ -134,12 +143,16 @@ def hierarchical(
 
 
 def dtype_of_sum(second: Compressor, dtype: torch.dtype) -> torch.dtype:
-    """Owners add in float32 and compress that; a sum that is sent whole goes in the tensor's dtype."""
+    """Return the dtype in which owners encode a sum.
+
+    Owners add in float32 (float64 for float64) and compress the result in that dtype. Without compression, they send
+    the sum in the dtype of the tensor.
+    """
     return dtype if isinstance(second, NoCompression) else residual_dtype(dtype)
 
 
 def _working(layout: Layout) -> int:
-    """What the CPU kernels take for themselves, where that grows with the tensor."""
+    """Return the bytes of scratch memory in the CPU kernels, if it grows with the tensor."""
     if isinstance(layout, RandomKLayout):
         return 8 * layout.k
     whole = layout.granule == layout.numel and layout.nbytes > 1 << 20

@@ -1,4 +1,4 @@
-"""The groups of a call: one, or two for nodes with fast wires inside."""
+"""The process groups of a call: one, or two if the network inside a node is fast."""
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,14 @@ _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh,
 
 
 def channels(group: object, device: torch.device) -> list[Channel]:
-    """[between ranks], or [inside this node, between nodes]."""
+    """Return the channels of a group: [between ranks], or [inside this node, between nodes]."""
     if isinstance(group, LocalGroup):
         return [group.channel]
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
 
 
 def check_kind(group: object) -> None:
-    """ValueError for what can be no group; whether this rank is in it shows on first use."""
+    """Raise ValueError if `group` has the wrong type. Whether this rank is a member is checked on first use."""
     from torch.distributed.device_mesh import DeviceMesh
 
     kinds = (dist.ProcessGroup, DeviceMesh, LocalGroup, tuple)
@@ -27,7 +27,7 @@ def check_kind(group: object) -> None:
 
 
 def place(group: object) -> tuple[int, int]:
-    """(rank, number of ranks) of this process among all that take part; of two groups, node after node."""
+    """Return (rank, world size) over all ranks of `group`. With two groups, ranks are numbered node by node."""
     if isinstance(group, LocalGroup):
         return group.rank, group.size
     rank, size = 0, 1
@@ -37,7 +37,7 @@ def place(group: object) -> tuple[int, int]:
 
 
 def compressing_ranks(group: object) -> int:
-    """Return how many ranks' payloads make a sum: all ranks, or the nodes where ranks of a node are summed dense."""
+    """Return the number of compressed payloads in a sum: one for each rank, or with two groups one for each node."""
     return group.size if isinstance(group, LocalGroup) else dist.get_world_size(_groups(group)[-1])
 
 

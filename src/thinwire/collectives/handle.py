@@ -1,4 +1,4 @@
-"""What `all_reduce_compressed` returns: a handle to wait for, and a report of what was done."""
+"""The return value of `all_reduce_compressed`: a handle to wait on, with a report of the operation."""
 
 import copy
 import threading
@@ -16,7 +16,7 @@ from torch.futures import Future
 
 
 class Span(NamedTuple):
-    """Seconds of `time.perf_counter`."""
+    """Start and end of one phase, in seconds of `time.perf_counter`."""
 
     phase: str
     start: float
@@ -25,33 +25,35 @@ class Span(NamedTuple):
 
 @dataclass
 class Report:
-    """What an operation did, on this rank; complete once its handle is."""
+    """The report of one operation on this rank. Its counts are final when the handle is completed."""
 
     algorithm: str
-    """gather, sharded, dense or values; with "hierarchical, " before it if there were two stages."""
+    """gather, sharded, dense or values, with "hierarchical, " in front if there were two stages."""
     reason: str
-    """Why this algorithm."""
+    """Reason for the choice of this algorithm."""
     segments: int = 1
     memory: int = 0
-    """Bytes that were set aside beyond tensor and residuals."""
+    """Planned memory in bytes, beyond the tensor and the residuals."""
     bytes_sent: int = 0
-    """Handed to the network by this rank, headers not counted; by the formula of a ring if torch's own did it."""
+    """Bytes sent by this rank, without headers. For torch's own all-reduce, the bytes of a ring by formula."""
     bytes_received: int = 0
     bytes_between_nodes: int = 0
-    """The part of `bytes_sent` that was sent in the stage between nodes; all of it if there is one stage."""
+    """Part of `bytes_sent` that was sent between nodes. With one stage, this is all of it."""
     messages: int = 0
     finite: bool = True
-    """False if any rank's input was not finite: the result is NaN, and no residual has changed.
+    """False if the input of any rank was not finite. The result is then NaN, and no residual has changed.
 
-    Not looked at where torch's own all-reduce did it, for "none" without a residual.
+    Always True if torch's own all-reduce did the work, which is the case for "none" without a residual.
     """
     spans: list[Span] = field(default_factory=list)
-    """When it did what: encode, exchange, decode, and in training update. On an accelerator, all but exchange is the
-    time to launch it."""
+    """Times of the phases encode, exchange, decode and, in training, update.
+
+    On an accelerator, every phase but exchange is the time to launch the kernels.
+    """
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By phase."""
+        """Return the total seconds of each phase."""
         total: dict[str, float] = {}
         for phase, start, stop in self.spans:
             total[phase] = total.get(phase, 0.0) + stop - start
@@ -59,6 +61,7 @@ class Report:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
+        """Measure the time of a `with` block and add it to `spans`."""
         started = time.perf_counter()
         try:
             yield
@@ -67,17 +70,17 @@ class Report:
 
 
 class Handle:
-    """An operation under way, as torch's own `Work`.
+    """A running all-reduce, with the methods of torch's `Work`.
 
-    The first result or error counts; what comes later, as after a mismatch, is dropped.
+    Only the first result or error counts. Later ones are dropped, for example after a mismatch.
     """
 
     def __init__(self, report: Report, device: torch.device | None = None) -> None:
-        """With a device, there is a future for who waits by torch's means."""
+        """Create a handle. With a device, the handle also has a torch future."""
         self.report = report
         self.error: BaseException | None = None
         self.ended: float | None = None
-        """When it was completed, by `time.perf_counter`."""
+        """Time of completion, in seconds of `time.perf_counter`."""
         self._done, self._lock = threading.Event(), threading.Lock()
         self._is_settled = False
         self._future: Future[list[Tensor]] | None = None
@@ -85,12 +88,14 @@ class Handle:
             self._future = Future(devices=[device] if device.type == "cuda" else None)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Until the result is in the tensor: then True, or the error. Work queued on the current stream comes after.
+        """Wait until the result is in the tensor. Return True, or raise the error of the operation.
 
-        timeout    seconds to wait here; the operation goes on if they pass, and `wait` may be called again.
+        On a GPU, the current stream waits for the result: work queued afterwards can use the tensor.
+
+        timeout    seconds to wait before `TimeoutError`; the operation goes on, and `wait` may be called again.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._done.wait(seconds):  # Ctrl-C gets through, which it would not while torch waits
+        if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch
             raise TimeoutError(f"the all-reduce is not done after {timeout}; it goes on")
         if self.error is not None:
             raise self.error
@@ -99,26 +104,27 @@ class Handle:
         return True
 
     def wait_quietly(self) -> None:
-        """Until it is over, well or not."""
+        """Wait until the operation has ended. Do not raise its error."""
         self._done.wait()
 
     def is_completed(self) -> bool:
+        """Return whether the operation has ended, with a result or with an error."""
         return self._done.is_set()
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """A future of [tensor]."""
+        """Return a torch future of `[tensor]`."""
         assert self._future is not None
         return self._future
 
     def complete(self, result: list[Tensor]) -> None:
-        """The result is there, or on a GPU queued on the current stream."""
+        """End the operation with a result. On a GPU, the result is queued on the current stream."""
         if self._is_first():
             if self._future is not None:
                 self._future.set_result(result)
             self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """The error without its frames: the future would keep them, and their tensors, for ever."""
+        """End the operation with an error. Remove its frames, because the future would keep their tensors alive."""
         if self._is_first():
             if error.__traceback__ is not None:
                 error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
@@ -144,8 +150,8 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def copied(error: BaseException) -> BaseException:
-    """An error of the same kind, to be raised elsewhere too."""
+    """Return a copy of an error, to be raised in a second place."""
     try:
         return copy.copy(error)
-    except Exception:  # one that cannot be made from its arguments
+    except Exception:  # this error cannot be copied
         return RuntimeError(repr(error))

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: `all_reduce_compressed` as between machines, without torch.distributed.
+"""Ranks as threads of one process: `all_reduce_compressed` without torch.distributed.
 
-For simulations of many workers on one device, and for trying things out. Everything is as between processes, the
-agreement, the algorithms, errors and bytes too; only the way of a message differs (local_link.py).
+This is for simulations of many ranks on one device, and for experiments. The comparison of arguments, the algorithms,
+the errors and the bytes are the same as between processes. Only the transport of messages differs (local_link.py).
 
     def work(group):
         grad = torch.full((8,), float(group.rank))
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class LocalGroup:
-    """One rank of a `LocalWorld`, to be given as `group` by one thread; others have theirs."""
+    """One rank of a `LocalWorld`. Each thread uses its own as the argument `group`."""
 
     def __init__(self, world: "LocalWorld", rank: int) -> None:
         self.rank, self.size = rank, world.size
@@ -45,23 +45,23 @@ class LocalGroup:
         return f"LocalGroup(rank {self.rank} of {self.size})"
 
     def barrier(self) -> None:
-        """Wait until every rank has called this as often."""
+        """Wait until every rank has called `barrier` as many times as this rank."""
         self._world.barrier(self.rank)
 
     def leave(self, reason: str) -> None:
-        """This rank makes no further call: those who wait for one get an error that names it and says why."""
+        """Make no further call on this rank. Ranks that wait for it get an error with this rank and the reason."""
         self._world.leave(self.rank, reason)
         Operation(self.channel).refuse(reason)
 
 
 class LocalWorld:
-    """`size` ranks in this process; `groups` has one for each.
+    """A world of `size` ranks in this process. `groups` has a `LocalGroup` for each rank.
 
-    size      how many.
-    timeout   seconds that a rank waits for another.
-    turns     True: one rank runs at a time, until it waits for the others in a collective. That is quicker where Python
-              is the bottleneck, as when ranks share a GPU. A rank must not wait for another in any other way then, and
-              `async_op` has no effect.
+    size      number of ranks.
+    timeout   seconds that a rank waits for another rank.
+    turns     True: one rank runs at a time, until it waits for the others in a collective. This is faster if Python is
+              the bottleneck, for example if ranks share a GPU. Ranks must then not wait for each other in any other
+              way, and `async_op` has no effect.
 
     >>> import torch, thinwire
     >>> def work(group):
@@ -86,10 +86,10 @@ class LocalWorld:
         self.groups = [LocalGroup(self, rank) for rank in range(size)]
 
     def run(self, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
-        """function(group, *args, **options) in a thread for each rank; what they return, by rank.
+        """Call function(group, *args, **options) in one thread for each rank. Return the list of results by rank.
 
-        What a rank raises is raised here, once all have ended: a rank that raises does not keep the others waiting.
-        After an error make a new world: in this one the ranks may be at different operations.
+        An error of a rank is raised here after all ranks have ended. Other ranks do not wait for a rank that raised.
+        After an error, make a new world, because the ranks of this one may be at different operations.
         """
 
         def rank(group: LocalGroup) -> T:
@@ -108,12 +108,12 @@ class LocalWorld:
         with ThreadPoolExecutor(self.size, "thinwire-rank") as threads:
             futures = [threads.submit(rank, group) for group in self.groups]
         errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:  # that of a collective may only be the echo of another
+        if errors:  # a CollectiveError may only be a consequence of another error
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         return [future.result() for future in futures]
 
     def barrier(self, rank: int) -> None:
-        """Wait until every rank has called this as often as `rank`."""
+        """Wait until every rank has called `barrier` as many times as `rank`. Raise CollectiveError if one does not."""
         self._arrivals[rank] += 1
         mine = self._arrivals[rank]
         self.turns.changed()
@@ -126,12 +126,12 @@ class LocalWorld:
             raise CollectiveError(f"{rank_list(late)} did not come to the barrier, {why}", late)
 
     def leave(self, rank: int, reason: str) -> None:
-        """Let nobody wait for this rank at a barrier."""
+        """Record that `rank` has left, so that no other rank waits for it at a barrier."""
         self._left[rank] = reason
         self.turns.changed()
 
     def once(self, number: int, look: Callable[[], bool]) -> bool:
-        """Return what the first rank that asks finds: a look at a device waits for it."""
+        """Return the result of `look` on the first rank that calls this. A look at a device has to wait for it."""
         with self._lock:
             found, asked = self._found.get(number, (None, 0))
             if found is None:
@@ -142,13 +142,13 @@ class LocalWorld:
             return found
 
     def switchboard(self, number: int) -> Switchboard:
-        """The one that all ranks' links share from operation `number` on."""
+        """Return the switchboard that the links of all ranks share from operation `number` on."""
         with self._lock:
             return self._switchboards.setdefault(number, Switchboard(self.size, self.turns))
 
 
 class LocalChannel(Channel):
-    """Between threads."""
+    """A channel between threads of one process."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(
@@ -163,11 +163,14 @@ class LocalChannel(Channel):
         self._world = world
 
     def once(self, number: int, look: Callable[[], bool]) -> bool:
+        """Return the result of `look` for operation `number`. Only the first rank calls `look`."""
         return self._world.once(number, look)
 
     def pause(self, seconds: float) -> None:
+        """Sleep for at most a millisecond, and let the other ranks run."""
         time.sleep(min(seconds, 1e-3))
         self._world.turns.wait(self.rank, lambda: True, None)
 
     def connect(self, number: int, deadline: float) -> Link:
+        """Return a link to the switchboard of operation `number`."""
         return LocalLink(self._world.switchboard(number), self.rank)

@@ -1,4 +1,4 @@
-"""Which algorithm, and in how many segments: decided from sizes alone, so that every rank decides alike."""
+"""Choose the algorithm and the number of segments from sizes alone, so that every rank makes the same choice."""
 
 import os
 import re
@@ -21,23 +21,26 @@ ENVIRONMENT_VARIABLE = "THINWIRE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 1 << 30
 _SMALLEST_SEGMENT = 4096
 AT_ONCE = 4
-"""Operations of one group under way at a time; the others wait their turn, so that memory is bounded."""
+"""Largest number of operations of one group that are under way at a time. The limit bounds the memory.
+
+Operations whose payload is already encoded are not limited.
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one tensor will be reduced."""
+    """The plan for the reduction of one tensor."""
 
     algorithm: str
-    """gather, sharded, dense or values; of the stage between nodes, if there are two."""
+    """gather, sharded, dense or values. With two stages, this is the algorithm between nodes."""
     reason: str
     first: Compressor
     second: Compressor
     granule: int
-    """Segments, and the shares of a node's ranks, are cut at multiples of it."""
+    """Segments, and the shares of the ranks of a node, are cut at multiples of this number of elements."""
     segments: tuple[Span, ...]
     cost: Cost
-    """Of the whole operation; its memory is that of the largest segment."""
+    """Cost of the whole operation. Its memory is that of the largest segment."""
 
 
 @lru_cache(maxsize=1024)
@@ -51,7 +54,10 @@ def choose(
     *,
     can_shard: bool,
 ) -> tuple[str, str]:
-    """The algorithm to take, and why. `can_shard`: the owners have somewhere to keep what they do not send on."""
+    """Return the algorithm to use, and the reason. Raise ValueError if the given one does not fit the compressor.
+
+    can_shard   whether "auto" may choose "sharded". Without a state for the residual of owners, it may not.
+    """
     layout = first.layout(numel, dtype)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
@@ -96,17 +102,19 @@ def plan(
     ranks_in_node: int,
     max_bytes: int,
 ) -> Plan:
-    """Cut the work into as few segments as keep one operation within its share of `max_bytes`.
+    """Return a plan with as few segments as possible, such that one operation fits its share of `max_bytes`.
 
-    ranks           of the compressed stage.
-    ranks_in_node   of the dense stage around it; 1: there is none.
+    ranks           number of ranks in the compressed stage.
+    ranks_in_node   number of ranks in the dense stage around it; 1: there is no such stage.
+
+    Raise ValueError if even the smallest segment does not fit.
     """
     if algorithm == "dense":
         first = second = cost.DENSE
     stage_dtype = dtype if ranks_in_node == 1 else residual_dtype(dtype)
     granule = max(1, first.layout(numel, stage_dtype).granule)
     if ranks_in_node > 1 and granule >= numel:
-        granule = 1  # of one piece; so each rank of a node makes a piece of its own
+        granule = 1  # the tensor is one record, so the shares of a node's ranks may be cut anywhere
 
     def between(entries: int, dtype: torch.dtype) -> Cost:
         return cost.of(algorithm, first, second, entries, dtype, ranks)
@@ -116,7 +124,7 @@ def plan(
             return between(entries, dtype)
         return cost.hierarchical(between, granule, entries, dtype, ranks_in_node)
 
-    # Every segment has a record for each owner, so that none carries more than the others.
+    # Every segment has a record for each owner, so that the work is even.
     owners = ranks_in_node * (1 if algorithm in ("gather", "values") else ranks)
     unit = max(granule * owners, _SMALLEST_SEGMENT)
     rows = ceil(numel / unit)
@@ -135,7 +143,7 @@ def plan(
     count = _least(lambda count: of(largest(count)).memory <= limit, max(1, rows))
     bounds = [min(numel, unit * (rows * index // count)) for index in range(count + 1)]
     whole, segment = of(numel), of(largest(count))
-    told = ranks + ranks_in_node - 2 if count > 1 else 0  # to each peer, 8 bytes: the largest number here, or NaN
+    told = ranks + ranks_in_node - 2 if count > 1 else 0  # 8 bytes to each peer: a bound on the magnitudes, or NaN
     return Plan(
         algorithm,
         reason,
@@ -148,7 +156,7 @@ def plan(
 
 
 def max_bytes(given: int | None) -> int:
-    """The memory budget: an argument, else the environment variable, else 1 GiB.
+    """Return the memory budget: the argument, else the environment variable, else 1 GiB.
 
     >>> max_bytes(1 << 20)
     1048576
@@ -157,7 +165,7 @@ def max_bytes(given: int | None) -> int:
 
 
 def given_max_bytes(given: int | None) -> int | None:
-    """The memory budget that a user has given, as an argument or by the environment variable; None if neither."""
+    """Return the memory budget from the argument or the environment variable, or None without either."""
     if given is not None:
         if type(given) is not int or given <= 0:
             raise ValueError(f"max_bytes {given!r}, expected a whole number of bytes above 0")
@@ -173,7 +181,7 @@ def given_max_bytes(given: int | None) -> int | None:
 
 
 def _least(fits: Callable[[int], bool], enough: int) -> int:
-    """The least count from 1 to `enough` that fits, if larger counts fit too."""
+    """Return the smallest count from 1 to `enough` that fits. Every larger count must fit too."""
     low, high = 0, enough
     while high - low > 1:
         middle = (low + high) // 2

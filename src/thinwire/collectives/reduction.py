@@ -1,7 +1,7 @@
-"""An all-reduce under way: encoded by its caller or by the wire, exchanged by the wire, applied by whoever has to.
+"""The execution of an all-reduce: encode, exchange, apply. The exchange runs in a thread called the wire.
 
-all_reduce_compressed    the wire does everything, segment after segment
-a step of training       the caller encodes in backward, and applies in `optimizer.step()`, every slice or none
+all_reduce_compressed    the wire does everything, one segment after the other
+a training step          the caller encodes in backward, and applies all slices or none in `optimizer.step()`
 """
 
 import threading
@@ -38,9 +38,10 @@ _ALGORITHMS: dict[str, Callable[[Stage], Run]] = {
 
 
 class Reduction:
-    """A request at work.
+    """One execution of a request.
 
-    `handle` is done when everything is exchanged; in training, nothing has changed by then, and `apply` does the rest.
+    `handle` is completed when everything is exchanged. In training, no tensor or residual has changed by then: `apply`
+    changes them.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Reduction:
         self.handle = Handle(report, tensor.device if has_future else None)
         self.encoded = False
         self.failure: BaseException | None = None
-        """What ended it; known before other ranks can learn of it."""
+        """Error that ended this reduction. It is set before the other ranks are notified."""
         self._tensor, self._residual, self._buffers = tensor, residual, buffers
         self._owner_residuals = request.owner_residuals(state, tensor.dtype, tensor.device)
         self._key = request.key_of(key, operations[-1].number)
-        for operation in operations:  # positions are drawn alike by those who sum them: the ranks of the last group
+        for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.described, request.text, self._key if draws_alike else None)
         self._run: Generator[Exchange, Seen, Any] | None = None
@@ -72,50 +73,51 @@ class Reduction:
         self._posted: tuple[Wait, float] | None = None
         self._outcome: Outcome | None = None
         self._result: Tensor | None = None
-        """The caller's tensor, if the wire does everything."""
+        """The caller's tensor if the wire does everything, else None."""
         self._ended_with: Outcome | bool | None = None
         self._at: int | None = None
-        """The segment that is under way."""
+        """Index of the current segment."""
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
         self._begun: torch.cuda.Event | None = None
-        """Recorded behind what the caller had queued."""
+        """Event recorded after the work that the caller has queued."""
         self._ready: torch.cuda.Event | None = None
-        """Recorded behind what makes the payload."""
+        """Event recorded after the work that makes the payload."""
         self._to_replay: tuple[Recording, Hashable, torch.cuda.Stream] | None = None
         self._replayed: threading.Event | None = None
 
-    # By the caller.
+    # Called by the caller.
 
     def encode(self, *, is_replayed: bool = False) -> None:
-        """Make the payload here and now; the tensor is not needed any more when this returns, or on a GPU is not read
-        by anything that is queued later.
+        """Encode the payload in this thread. Afterwards, the tensor's memory may be reused.
 
-        is_replayed   a recording has made it, in the same memory.
+        On a GPU, work queued later does not read the tensor.
+
+        is_replayed   a recording has already made the payload, in the same memory.
         """
         assert self._buffers is not None
         self._buffers.rewind(is_replayed=is_replayed)
         self._run = self._segment(0, self._tensor)
         with torch.no_grad():
             self._asked = next(self._run)
-        self._buffers.is_replayed = False  # what follows is the wire's
+        self._buffers.is_replayed = False  # a recording holds only this first encoding
         self.encoded = True
 
     def encode_on_wire(self, recording: Recording, key: Hashable, side: torch.cuda.Stream) -> None:
-        """Let the wire start the recording that makes the payload, on a stream beside that of the caller."""
+        """Let the wire start the recording that makes the payload, on the stream `side`."""
         self._begun = torch.cuda.Event()
         self._begun.record(torch.cuda.current_stream(self._tensor.device))
         self._to_replay, self._replayed = (recording, key, side), threading.Event()
         self.encoded = True
 
     def wait_until_replayed(self) -> None:
-        """Until the wire has started what it was to start."""
+        """Wait until the wire has started the recording of `encode_on_wire`, if there is one."""
         if self._replayed is not None:
             self._replayed.wait()
 
     def submit(self) -> None:
-        """Hand it to the wire; or, where ranks take turns, exchange now."""
+        """Submit this reduction to the wire. Without a wire, where ranks take turns, run it now."""
         if self._to_replay is None and (self._stream is not None or self._through_host):
             # The wire waits for what the caller has queued so far, and frees nothing that the caller's stream uses.
             self._ready = torch.cuda.Event(blocking=self._through_host)
@@ -128,7 +130,7 @@ class Reduction:
                 under_way = self.collect()
 
     def run_all(self, result: Tensor) -> None:
-        """Let the wire do everything; the result is in the tensor, which is `result` flattened."""
+        """Let the wire do everything. The result is written into `result`, of which this reduction has a flat view."""
         self._result = result
         if self._stream is not None:
             for used in (self._tensor, self._residual, *self._owner_residuals):
@@ -141,31 +143,34 @@ class Reduction:
             raise
 
     def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
-        """Update the residuals and moments, and write the result: see `Outcome.apply`."""
+        """Update the residuals and moments, and write the result. See `Outcome.apply`."""
         assert self._outcome is not None
         self._outcome.apply(gradient, update, out)
         self.drop()
 
     def join_streams(self) -> None:
-        """Let what is queued from now on come after what the wire has queued."""
+        """Make the current stream wait for the work that the wire has queued."""
         if self._stream is not None:
             torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
 
     def drop(self) -> None:
-        """Let go of the memory."""
+        """Release the memory of this reduction."""
         self._outcome = self._run = self._asked = self._posted = None
 
-    # By the wire.
+    # Called by the wire.
 
     @property
     def meets(self) -> bool:
+        """Return whether this reduction waits for all ranks before its first byte."""
         return any(operation.meets for operation in self._operations)
 
     @property
     def has_two_rounds(self) -> bool:
+        """Return whether there are at most two exchanges, which holds for one group and one segment."""
         return len(self._operations) == 1 and len(self.request.plan.segments) == 1
 
     def post(self) -> bool:
+        """Start the operations and post the first exchange. Return False if that failed."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._to_replay is not None:
@@ -193,6 +198,7 @@ class Reduction:
         self.encode(is_replayed=True)
 
     def collect(self) -> bool:
+        """Wait for the posted exchange and post the next one. Return False if the reduction has ended."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 return self._post() if self._resume() else self._end_part()
@@ -200,7 +206,7 @@ class Reduction:
             return self.fail(error)
 
     def _resume(self) -> bool:
-        """Wait for what was posted, and let the algorithm go on; False if it has ended."""
+        """Wait for the posted exchange and continue the algorithm. Return False if the algorithm has ended."""
         assert self._asked is not None
         assert self._posted is not None
         assert self._run is not None
@@ -215,10 +221,10 @@ class Reduction:
         return True
 
     def _begin_part(self) -> bool:
-        """The look at all numbers that comes first if there are several segments; or the next segment."""
+        """Begin the next segment. If there are several, first check that all of them are finite on all ranks."""
         segments, self._run = self.request.plan.segments, None
         if self._at is None and len(segments) > 1:
-            # The first segment's residual must not change if the last one turns out to hold NaN, on any rank.
+            # The residual of the first segment must not change if the last segment holds NaN on any rank.
             self._run = self._all_finite()
         else:
             self._at = 0 if self._at is None else self._at
@@ -228,7 +234,7 @@ class Reduction:
         return self._post()
 
     def _end_part(self) -> bool:
-        """Let it take effect, and begin the next one; in training, leave the outcome to the caller."""
+        """Apply the outcome and begin the next segment. In training, keep the outcome for the caller."""
         value, self._ended_with = self._ended_with, None
         if self._result is None:
             assert isinstance(value, Outcome)
@@ -246,7 +252,7 @@ class Reduction:
             if finite:
                 value.apply(self._tensor[start:stop], None, self._tensor[start:stop])
             self._at += 1
-        del value  # its buffers go before those of the next are made
+        del value  # frees its buffers before the next segment allocates its own
         if finite and self._at < len(self.request.plan.segments):
             return self._begin_part()
         if not finite:
@@ -273,7 +279,7 @@ class Reduction:
             operation.finish()
 
     def fail(self, error: BaseException) -> bool:
-        """This rank cannot go on; let the others know."""
+        """End this reduction with an error, and notify the other ranks. Return False."""
         self.failure = error
         if self._replayed is not None:
             self._replayed.set()
@@ -308,7 +314,7 @@ class Reduction:
         return hierarchical(stage, inside[0], algorithm, request.plan.granule) if inside else algorithm(stage)
 
     def _all_finite(self) -> Generator[Exchange, Seen, bool]:
-        """Whether no rank's tensor holds NaN, and no sum over ranks can overflow: each tells the others its largest."""
+        """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
         bound = sum(
             float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part))))
             for part in (self._tensor, self._residual)
@@ -323,7 +329,7 @@ class Reduction:
 
 
 def pass_on(request: Request, operation: Operation, tensor: Tensor) -> Handle:
-    """torch's own all-reduce, issued here and now: in the order of the program's other collectives."""
+    """Call torch's own all-reduce from this thread, in the order of the program's other collectives."""
     size, flat = operation.channel.size, tensor.detach().view(-1)
     report = Report(request.algorithm, request.plan.reason)
     report.bytes_sent = report.bytes_received = report.bytes_between_nodes = ring(tensor.nbytes, size)
@@ -341,9 +347,9 @@ def pass_on(request: Request, operation: Operation, tensor: Tensor) -> Handle:
 
     def finish(done: "torch.futures.Future[list[Tensor]]") -> None:
         try:
-            done.value()  # raises what the all-reduce raised
+            done.value()  # raises the error of the all-reduce
         except Exception as error:
-            caught = error  # explained in another thread, since it may take a while
+            caught = error  # explained in another thread, because that can take seconds
             threading.Thread(target=lambda: handle.fail(operation.explain(caught)), daemon=True).start()
             return
         operation.finish()

@@ -1,7 +1,7 @@
-"""From what a caller gave to what is to be done: checked, planned, and described for the other ranks to compare.
+"""Check and plan the arguments of a call, and describe them for comparison with the other ranks.
 
-A request knows sizes and dtypes, not the numbers: in training it is made once for each slice of a bucket, and serves
-every step.
+A request depends on sizes and dtypes, not on values. In training, one request is made for each slice of a bucket and
+used in every step.
 """
 
 import json
@@ -32,40 +32,44 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class Request:
-    """An all-reduce of tensors of one shape, checked and planned."""
+    """A checked and planned all-reduce for tensors of one shape."""
 
     channels: Sequence[Channel]
-    """That of the ranks inside the node, if there are two stages, and that of those who exchange compressed."""
+    """Channels of the stages. With two stages, the dense one inside the node comes first."""
     plan: Plan
     op: dist.ReduceOp.RedOpType
     weight: float
     passes_on: bool
-    """Nothing to compress and nothing kept: torch's own all-reduce does it."""
+    """Whether torch's own all-reduce does the work, because there is no compression and no residual."""
     described: dict[str, Any]
-    """What all ranks must have asked for alike."""
+    """Arguments that must be the same on all ranks."""
     positions_drawn: bool
-    """Whether the key must be the same on all ranks, because positions are drawn by it."""
+    """Whether the key must be the same on all ranks, because it determines the positions that are sent."""
     draws: bool
     asked_for: Compressor
-    """Even where it is not used, since nothing is smaller than dense."""
+    """Compressor that the caller asked for, even if the plan is dense."""
     text: str = field(default="", compare=False)
 
     @property
     def is_exchanged_at_once(self) -> bool:
-        """Whether the payloads are exchanged, and that is all: nothing is made by the wire on the way."""
+        """Return whether there is one exchange of payloads, and nothing is encoded after it."""
         return self.plan.algorithm == "gather" and len(self.channels) == 1
 
     @property
     def goes_through_host(self) -> bool:
-        """Whether each payload of a GPU is copied to pinned memory once, and sent to all from there."""
+        """Return whether a payload on a GPU is copied to pinned memory once, and sent to all ranks from there."""
         return self.is_exchanged_at_once and self.channels[0].backend == "gloo"
 
     @property
     def algorithm(self) -> str:
+        """Return the name of the algorithm, with "hierarchical, " in front if there are two stages."""
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 
     def key_of(self, key: int | None, number: int) -> int | None:
-        """Return what is drawn by in operation `number`: the given key, or one made of the number."""
+        """Return the key of operation `number`. By default, a compressor that draws gets a key made from the number.
+
+        Raise ValueError if the given key is not an int.
+        """
         if key is None and self.draws:
             channel = self.channels[-1]
             key = number if self.positions_drawn else mix_key(number, channel.ranks[channel.rank])
@@ -76,7 +80,7 @@ class Request:
     def owner_residuals(
         self, state: ShardState | None, dtype: torch.dtype, device: torch.device
     ) -> list[Tensor | None]:
-        """Return, by segment, what this rank has not sent on as an owner."""
+        """Return the residual of this rank as an owner, one tensor for each segment; None where none is kept."""
         if state is None or self.plan.algorithm != "sharded":
             return [None] * len(self.plan.segments)
         spans = _owned_spans(self.plan, dtype, self.channels)
@@ -96,7 +100,10 @@ def make_request(
     state: ShardState | None,
     max_bytes: int,
 ) -> Request:
-    """ValueError for what cannot be done. Of `tensor` only shape, dtype and device are looked at."""
+    """Check and plan a call. Raise ValueError if it is not possible.
+
+    tensor   an example: only its shape and dtype are used.
+    """
     *nodes, channel = channels
     in_node = nodes[0].size if nodes else 1
     first = _made(compressor)
@@ -110,25 +117,25 @@ def make_request(
         and not has_residual
         and not nodes
         and algorithm in ("auto", "dense")
-        and channel.group is not None  # torch knows nothing of ranks that are threads
+        and channel.group is not None  # ranks that are threads have no torch group
     )
     op_name = _op_name(op, passes_on)
 
-    # Between nodes it is a share of the node's sum that is compressed.
+    # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
     if nodes:
         dtype, share = residual_dtype(dtype), -(-share // in_node)
     positions_drawn = isinstance(first.layout(share, dtype), RandomKLayout)
     if state is not None and not isinstance(state, ShardState):
         raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
-    can_shard = state is not None or not has_residual  # else what owners do not send on would be lost
+    can_shard = state is not None or not has_residual  # without a state, the residual of owners would be lost
     chosen, reason = choose(algorithm, first, sums, share, dtype, channel.size, can_shard=can_shard)
     if chosen == "sharded":
         _check_state(state, has_residual, sums)
     made = plan(
         chosen, reason, first, sums, tensor.numel(), tensor.dtype, channel.size, in_node, max_bytes
     )  # fmt: skip
-    if chosen != "dense":  # plans are kept, and may be those of equal compressors; but each counts what it does
+    if chosen != "dense":  # a cached plan may hold an equal compressor, but statistics belong to this one
         made = replace(made, first=first, second=sums)
     described = {
         "spec": format_spec(first),
@@ -157,14 +164,17 @@ def make_request(
 
 
 def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
-    """Of a spec, always the same object."""
+    """Return the compressor of a spec, the same object for equal specs. Return a given compressor as it is."""
     made = parsed(given, name)
     return made if made is given else _kept(made)
 
 
 @lru_cache(maxsize=256)
 def _kept(made: Compressor) -> Compressor:
-    """One for all equal ones, which nobody but us can see: on a GPU each begins with waiting for its counters."""
+    """Return one shared object for all equal compressors that are made here.
+
+    On a GPU, the first use of a new compressor waits until its counters are initialized.
+    """
     return made
 
 
@@ -191,7 +201,7 @@ def _check_state(state: ShardState | None, has_residual: bool, second: Compresso
 
 
 def _owned_spans(made: Plan, dtype: torch.dtype, channels: Sequence[Channel]) -> list[Span]:
-    """Which entries of each segment this rank owns."""
+    """Return the elements of each segment that this rank owns."""
     *nodes, channel = channels
     dtype = residual_dtype(dtype) if nodes else dtype
     spans: list[Span] = []

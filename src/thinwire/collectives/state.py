@@ -1,4 +1,4 @@
-"""What the owner of a share has not sent on so far: the residual of the second compression."""
+"""The residual of the second compression in "sharded", kept by the owner of a share."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from .cost import Span
 
 
 class ShardState:
-    """Kept by the caller, one for each tensor that is reduced by `algorithm="sharded"`; empty until its first use.
+    """Residual of an owner in `algorithm="sharded"`. The caller keeps one for each tensor; it is empty until first use.
 
-    `residual` is the part of the sum over ranks that this rank owns and has not sent on. `spans` says which entries of
-    the tensor these are. Saved and loaded with `state_dict` and `load_state_dict`, by every rank its own.
+    `residual` is the part of the sum over ranks that this rank owns and has not sent. `spans` are the elements of the
+    tensor that it belongs to. Each rank saves and loads its own with `state_dict` and `load_state_dict`.
 
     >>> state = ShardState()
     >>> state.residual is None
@@ -24,9 +24,11 @@ class ShardState:
         self.spans: list[Span] = []
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the residual and its spans, for a checkpoint."""
         return {"residual": self.residual, "spans": [list(span) for span in self.spans]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the output of `state_dict`. Raise ValueError if the keys or the numel of the residual are wrong."""
         if set(state) != {"residual", "spans"}:
             raise ValueError(
                 f"a state with {sorted(state)}, expected residual and spans, as from ShardState.state_dict"
@@ -40,11 +42,11 @@ class ShardState:
         self.residual, self.spans = None if residual is None else residual.clone(), spans
 
     def prepare(self, spans: list[Span], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual for these entries: zeros on first use."""
+        """Return the residual, zeros on first use. Raise ValueError if it was made for other spans or another dtype."""
         if self.residual is None:
             entries = sum(stop - start for start, stop in spans)
             self.residual, self.spans = torch.zeros(entries, dtype=dtype, device=device), spans
-        self.residual = self.residual.to(device)  # where a checkpoint was loaded to another one
+        self.residual = self.residual.to(device)  # a checkpoint may have been loaded to another device
         if self.spans != spans or self.residual.dtype != dtype:
             raise ValueError(
                 f"the state holds entries {_listed(self.spans)} as {self.residual.dtype} on {self.residual.device}, "

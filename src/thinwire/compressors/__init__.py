@@ -1,4 +1,4 @@
-"""The compressors. A new one is one file here and one import line below."""
+"""Compressors. A new compressor needs one file in this folder and one import line below."""
 
 from .base import Compressor
 from .compressed import CompressedTensor
@@ -23,7 +23,9 @@ __all__ = [
 
 
 def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
-    """The compressor for a spec string; a Compressor is returned as it is. `name` is for the error: what was given.
+    """Return the compressor for a spec string. A Compressor is returned unchanged.
+
+    `name` is the name of the argument in the error message.
 
     >>> import thinwire
     >>> thinwire.compressor("topk:ratio=1/64,bits=2")

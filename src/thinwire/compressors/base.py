@@ -1,12 +1,12 @@
-"""The contract every compressor keeps: lossy arithmetic on one flat tensor, without ranks and without hidden state.
+"""The base class of all compressors: lossy arithmetic on one flat tensor, without ranks and without hidden state.
 
-A compressor is a frozen dataclass. It chooses a layout; the kernels do the arithmetic; everything a caller relies on is
-here, once: what is checked, what is written, what is counted. For a = tensor + residual
+A compressor is a frozen dataclass. It chooses the layout of the payload, and the kernels do the arithmetic. This module
+checks the arguments, calls the kernels and counts the calls, for all compressors. With a = tensor + residual:
 
-    sent + kept = came in:   decompress(compress(tensor, residual)) + residual afterwards = a
+    decompress(compress(tensor, residual)) + residual afterwards = a
 
-exactly where values travel in 32 bits, and to the rounding of one addition otherwise. The residual takes the
-quantisation error too (Seide et al. 2014, Karimireddy et al. 2019).
+This is exact where values are sent in 32 bits. Otherwise it holds up to the rounding of one addition. The residual also
+takes the quantisation error (Seide et al. 2014, Karimireddy et al. 2019).
 """
 
 import logging
@@ -33,45 +33,51 @@ _log = logging.getLogger("thinwire")
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Makes tensors small. Subclasses are dataclasses with a `_layout`; see `TopK` for an example."""
+    """Base class of the compressors. A subclass is a frozen dataclass with a `_layout` method; `TopK` is an example."""
 
     name: ClassVar[str]
     stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)
-    """What this object has done so far; no part of its identity."""
+    """Counters of this object's calls. They are not part of its identity: `==` and `hash` ignore them."""
 
     @abstractmethod
     def _layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        """Where everything lies in the payload for `numel` >= 1 entries, were it to be used."""
+        """Return this compressor's own layout for `numel` >= 1 elements, even if a dense one is smaller."""
 
     @property
     def draws(self) -> bool:
-        """Whether `compress` needs a `key` to draw random numbers from."""
+        """Return whether `compress` draws random numbers and therefore needs a `key`."""
         return False
 
     @property
     def sparse(self) -> bool:
-        """Whether most entries are not sent at all, but wait in the residual."""
+        """Return whether most elements are not sent, but kept in the residual."""
         return False
 
     @property
     def contracts(self) -> bool:
-        """Whether less is kept than came in. Otherwise a residual would grow for ever, and is refused."""
+        """Return whether the kept part is smaller than the input, so that a residual stays bounded.
+
+        If it is not, `check_input` raises ValueError for a residual, because it would grow without bound.
+        """
         return True
 
     def for_sum(self, ranks: int) -> "Compressor":
-        """What the owner of a sum over `ranks` sends it on with: the sum has more entries and more levels."""
+        """Return the compressor for a sum over `ranks` ranks, which has more nonzero elements and more levels.
+
+        By default this is the compressor itself.
+        """
         return self
 
     def draw_key(self, key: int | None) -> int:
-        """The 64-bit number that all draws of one call depend on."""
+        """Return the 64-bit number that all random draws of one call depend on; 0 if nothing is drawn."""
         return 0
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        """The layout for `numel` entries: this compressor's own, or dense where that would not be larger."""
+        """Return the layout for `numel` elements: this compressor's own, or dense if that is not larger."""
         return _layout_of(self, numel, dtype)
 
     def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Exact size of the payload for `numel` entries; needs no data and is never above dense."""
+        """Return the exact payload size in bytes for `numel` elements, which never exceeds the dense size."""
         return self.layout(numel, dtype).nbytes
 
     def compress(
@@ -82,16 +88,17 @@ class Compressor(ABC):
         key: int | None = None,
         out: Tensor | None = None,
     ) -> CompressedTensor:
-        """Send the best of tensor + residual, and keep the rest in `residual`, in place.
+        """Compress tensor + residual. The part that is not sent replaces the residual, in place.
 
         tensor    float32, float64, float16 or bfloat16, contiguous, of any shape; only read.
         residual  same shape and device, contiguous, float32 (float64 for a float64 tensor). None: the rest is lost.
-        key       what the draw depends on, for compressors that draw: the step number, or a mix of step and tensor.
-        out       uint8 buffer of `nbytes` for the payload, else a new one.
+        key       integer that random draws depend on, if the compressor draws: the step, or a mix of step and tensor.
+        out       uint8 buffer of `nbytes` bytes for the payload; by default a new one is allocated.
 
-        If tensor + residual holds NaN or Inf anywhere, the residual is left as it was, the payload decodes to NaN, and
-        `.finite` of the result is False. On a GPU nothing waits for that: one pass does all, and if it meets a NaN the
-        residual is taken back, to the rounding of the addition (where the tensor or what was sent drowned it, to 0).
+        If tensor + residual contains NaN or Inf, the residual stays unchanged, the payload decodes to NaN, and
+        `.finite` of the result is False. On a GPU the CPU does not wait for this check. TopK and Quantize do everything
+        in one pass there. If they find a NaN or Inf, they restore the residual up to the rounding of the addition.
+        Where the tensor or the sent value was so large that the rounding erased the residual, it becomes 0.
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
@@ -107,9 +114,9 @@ class Compressor(ABC):
         *,
         payloads: Tensor | None = None,
     ) -> Tensor:
-        """The tensor that was sent: flat, of its own dtype, or written into `out` of any float dtype and shape.
+        """Return the decoded tensor: flat and in its own dtype, or written into `out` of any float dtype.
 
-        weight and payloads are those of `accumulate`: the sum of all payloads, as if `out` had been zero.
+        `weight` and `payloads` are those of `accumulate`: the result is weight * the sum of all payloads.
         """
         if out is None:
             out = torch.empty(ct.numel, dtype=ct.dtype, device=ct.payload.device)
@@ -118,10 +125,10 @@ class Compressor(ABC):
     def accumulate(
         self, ct: CompressedTensor, out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
     ) -> Tensor:
-        """out += weight * decompress(ct), without the tensor in between.
+        """Compute out += weight * decompress(ct) without the decompressed tensor in between, and return `out`.
 
-        payloads  [ranks, nbytes] uint8, such as an all-gather of every rank's `ct.payload`: all of them are added, in
-                  their order, in one pass, so that every rank gets the same bits.
+        payloads  uint8 tensor of shape [ranks, nbytes], such as an all-gather of every rank's `ct.payload`. They are
+                  used instead of `ct.payload` and added in order, in one pass, so that every rank gets the same bits.
         """
         return self._decode(ct, out, weight, payloads, add=True)
 
@@ -134,11 +141,12 @@ class Compressor(ABC):
         out: Tensor | None = None,
         counted: bool = False,
     ) -> CompressedTensor:
-        """The first half of `compress`: the payload, with the residual only read.
+        """Do the first half of `compress`: write the payload, and only read the residual.
 
-        For a caller who must know more before anything may change, such as whether every rank's gradient is finite.
+        Use it together with `commit` if more must be known before anything may change, such as whether the gradients of
+        all ranks are finite.
 
-        counted   in `stats`, as `compress` is.
+        counted   whether the call is counted in `stats`, as `compress` is.
         """
         started = time.perf_counter()
         ct, kernel = self._prepare(tensor, residual, key, out)
@@ -148,11 +156,12 @@ class Compressor(ABC):
         return ct
 
     def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor, *, finite: bool | None = None) -> None:
-        """The second half: residual <- tensor + residual - decompress(ct); nothing if `ct` is not finite.
+        """Do the second half of `compress`: residual <- tensor + residual - decompress(ct).
 
-        `ct` must come from `encode` of the same tensor and residual, and neither may have changed since.
+        `ct` must come from `encode` of the same tensor and residual, and neither may have changed since. Nothing
+        changes if `ct` is not finite.
 
-        finite    whether `ct` is, for a caller who knows: to look would make the host wait for a GPU.
+        finite    whether `ct` is finite, if that is known. Reading `ct.finite` would make the CPU wait for the GPU.
         """
         self._check_made_here(ct)
         self.check_input(tensor, residual, 0)
@@ -175,13 +184,15 @@ class Compressor(ABC):
         update: "Update | None" = None,
         out: Tensor | None = None,
     ) -> None:
-        """What follows once every rank's payload is there, and all are finite: `ct` is payloads[own].
+        """Commit and decode, once the payloads of all ranks have arrived and all are finite.
 
-        The residual takes what was encoded, less what `ct` decodes to; out <- weight * the sum of all payloads. In one
-        pass over the memory where a kernel can.
+        `ct` is the payload of this rank, payloads[own]. The method computes residual += encoded tensor - decompress(ct)
+        and out <- weight * the sum of all payloads. Kernels with a `settle` function can do this in one pass over
+        memory.
 
-        gradient  what was encoded, or with an update, what that was made of; only read, unless it is `out` too.
-        update    what was encoded is what this wrote; its moments advance now.
+        gradient  the encoded tensor; with an update, the gradient that the update was computed from. Only read, unless
+                  it is also `out`.
+        update    the update that was encoded, if any. Its moments advance now.
         out       contiguous, of any float dtype; by default the gradient itself.
         """
         out = gradient if out is None else out
@@ -205,7 +216,7 @@ class Compressor(ABC):
     def _prepare(
         self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
     ) -> tuple[CompressedTensor, kernels.Kernel]:
-        """A payload that is yet to be written, and the kernel that writes it."""
+        """Check the arguments, and return an unwritten payload and the kernel that writes it."""
         self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
@@ -226,9 +237,9 @@ class Compressor(ABC):
         *,
         commits: bool,
     ) -> bool | Tensor:
-        """Write the payload, and if it `commits` the residual too.
+        """Write the payload and, if `commits`, the residual. Return whether the input is finite.
 
-        Whether it is finite; where only the device knows, an int32 there that is 1 if not.
+        Asynchronous kernels return an int32 tensor on the device instead, which is 1 if the input is not finite.
         """
         if not ct.numel:
             return True
@@ -240,7 +251,7 @@ class Compressor(ABC):
                 kernel.commit(tensor, residual, layout, ct.key, ct.payload)
             return finite
         if commits and residual is not None:
-            flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # which `compress` begins with
+            flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # `compress` sets it to 0 first
             on_device.compress(tensor, residual, layout, ct.key, ct.payload, flag)
         else:
             flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
@@ -267,7 +278,7 @@ class Compressor(ABC):
         return out
 
     def _check_out(self, ct: CompressedTensor, out: Tensor, payloads: Tensor | None) -> Tensor:
-        """ValueError unless the payloads, by default that of `ct`, can be decoded into `out`; returns the payloads."""
+        """Raise ValueError unless the payloads, by default that of `ct`, fit `out`. Return the payloads."""
         self._check_made_here(ct)
         if out.numel() != ct.numel or out.dtype not in DTYPES or out.device != ct.payload.device:
             raise ValueError(
@@ -288,7 +299,7 @@ class Compressor(ABC):
             raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
 
     def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
-        """ValueError for what `compress` would refuse."""
+        """Raise ValueError for arguments that `compress` refuses."""
         if tensor.dtype not in DTYPES:
             raise ValueError(f"tensor of {tensor.dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
         if not tensor.is_contiguous():
@@ -307,7 +318,7 @@ class Compressor(ABC):
 
 @lru_cache(maxsize=4096)
 def _layout_of(compressor: Compressor, numel: int, dtype: torch.dtype) -> Layout:
-    """Kept, because an exchange asks for it dozens of times, and every step asks again."""
+    """Return `compressor.layout(numel, dtype)`, cached because every step needs it dozens of times."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}, expected one of {', '.join(str(d) for d in DTYPES)}")
     if numel < 0:
@@ -332,7 +343,7 @@ def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
 def _check_settled(
     ct: CompressedTensor, gradient: Tensor, residual: Tensor | None, update: "Update | None", out: Tensor
 ) -> None:
-    """What `settle` reads and writes besides the payloads: a kernel would go beyond the end of a smaller tensor."""
+    """Raise ValueError unless the tensors fit `ct`, because a kernel would access memory beyond a smaller tensor."""
     given = [("gradient", gradient, ct.dtype if update is None else gradient.dtype)]
     if residual is not None:
         given.append(("residual", residual, residual_dtype(ct.dtype)))
@@ -347,7 +358,7 @@ def _check_settled(
 
 
 def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:
-    """Contiguous tensors on one device must not overlap: writing one would change the other."""
+    """Raise ValueError if two contiguous tensors on one device overlap, because writing one would change the other."""
     first, second = sorted([given, other], key=Tensor.data_ptr)
     # A tensor without memory (empty, or on the meta device) has the address 0.
     if first.data_ptr() and first.data_ptr() + first.nbytes > second.data_ptr():

@@ -1,4 +1,4 @@
-"""CompressedTensor: what a compressor makes, and what `decompress` needs to undo it."""
+"""CompressedTensor: a payload together with everything that `decompress` needs."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,31 +14,35 @@ from .spec import format_spec, parse_spec
 
 
 class Codec(Protocol):
-    """What made a payload, and can read it: a `Compressor`."""
+    """The interface of the compressor that made a payload. Every `Compressor` has it."""
 
     @property
-    def draws(self) -> bool: ...
+    def draws(self) -> bool:
+        """Return whether the compressor draws random numbers."""
 
-    def layout(self, numel: int, dtype: torch.dtype) -> Layout: ...
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        """Return the layout of the payload for `numel` elements."""
 
-    def nbytes(self, numel: int, dtype: torch.dtype = ...) -> int: ...
+    def nbytes(self, numel: int, dtype: torch.dtype = ...) -> int:
+        """Return the payload size in bytes for `numel` elements."""
 
     def decompress(
         self, ct: "CompressedTensor", out: Tensor | None = None, weight: float = 1.0, *, payloads: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the decoded tensor; see `Compressor.decompress`."""
 
     def accumulate(
         self, ct: "CompressedTensor", out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Add the decoded tensor to `out`; see `Compressor.accumulate`."""
 
-    def commit(
-        self, ct: "CompressedTensor", tensor: Tensor, residual: Tensor, *, finite: bool | None = None
-    ) -> None: ...
+    def commit(self, ct: "CompressedTensor", tensor: Tensor, residual: Tensor, *, finite: bool | None = None) -> None:
+        """Update the residual; see `Compressor.commit`."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedTensor:
-    """A payload of fixed size, and what is needed to read it.
+    """A payload of fixed size, and the information that is needed to decode it.
 
     >>> import torch, thinwire
     >>> ct = thinwire.TopK(ratio="1/64", bits=2).compress(torch.randn(100_000))
@@ -53,24 +57,26 @@ class CompressedTensor:
     dtype: torch.dtype
     key: int
     payload: Tensor = field(repr=False)
-    """uint8, one-dimensional, on the tensor's device."""
+    """The encoded bytes: a one-dimensional uint8 tensor on the device of the original tensor."""
     kernels: str
-    """The backend that made it: "reference", "cpu", …, or "frame" if it was read from bytes."""
+    """The backend that encoded the payload: "reference", "cpu" or "cuda"; "frame" if it was read from bytes."""
 
     @property
     def layout(self) -> Layout:
+        """Return the layout of the payload."""
         return self.compressor.layout(self.numel, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload: what a collective sends, where ranks agreed on the rest before."""
+        """Return the payload size in bytes. A collective sends only these, as ranks agree on the rest before."""
         return self.payload.numel()
 
     @property
     def finite(self) -> bool:
-        """False if the input held NaN or Inf; the payload then decodes to NaN and the residual was left alone.
+        """Return False if the input contained NaN or Inf: the payload decodes to NaN, the residual is unchanged.
 
-        Reading it waits for the device. Inside a step, let the NaN travel: every rank finds it in the sum.
+        Reading this property waits for the device. Inside a step it need not be read, because the NaN is sent and every
+        rank finds it in the sum.
         """
         if self.numel == 0:
             return True
@@ -78,21 +84,21 @@ class CompressedTensor:
         return not bool(self.payload[: leading.itemsize].clone().view(leading).isnan())
 
     def decompress(self, out: Tensor | None = None) -> Tensor:
-        """The same as `compressor.decompress(self, out)`."""
+        """Return `compressor.decompress(self, out)`."""
         return self.compressor.decompress(self, out)
 
     def to_bytes(self) -> bytes:
-        """A frame that stands alone: header, checksum, payload."""
+        """Return a self-contained frame: header, checksum and payload."""
         payload = self.payload.cpu().numpy().tobytes()
         dtype = str(self.dtype).removeprefix("torch.")
         return frame.pack(Frame(format_spec(self.compressor), dtype, self.numel, self.key, payload))
 
     @staticmethod
     def from_bytes(data: frame.Buffer, *, numel: int | None = None) -> "CompressedTensor":
-        """Read a frame; `FrameError` says why these bytes are not one.
+        """Read a frame. Raises `FrameError`, with the reason, for bytes that are not a valid frame.
 
-        A frame of a few bytes may stand for a huge tensor: give the `numel` that you expect, or look at it before you
-        decompress what a stranger sent.
+        A frame of a few bytes can describe a huge tensor. For data from an untrusted source, pass the expected `numel`,
+        or check `numel` before decompressing.
         """
         read = frame.unpack(data)
         if numel is not None and read.numel != numel:

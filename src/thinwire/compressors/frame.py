@@ -1,4 +1,4 @@
-"""The wire frame: one compressed tensor as bytes that stand alone, for files, queues and links without a shared set-up.
+"""The wire frame: one compressed tensor as self-contained bytes, for files, queues and links without a shared set-up.
 
     offset  size  field
          0     4  magic, b"THNW"
@@ -12,9 +12,9 @@
         36     S  spec of the compressor in its canonical form, ASCII, such as topk:ratio=1/64,bits=2,chunk=4096
       36+S     L  payload
 
-All integers are unsigned and little-endian. Reading is strict: the fields are checked in this order, one error for each
-reason, and any bytes either raise `FrameError` or pack again to the same bytes. This module knows the envelope;
-`CompressedTensor.from_bytes` checks that spec and payload make sense together.
+All integers are unsigned and little-endian. Reading is strict. The fields are checked in this order, and each kind of
+damage has its own error. Any bytes either raise `FrameError` or pack again to the same bytes. This module handles the
+fields; `CompressedTensor.from_bytes` checks that spec and payload fit together.
 """
 
 import struct
@@ -25,7 +25,7 @@ MAGIC = b"THNW"
 VERSION = 1
 DTYPES = {1: "float32", 2: "float64", 3: "float16", 4: "bfloat16"}
 MAX_NUMEL = 1 << 48
-"""No tensor is larger; a count above it is damage."""
+"""Largest element count of a frame. No tensor is larger, so a larger count means damaged bytes."""
 
 _HEADER = struct.Struct("<4sBBHQQQ")
 _CHECKSUM = struct.Struct("<I")
@@ -35,11 +35,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FrameError(ValueError):
-    """These bytes are not a frame that this version of thinwire can read; the message says why."""
+    """Raised for bytes that are not a frame that this version of thinwire can read. The message gives the reason."""
 
 
 class Frame(NamedTuple):
-    """The fields of a frame; `pack` and `unpack` are each other's inverse."""
+    """The fields of a frame. `pack` and `unpack` are inverse to each other."""
 
     spec: str
     dtype: str
@@ -49,6 +49,7 @@ class Frame(NamedTuple):
 
 
 def pack(frame: Frame) -> bytes:
+    """Return the bytes of a frame."""
     spec = frame.spec.encode("ascii")
     code = next(code for code, name in DTYPES.items() if name == frame.dtype)
     header = _HEADER.pack(MAGIC, VERSION, code, len(spec), frame.numel, frame.key, len(frame.payload))
@@ -56,7 +57,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: Buffer) -> Frame:
-    """Take a frame apart; the payload is a view of `data`, not a copy."""
+    """Return the fields of a frame, or raise `FrameError`. The payload is a view of `data`, not a copy."""
     if not isinstance(data, Buffer):
         raise FrameError(f"{type(data).__name__}, expected bytes, bytearray or memoryview")
     view = memoryview(data).cast("B")

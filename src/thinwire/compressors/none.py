@@ -1,4 +1,4 @@
-"""No compression: the baseline, and what excluded tensors are sent by."""
+"""No compression: the baseline, and the compressor of excluded tensors."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from .spec import register_compressor
 @register_compressor("none")
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """Send everything, in the tensor's own dtype.
+    """Sends every element in the tensor's own dtype.
 
     >>> import torch, thinwire
     >>> thinwire.NoCompression().nbytes(1000, torch.float16)

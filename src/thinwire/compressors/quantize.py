@@ -1,4 +1,4 @@
-"""Quantisation: every entry, in a few bits (Seide et al. 2014 for one bit, Alistarh et al. 2017 for stochastic)."""
+"""Quantisation to a few bits per element (Seide et al. 2014: 1 bit; Alistarh et al. 2017: stochastic rounding)."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -17,12 +17,14 @@ ROUNDINGS = ("nearest", "stochastic")
 @register_compressor("quantize")
 @dataclass(frozen=True)
 class Quantize(Compressor):
-    """Every entry in `bits` bits, with one scale for each `block` entries.
+    """Sends every element in `bits` bits, with one scale for each block of `block` elements.
 
     bits      1, 2, 4 or 8.
     block     a power of two from 32 to 65,536.
-    rounding  "nearest", the best with a residual; "stochastic", unbiased, for use without one (1 and 2 bits: only so).
-    seed      of the stochastic draws, together with the `key` given to `compress`; give each rank another.
+    rounding  "nearest" is best with a residual. "stochastic" is unbiased and meant for use without a residual; with 1
+              or 2 bits it cannot have one.
+    seed      seed of the stochastic draws, which also depend on the `key` of `compress`. Give each rank a different
+              seed.
 
     >>> import torch, thinwire
     >>> thinwire.Quantize(bits=8).compress(torch.tensor([127.0, -3.2, 0.4, 2.5] * 64)).decompress()[:4]
@@ -45,17 +47,20 @@ class Quantize(Compressor):
 
     @property
     def draws(self) -> bool:
+        """Return whether the rounding is stochastic."""
         return self.rounding == "stochastic"
 
     @property
     def contracts(self) -> bool:
+        """Return False for stochastic rounding to 1 or 2 bits, whose error is larger than the input."""
         return self.bits > 2 or not self.draws
 
     def for_sum(self, ranks: int) -> "Quantize":
-        """A sum of signs has many levels."""
+        """Return the compressor with more bits (at most 8), because a sum over ranks has more levels."""
         return replace(self, bits=BITS_OF_A_SUM[self.bits])
 
     def draw_key(self, key: int | None) -> int:
+        """Return the mix of seed and key that the stochastic rounding depends on; 0 for nearest rounding."""
         return mix_key(self.seed, key) if self.draws and key is not None else 0
 
     def _layout(self, numel: int, dtype: torch.dtype) -> QuantizeLayout:

@@ -1,4 +1,4 @@
-"""Random-k: a fresh random share of the entries each step (Stich et al. 2018)."""
+"""Random-k: sends a new random subset of the elements in each step (Stich et al. 2018)."""
 
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
@@ -14,12 +14,12 @@ from .spec import Ratio, check_seed, mix_key, parse_ratio, register_compressor
 @register_compressor("randomk")
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """A random `ratio` of the entries, drawn anew for each `key`; values in the tensor's dtype, no position sent.
+    """Sends a random share `ratio` of the elements, drawn anew for each `key`.
 
-    Every rank that compresses with the same seed and key draws the same positions, so the values of all ranks can be
-    summed by a plain all-reduce. torch's global generator is not touched.
+    Values are sent in the tensor's dtype, and positions are not sent. Ranks with the same seed and key draw the same
+    positions, so a plain all-reduce can sum their values. torch's global random generator is not used.
 
-    Without a residual the values are scaled up so that the expectation is the tensor; with one they are not.
+    Without a residual, the values are scaled up so that their expectation is the tensor. With a residual they are not.
 
     >>> import torch, thinwire
     >>> c = thinwire.RandomK(ratio="50%", seed=7)
@@ -37,13 +37,16 @@ class RandomK(Compressor):
 
     @property
     def sparse(self) -> bool:
+        """Return True: elements that are not drawn stay in the residual."""
         return True
 
     @property
     def draws(self) -> bool:
+        """Return True: the positions are drawn at random."""
         return True
 
     def draw_key(self, key: int | None) -> int:
+        """Return the mix of seed and key that the positions are drawn from."""
         return mix_key(self.seed, key or 0)
 
     def _layout(self, numel: int, dtype: torch.dtype) -> RandomKLayout:

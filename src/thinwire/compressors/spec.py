@@ -1,8 +1,8 @@
-"""Spec strings, `name:key=value,...`, and the registry of compressors that understands them.
+"""Spec strings of the form `name:key=value,...`, and the registry of compressors.
 
-One text everywhere: the command line's value, the benchmark's column, the plot's label, the frame's header and the
-checkpoint's record. `parse_spec(format_spec(c)) == c` for every compressor; `format_spec` always gives every field, so
-that a record does not change its meaning when a default does.
+The same text is used for command-line options, benchmark columns, plot labels, frame headers and checkpoints.
+`parse_spec(format_spec(c)) == c` for every compressor. `format_spec` writes every field, so that a stored spec keeps
+its meaning when a default changes.
 """
 
 import dataclasses
@@ -12,16 +12,19 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 _REGISTRY: dict[str, type[Any]] = {}
-"""Compressors, by name."""
+"""Registered compressor classes by name."""
 
 C = TypeVar("C", bound=type[Any])
 
 Ratio = Fraction | float | str
-"""A share as a person writes it; `parse_ratio` makes it exact."""
+"""A share as the user writes it, such as 0.01, "1%" or "1/64". `parse_ratio` converts it to an exact fraction."""
 
 
 def register_compressor(name: str) -> Callable[[C], C]:
-    """Class decorator: makes a compressor known by `name` to spec strings, the contract tests and the benchmark."""
+    """Return a class decorator that registers a compressor under `name`.
+
+    Spec strings, the contract tests and the benchmark find the compressor by this name.
+    """
 
     def add(cls: C) -> C:
         if not (name.isascii() and name.isidentifier() and name == name.lower()):
@@ -44,12 +47,12 @@ def register_compressor(name: str) -> Callable[[C], C]:
 
 
 def registered() -> dict[str, type[Any]]:
-    """Every known compressor class by name."""
+    """Return every registered compressor class by name."""
     return dict(_REGISTRY)
 
 
 def parse_spec(spec: str) -> Any:
-    """The compressor that a spec string describes; ValueError says what is wrong with it."""
+    """Return the compressor that a spec string describes. Raises ValueError, with the reason, for an invalid string."""
     name, colon, rest = spec.partition(":")
     cls = _REGISTRY.get(name)
     if cls is None:
@@ -76,13 +79,13 @@ def parse_spec(spec: str) -> Any:
 
 
 def format_spec(compressor: Any) -> str:
-    """The canonical spec string, with every field."""
+    """Return the canonical spec string of a compressor, with every field."""
     items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
     return str(compressor.name) + (":" + ",".join(items) if items else "")
 
 
 def parse_ratio(value: Ratio) -> Fraction:
-    """0.01, "0.01", "1%" or "1/64" -> the exact fraction in (0, 1]."""
+    """Convert 0.01, "0.01", "1%" or "1/64" to the exact fraction. Raises ValueError unless it is in (0, 1]."""
     text = str(value).strip()
     number = text.removesuffix("%")
     try:
@@ -97,18 +100,22 @@ def parse_ratio(value: Ratio) -> Fraction:
 
 
 def check_choice(name: str, value: object, choices: Sequence[int | str], *more: str) -> None:
-    """ValueError unless `value` is one of `choices`, of the same type (True is not 1, nor is 1.0)."""
+    """Raise ValueError unless `value` is one of `choices` and of the same type (neither True nor 1.0 counts as 1).
+
+    `more` are further choices that the error message lists.
+    """
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(str, [*choices, *more]))}")
 
 
 def check_seed(seed: int) -> None:
+    """Raise ValueError unless `seed` is an int from 0 to 2**64 - 1."""
     if type(seed) is not int or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 
 def mix_key(seed: int, key: int) -> int:
-    """One 64-bit number out of a seed and a key; neighbours in either give unrelated numbers (splitmix64)."""
+    """Mix a seed and a key into one 64-bit number (splitmix64). Neighbouring seeds or keys give unrelated numbers."""
     z = 0
     for word in (seed, operator.index(key)):
         z = (z + word + 0x9E3779B97F4A7C15) % (1 << 64)

@@ -1,4 +1,4 @@
-"""What a compressor has done so far."""
+"""Counters of a compressor's calls."""
 
 import os
 import threading
@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# One lock for all: it is held for nanoseconds, and a lock inside would make compressors impossible to pickle.
+# One lock for all objects: it is held for nanoseconds, and a compressor with a lock could not be pickled.
 _LOCK = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Another thread may have held it when the process was forked."""
+    """Replace the lock in a forked child, because another thread may have held it during the fork."""
     global _LOCK
     _LOCK = threading.Lock()
 
@@ -23,7 +23,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 @dataclass
 class Statistics:
-    """Counters of one compressor object, safe to add to from several threads.
+    """Counters of one compressor object. Several threads may add to them.
 
     >>> import torch, thinwire
     >>> c = thinwire.TopK(ratio="1/64", bits=2)
@@ -35,26 +35,29 @@ class Statistics:
     calls: int = 0
     bytes_before: int = 0
     bytes_sent: int = 0
-    """Bytes of the payloads made. A frame adds its header, a collective what its algorithm costs."""
+    """Bytes of all payloads, without frame headers and without the overhead of a collective."""
     seconds: float = 0.0
-    """Time inside `compress`. On an accelerator this is the time to launch it."""
+    """Seconds spent compressing. On a GPU this is the time to launch the kernels."""
     kernels: dict[str, int] = field(default_factory=dict)
-    """Calls by backend."""
+    """Number of calls for each backend."""
     _nonfinite: int = 0
     _on_devices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def nonfinite(self) -> int:
-        """Calls whose input held NaN or Inf. Devices count for themselves: reading it waits for them."""
+        """Return the number of calls whose input contained NaN or Inf. Reading it waits for GPUs."""
         return self._nonfinite + sum(int(counter) for counter in list(self._on_devices.values()))
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the bytes became; 1.0 before the first call."""
+        """Return bytes before / bytes sent; 1.0 before the first call."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def add(self, bytes_before: int, bytes_sent: int, seconds: float, finite: bool | Tensor, kernels: str) -> None:
-        """finite: where only the device knows, an int32 there that is 1 if not."""
+        """Count one call.
+
+        finite   whether the input was finite. For asynchronous kernels an int32 tensor on the device, 1 if it was not.
+        """
         if isinstance(finite, Tensor):
             self._counter(finite.device).index_add_(0, _first(finite.device), finite)  # atomic: from any stream
         with _LOCK:
@@ -74,12 +77,12 @@ class Statistics:
 
 @lru_cache(maxsize=64)
 def _first(device: torch.device) -> Tensor:
-    """The index of a counter's only entry."""
+    """Return the index of a counter's only element, as a tensor on the device."""
     return _zero(device)
 
 
 def _zero(device: torch.device) -> Tensor:
-    """There for all streams: it is waited for, once for each compressor."""
+    """Return a zero on the device. Wait until it is written, so that every stream can use it."""
     made = torch.zeros(1, dtype=torch.int32, device=device)
     if device.type == "cuda":
         written = torch.cuda.Event()

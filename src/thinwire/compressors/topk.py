@@ -1,4 +1,4 @@
-"""Top-k: the entries that matter most, by magnitude (Aji and Heafield 2017, Stich et al. 2018)."""
+"""Top-k: sends the elements of largest magnitude (Aji and Heafield 2017, Stich et al. 2018)."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
@@ -13,22 +13,22 @@ from .spec import Ratio, check_choice, parse_ratio, register_compressor
 BITS = (1, 2, 4, 8, 16, 32)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
 DENSER = 8
-"""A sum is sent on with up to this many times the elements: 512 of 4,096 after 64 of 4,096 cost no loss in training."""
+"""A sum keeps up to this many times the elements of one rank: 512 of 4,096 after 64 did no harm in training."""
 UNION = Fraction(1, 48)
-"""Of all elements, that the ranks of a training send together by default; a sum is sent on with as many."""
+"""Share of all elements that all ranks together send by default. A sum may always be this dense."""
 CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
 
 
 @register_compressor("topk")
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The `ratio` largest of every `chunk` entries, with values of `bits` bits.
+    """Sends the `ratio` largest of every `chunk` elements by magnitude, with values of `bits` bits.
 
-    ratio  share to keep: 0.01, "1%" or "1/64"; of n entries the next whole number up is kept, so never none.
-    bits   1, 2, 4, 8, 16 or 32 for each value; below 32 with scales per chunk, and the error goes to the residual.
-    chunk  a power of two from 16 to 65,536; None for the exact top-k of the whole tensor.
+    ratio  share to keep: 0.01, "1%" or "1/64". The number of elements is rounded up, so at least one is kept.
+    bits   1, 2, 4, 8, 16 or 32 bits for each value. Below 32, each chunk has scales, and the residual takes the error.
+    chunk  a power of two from 16 to 65,536, or None for the exact top-k of the whole tensor.
 
-    Ties go to the lowest position. Positions cost about 8 bits each at 1/64 (Elias-Fano).
+    Of equal magnitudes the lowest position is kept. A position costs about 8 bits at ratio 1/64 (Elias-Fano).
 
     >>> import torch, thinwire
     >>> c = thinwire.TopK(ratio="1/64", bits=2)
@@ -54,14 +54,19 @@ class TopK(Compressor):
 
     @property
     def sparse(self) -> bool:
+        """Return True: elements that are not among the largest stay in the residual."""
         return True
 
     def kept(self, entries: int) -> int:
-        """How many of a chunk of `entries` are sent."""
+        """Return how many elements are sent of a chunk of `entries` elements."""
         return ceil(entries * Fraction(self.ratio))
 
     def for_sum(self, ranks: int) -> "TopK":
-        """All that any of up to 8 ranks sent; of more ranks 8 times as many elements, or `UNION`; and more bits."""
+        """Return the compressor for a sum over `ranks` ranks, with more elements and more bits (at most 32).
+
+        It keeps as many elements as all ranks sent, but at most `DENSER` times those of one rank, or `UNION` if that is
+        larger.
+        """
         ratio = Fraction(self.ratio)
         kept = min(Fraction(1), ranks * ratio, max(DENSER * ratio, UNION))
         return replace(self, ratio=kept, bits=BITS_OF_A_SUM[self.bits])

@@ -1,4 +1,4 @@
-"""Thin adapters between a `Synchronizer` and those who have gradients."""
+"""Adapters between a `Synchronizer` and sources of gradients, such as DDP."""
 
 from .ddp import attach, register_ddp_hook
 

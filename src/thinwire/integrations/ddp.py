@@ -1,7 +1,7 @@
-"""DDP: a communication hook that hands its buckets to a `Synchronizer`.
+"""DDP: communication hooks that hand its buckets to a `Synchronizer` or to an optimizer.
 
-DDP calls the hook when a bucket's gradients are there, and goes on with the backward pass; it waits for the futures at
-its end. Gradients arrive unaveraged, and buckets are put together anew after the first iteration. (torch compares the
+DDP calls the hook when a bucket's gradients are ready, and continues with the backward pass. It waits for the futures
+at the end. Gradients arrive unaveraged, and DDP rebuilds its buckets after the first iteration. (torch compares the
 hook's annotations as objects, so this module must not postpone their evaluation.)
 """
 
@@ -47,21 +47,21 @@ def attach(
     max_bytes: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> Synchronizer:
-    """Let a DDP model exchange compressed gradients; use it with any optimizer, as before.
+    """Make a DDP model exchange compressed gradients; use it with any optimizer, as before.
 
-    ddp         the model; each takes one hook, before its first backward pass.
-    compressor  a spec such as "quantize:bits=8", a `Compressor`, a `Policy`, or "auto": dense or 8 bits, for each
-                bucket, by what the first steps show to be quicker; the `choice` of what is returned says why.
-    group       for nodes with fast wires inside: a mesh or a pair of groups over the ranks of the model's group.
-    others      see `Synchronizer`.
+    ddp          the model; it takes one hook, before its first backward pass.
+    compressor   a spec such as "quantize:bits=8", a `Compressor` or a `Policy`. "auto" chooses dense or 8 bits for each
+                 bucket, by the times of the first steps; `choice` of the returned synchronizer contains the reason.
+    group        for nodes with a fast network inside: a mesh or a pair of groups over the ranks of the model's group.
+    others       see `Synchronizer`.
 
-    If any rank's gradient holds NaN or Inf, all gradients are NaN on every rank and `sync.finite` is False: skip the
-    optimizer's step then, as `GradScaler` does by itself.
+    If any rank's gradient holds NaN or Inf, all gradients are NaN on every rank and `sync.finite` is False. Skip the
+    optimizer's step then; `GradScaler` does so by itself.
 
-    For Adam with top-k use `thinwire.AdamW` instead, which compresses its update: gradients so sparse spoil Adam's
+    For Adam with top-k use `thinwire.AdamW` instead, which compresses its update, because sparse gradients spoil Adam's
     second moment.
     """
-    ddp = getattr(ddp, "_orig_mod", ddp)  # what torch.compile wraps
+    ddp = getattr(ddp, "_orig_mod", ddp)  # the model inside torch.compile's wrapper
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"a {type(ddp).__name__}, expected a DistributedDataParallel; for others use a Synchronizer")
     sync = Synchronizer(
@@ -80,9 +80,10 @@ def attach(
 
 
 class Receiver(Protocol):
-    """Who sends the buckets of a model: a `Synchronizer`, or an optimizer of thinwire."""
+    """The object that sends the buckets of a model: a `Synchronizer`, or an optimizer of thinwire."""
 
-    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None: ...
+    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
+        """Send one bucket of a step."""
 
 
 @dataclass
@@ -91,13 +92,16 @@ class _HookState:
     names: dict[int, str]
     may_be_unused: bool
     waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
-    """Buckets of a backward pass of `attach`, until the last one."""
+    """Buckets of the current backward pass of `attach`, until the last one."""
     error: Exception | None = None
-    """What went wrong in this backward pass. Raised behind it: an error in a hook would leave DDP unusable."""
+    """The error of this backward pass, if any.
+
+    It is raised after the pass, because an error in a hook would leave DDP unusable.
+    """
 
 
 def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
-    """Make a synchronizer, or an optimizer, the model's communication hook."""
+    """Register a synchronizer or an optimizer as the model's communication hook."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     named = {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
     sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync  # type: ignore[attr-defined]
@@ -111,7 +115,10 @@ def _hook_of_sync(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The averages are there when backward ends: the last bucket waits for all of them, and DDP for their futures."""
+    """Send a bucket, and return a future of its averages.
+
+    The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
+    """
     sync, parameters = state.receiver, bucket.parameters()
     assert isinstance(sync, Synchronizer)
     last, flat = bucket.is_last(), _flat(state, bucket)
@@ -129,7 +136,7 @@ def _hook_of_sync(
                 _fail(state, error)
         for done, one, _ in waiting:
             if state.error is not None:
-                one.tensor.fill_(torch.nan)  # parts of it may be averages, and others not
+                one.tensor.fill_(torch.nan)  # some parts may be averages already, and others not
             done.set_result(one.tensor)
         if state.may_be_unused and state.error is None:
             _after_backward(lambda: _give_to_unused(sync, waiting))
@@ -140,7 +147,7 @@ def _hook_of_optimizer(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The bucket is sent, and DDP leaves it as it is: `step` does the rest."""
+    """Send a bucket, and return it unchanged in a future; the optimizer's `step` does the rest."""
     flat = _flat(state, bucket)
     _add(state, bucket, flat)
     if bucket.is_last() and state.error is None:
@@ -151,7 +158,7 @@ def _hook_of_optimizer(
 
 
 def _add(state: _HookState, bucket: Any, flat: Bucket) -> None:
-    """Send a bucket, unless one before it went wrong."""
+    """Send a bucket, unless a bucket before it has failed."""
     first = bucket.index() == 0
     if first:
         state.error = None
@@ -184,14 +191,20 @@ def _flat(state: _HookState, bucket: Any) -> Bucket:
 
 
 def _after_backward(action: Callable[[], None]) -> None:
-    """Behind what DDP does at the end of the backward pass: what is queued by something queued comes last."""
+    """Run an action after everything that DDP does at the end of the backward pass.
+
+    A callback that is queued by another callback comes last.
+    """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(action))
 
 
 def _give_to_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:
-    """DDP drops the gradient of a parameter that no rank used; but what was owed to it has been sent by now."""
-    if sync.finite is None:  # nothing is compressed, so nothing was owed
+    """Write the averages of parameters that no rank used, whose gradients DDP drops.
+
+    They are not zero if residuals were sent for these parameters.
+    """
+    if sync.finite is None:  # nothing is compressed, so there are no residuals
         return
     for _, bucket, parameters in buckets:
         for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
@@ -199,16 +212,16 @@ def _give_to_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]"
             if parameter.grad is None:
                 parameter.grad = result.clone() if bool(part.any()) else None
             elif parameter.grad.data_ptr() != result.data_ptr():
-                parameter.grad.copy_(result)  # which it holds already, if any rank used it
+                parameter.grad.copy_(result)  # no change if any rank used it
 
 
 _sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()
-"""Models with sparse gradients, and their compressor, of which no optimizer has been seen so far."""
+"""Models with sparse gradients and the spec of their compressor, until an optimizer steps on them."""
 _looks = False
 
 
 def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
-    """Once, when an Adam-like optimizer first steps on parameters whose gradients are sparse."""
+    """Prepare a warning for the first step of an Adam-like optimizer on parameters with sparse gradients."""
     global _looks
     final = map(parsed, (sync.policy.final, *sync.policy.overrides.values()))
     sparse = [given for given in final if given.sparse]

@@ -1,4 +1,4 @@
-"""Which code does the arithmetic: an explicit choice, never a silent one.
+"""Selection of the kernels: the backend that does the arithmetic for a layout on a device.
 
 Each backend has one kernel module per layout, with the same three functions:
 
@@ -6,17 +6,17 @@ Each backend has one kernel module per layout, with the same three functions:
     commit(tensor, residual, layout, key, payload) -> None      residual <- tensor + residual - decode(payload)
     decode(payloads, layout, key, out, weight, add) -> None     out <- (out if add else 0) + weight * each payload
 
-`encode` only reads, so that a caller who learns of a NaN anywhere, on this rank or another, has lost nothing. An input
-with a NaN or Inf, or a sum that overflows, makes the *mark*: a payload in which every stored float is NaN.
+`encode` only reads its inputs, so nothing is lost if this rank or another one finds a NaN. An input with a NaN or Inf,
+or a sum that overflows, gives the *mark*: a payload in which every stored float is NaN.
 
-`reference` is plain torch on any device, and the specification the others are tested against; `cpu` is Numba, `cuda`
-Triton. The default is that of the tensor's device, and `reference` for other devices, for GPUs that Triton does not
-know, and for the few layouts that `cuda` leaves to it. `force("reference")` or the environment variable
-THINWIRE_KERNELS overrides it, and a forced backend that cannot run raises. What ran is recorded in
-`CompressedTensor.kernels` and in the compressor's statistics.
+`reference` is plain torch on any device, and the specification that the other backends are tested against. `cpu` uses
+Numba, `cuda` uses Triton. The default is the backend of the tensor's device. It is `reference` for other devices and
+for GPUs that Triton does not support. Layouts that `cuda` does not implement always use `reference`. The function
+`force` and the environment variable THINWIRE_KERNELS override the default, and a forced backend that cannot run raises
+an error. The backend of each call is recorded in `CompressedTensor.kernels` and in the compressor's statistics.
 
-A backend whose device works on its own, `cuda`, is a `DeviceKernel`: it never makes the host wait to learn whether an
-input was finite.
+The kernels of `cuda` run asynchronously. They also have the functions of `DeviceKernel`, with which the CPU does not
+wait for the check for NaN and Inf.
 """
 
 import importlib
@@ -59,87 +59,97 @@ _log = logging.getLogger("thinwire")
 
 
 class Kernel(Protocol):
-    """What every kernel module provides; the package docstring says what each function does."""
+    """The functions of every kernel module."""
 
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool: ...
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
+        """Write the payload of tensor + residual, and return whether the sum is finite."""
 
-    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None: ...
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
+        """Compute residual <- tensor + residual - decode(payload)."""
 
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None: ...
+    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
+        """Compute out <- (out if add else 0) + weight * each payload."""
 
 
 class DeviceKernel(Protocol):
-    """Kernels of a device that works on its own. flag: an int32 there, 1 afterwards if not finite, else 0.
+    """Additional functions of kernels that run asynchronously on a device.
 
-    `encode_flagged` wants it to be 0 before.
+    flag   int32 tensor on the device. Afterwards it is 1 if the input was not finite, else 0. `encode_flagged` requires
+           it to be 0 before.
     """
 
     def encode_flagged(
         self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None: ...
+    ) -> None:
+        """Write the payload of tensor + residual, and set the flag if the sum is not finite."""
 
     def compress(
         self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
     ) -> None:
-        """encode and commit."""
+        """Encode and commit."""
 
 
 class Update(Protocol):
-    """What an optimizer makes of a gradient before it is sent: those of `updates`."""
+    """An optimizer's update, computed from the gradient before it is sent. `updates` implements it."""
 
     def write(self, gradient: Tensor, out: Tensor) -> None:
-        """Write the update; the gradient is only read."""
+        """Write the update to `out`. The gradient is only read."""
 
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
-        """Bring the moments up to date, and add to the residual what `write` wrote, bit for bit."""
+        """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
 
 
 class SettlingKernel(Protocol):
-    """Kernels that bring residual and moments up to date in the pass that decodes."""
+    """Additional function of kernels that update residual and moments in the pass that decodes."""
 
     def settle(
         self, gradient: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
         update: Update | None, out: Tensor,
     ) -> None:  # fmt: skip
-        """residual += update, or the gradient if there is none; residual -= payloads[own]; decode into `out`.
+        """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`.
 
-        The update's moments advance. The gradient is only read, unless it is `out` too.
+        The update's moments advance. The gradient is only read, unless it is also `out`.
         """
 
 
 class AdamKernel(Protocol):
-    """The optimizer's own arithmetic; `reference.adam` says what it is."""
+    """The arithmetic of Adam; `reference.adam` defines it."""
 
     def write(
         self, g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float,
         rate: float, out: Tensor,
-    ) -> None: ...  # fmt: skip
+    ) -> None:  # fmt: skip
+        """Write the update to `out`."""
 
     def advance(
         self, g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float,
         scale: float, floor: float, limit: float, rate: float,
-    ) -> None: ...  # fmt: skip
+    ) -> None:  # fmt: skip
+        """Advance the moments, and add the update to the residual."""
 
-    def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None: ...
+    def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
+        """Compute p <- keep p - rate u for every parameter p and its update u."""
 
 
 class AdamByNumbers(Protocol):
-    """The same, by numbers that are in the memory of a GPU: a recording of it finds those of its step there."""
+    """Adam kernels that read their numbers from GPU memory, so that a recording uses those of the current step."""
 
     def numbers_of(
         self, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
     ) -> tuple[float, ...]:
-        """Return those of `write` and `advance`, which take them as `numbers`."""
+        """Return the numbers that `write` and `advance` take as `numbers`."""
 
     def step_by_numbers(
         self, parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]
-    ) -> None: ...
+    ) -> None:
+        """Compute p <- keep p - rate u, with `keep` and `rates` in GPU memory."""
 
 
 class CheckedKernel(Kernel, Protocol):
-    """What the reference provides besides, and `cpu` in a quick version: the judge of bytes that came from outside."""
+    """Kernels that can check payloads from outside: those of `reference`, and faster ones of `cpu`."""
 
-    def check(self, payload: Tensor, layout: Layout) -> None: ...
+    def check(self, payload: Tensor, layout: Layout) -> None:
+        """Raise ValueError for a payload that no compressor could have made."""
 
 
 # Module names, imported on first use: `import thinwire` must not load Numba or Triton.
@@ -166,9 +176,9 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
 _LARGEST_RECORDED_CHUNK = 1 << 14
-"""Of top-k: longer ones are searched in several passes, with constants that are copied from the host."""
+"""Largest top-k chunk that can be recorded. The search in longer ones copies constants from the CPU."""
 _LARGEST_BLOCK = 8192
-"""Of Quantize, that the registers of one program of `cuda` hold."""
+"""Largest block of Quantize that fits into the registers of one program of `cuda`."""
 _OLDEST_GPU = (8, 0)
 
 _chosen: str | None = None  # by force_now
@@ -176,20 +186,20 @@ _forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are o
 
 
 def backends() -> tuple[str, ...]:
-    """The names that `force` and THINWIRE_KERNELS accept, in the order of preference."""
+    """Return the names that `force` and THINWIRE_KERNELS accept, in order of preference."""
     return tuple(_MODULES)
 
 
 def register_kernel(backend: str, layout: type[Layout], kernel: Kernel) -> None:
     """Add the kernel of a new layout to a backend.
 
-    A compressor of your own needs one for "reference"; the others are optional.
+    A custom compressor needs a kernel for "reference". The other backends are optional.
     """
     _MODULES[_known(backend)][layout] = kernel
 
 
 def force_now(backend: str | None) -> None:
-    """Use `backend` from now on in the whole process; None leaves the choice to THINWIRE_KERNELS or the default."""
+    """Use `backend` in the whole process from now on. None restores the choice by THINWIRE_KERNELS or the default."""
     global _chosen
     _chosen = None if backend is None else _known(backend)
 
@@ -212,7 +222,7 @@ def force(backend: str | None) -> Iterator[None]:
 
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
-    """The backend's name and its kernel for this layout on this device."""
+    """Return the name of the backend and its kernel for this layout on this device."""
     backend = _forced() or _default(device)
     if backend == "cuda" and not _cuda_has(layout):
         backend = "reference"
@@ -224,12 +234,12 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
 
 
 def on_device(kernel: Kernel) -> DeviceKernel | None:
-    """The kernel, if it is one of a device that works on its own."""
+    """Return the kernel if it runs asynchronously on a device, else None."""
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
 def is_recordable(layout: Layout, device: torch.device) -> bool:
-    """Whether encoding and decoding can be recorded as a CUDA graph: the host neither waits nor copies anything."""
+    """Return whether encoding and decoding can be recorded as a CUDA graph: the CPU neither waits nor copies."""
     _, kernel = select(layout, device)
     if device.type != "cuda" or on_device(kernel) is None:
         return False
@@ -238,26 +248,26 @@ def is_recordable(layout: Layout, device: torch.device) -> bool:
 
 
 def settling(kernel: Kernel) -> SettlingKernel | None:
-    """The kernel, if it commits and decodes in one pass."""
+    """Return the kernel if it can commit and decode in one pass, else None."""
     return cast(SettlingKernel, kernel) if hasattr(kernel, "settle") else None
 
 
 def adam(device: torch.device) -> AdamKernel:
-    """The kernels of `thinwire.AdamW`, of the same backend that compresses."""
+    """Return the kernels of `thinwire.AdamW`, from the backend that also compresses on this device."""
     backend = _forced() or _default(device)
     return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
 
 
 def adam_by_numbers(device: torch.device) -> AdamByNumbers | None:
-    """The same, if they read their numbers from the memory of the device."""
+    """Return the kernels of `adam` if they can read their numbers from GPU memory, else None."""
     kernel = adam(device)
     return cast(AdamByNumbers, kernel) if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
 
 
 def check(payload: Tensor, layout: Layout) -> None:
-    """Raise ValueError for a payload that no compressor could have made; the mark of an input with NaN is accepted.
+    """Raise ValueError for a payload that no compressor could have made. The mark of an input with NaN is accepted.
 
-    In host memory it is quick enough for every step, unless the reference kernels are forced.
+    For a CPU tensor the check is fast enough for every step, unless the reference kernels are forced.
     """
     if payload.device.type == "cpu" and _forced() != "reference" and type(layout) in _MODULES["cpu"]:
         kernel = _load("cpu", type(layout), payload.device)
@@ -268,7 +278,7 @@ def check(payload: Tensor, layout: Layout) -> None:
 
 
 def _cuda_has(layout: Layout) -> bool:
-    """What nobody sends gradients in, or as, is left to the reference."""
+    """Return whether `cuda` implements this layout. Very long blocks and float64 are rare, and use the reference."""
     if isinstance(layout, QuantizeLayout) and layout.block > _LARGEST_BLOCK:
         return False
     return layout.dtype != torch.float64
@@ -285,7 +295,7 @@ def _default(device: torch.device) -> str:
 
 
 def _why_not_cuda(device: torch.device) -> str | None:
-    """What the Triton kernels lack here."""
+    """Return the reason why the Triton kernels cannot run here, or None if they can."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no CUDA"
     if torch.cuda.get_device_capability(device) < _OLDEST_GPU:

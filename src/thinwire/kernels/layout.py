@@ -1,10 +1,10 @@
-"""Where everything lies in a payload: pure arithmetic, no data.
+"""Layouts of payloads: pure arithmetic, without data.
 
-A payload of TopK or Quantize is a row of *records*, each of which holds a run of consecutive entries and stands alone:
-the records of whole chunks are a slice of the payload, so a collective can send a share of a tensor by itself.
+A payload of TopK or Quantize is a sequence of *records*. Each record holds consecutive elements and can be decoded
+alone. The records of whole chunks are a slice of the payload, so a collective can send a part of a tensor by itself.
 Every size follows from the element count, the dtype and the compressor, so ranks never have to exchange sizes.
 
-All numbers are little-endian; bit fields are filled from the lowest bit of the first byte; bits left over are zero.
+All numbers are little-endian. Bit fields are filled from the lowest bit of the first byte, and unused bits are zero.
 docs/wire-format.md shows each record byte by byte.
 """
 
@@ -19,21 +19,22 @@ import torch
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 BLOCKS_PER_RECORD = 16
-"""Quantize: scales of this many blocks stand together, so that the codes behind them stay aligned."""
+"""Blocks in a record of Quantize. Their scales are stored together, so that the codes after them stay aligned."""
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, and so of the residual: float64 for float64 tensors, else float32."""
+    """Return the dtype of the arithmetic and of the residual: float64 for float64 tensors, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bytes_for(bits: int) -> int:
+    """Return the number of bytes that hold `bits` bits."""
     return (bits + 7) // 8
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """A payload for `numel` entries of `dtype`. Its class says which kernel reads it, its fields how."""
+    """The layout of a payload for `numel` elements of `dtype`. The class selects the kernel."""
 
     numel: int
     dtype: torch.dtype
@@ -41,31 +42,31 @@ class Layout(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Exact size of the payload."""
+        """Return the exact size of the payload in bytes."""
 
     @property
     def granule(self) -> int:
-        """Entries of one record: cut at a multiple of it, each part can be encoded by itself to the same bytes."""
+        """Return the elements of one record. Parts of a multiple of it can be encoded alone to the same bytes."""
         return self.numel
 
     @property
     def summable(self) -> bool:
-        """Whether a payload is plain numbers of `dtype`, so that those of ranks with the same key can be added up."""
+        """Return whether a payload is plain numbers of `dtype`, so that payloads with the same key can be added up."""
         return False
 
     @property
     def limit(self) -> float:
-        """Larger magnitudes saturate: they would overflow the tensor's dtype, or the float32 of the levels."""
+        """Return the largest magnitude. Larger ones saturate, because they overflow the dtype or the float32 levels."""
         return min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
 
     @property
     def leading_float(self) -> torch.dtype:
-        """Every payload starts with a float of this dtype, which is NaN if the input was not finite."""
+        """Return the dtype of the float at the start of the payload, which is NaN if the input was not finite."""
         return torch.bfloat16
 
 
 class Part(NamedTuple):
-    """A run of `rows` records of equal size: which entries of the tensor, which bytes of the payload."""
+    """Consecutive records of equal size: their number, their elements in the tensor and their bytes in the payload."""
 
     rows: int
     entries: slice
@@ -73,7 +74,7 @@ class Part(NamedTuple):
 
 
 def _parts(rows: int, entries: int, nbytes: int, limit: int) -> Iterator[Part]:
-    """Cut `rows` records of this many entries and bytes each into runs of at most `limit` entries, or one record."""
+    """Cut `rows` records of equal size into parts of at most `limit` elements, but of at least one record."""
     at_once = max(1, limit // entries)
     for first in range(0, rows, at_once):
         stop = min(first + at_once, rows)
@@ -82,30 +83,35 @@ def _parts(rows: int, entries: int, nbytes: int, limit: int) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class DenseLayout(Layout):
-    """Every entry, in the tensor's own dtype."""
+    """Every element, in the tensor's own dtype."""
 
     @property
     def granule(self) -> int:
+        """Return 1: a tensor can be cut anywhere."""
         return 1
 
     @property
     def summable(self) -> bool:
+        """Return True: the payload is the values."""
         return True
 
     @property
     def leading_float(self) -> torch.dtype:
+        """Return the tensor's dtype."""
         return self.dtype
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 class TopKRecord(NamedTuple):
-    """`k` of `n` entries: scales, then value codes, then Elias-Fano positions (low bits, then the high bitmap).
+    """A record of `k` of `n` elements: scales, value codes, then Elias-Fano positions (low bits, then the high bitmap).
 
-    Position x_j, the j-th in rising order, is split: its lowest `low_bits` bits are stored as they are, and the rest h
-    as a one at bit h + j of the bitmap. The split that makes the smallest record is taken.
+    Position x_j, the j-th in ascending order, is split. Its lowest `low_bits` bits are stored as they are. The other
+    bits, h, are stored as a one at bit h + j of the bitmap. `topk_record` chooses the split that makes the smallest
+    record.
     """
 
     n: int
@@ -120,6 +126,8 @@ class TopKRecord(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def topk_record(n: int, k: int, bits: int) -> TopKRecord:
+    """Return the smallest record for `k` of `n` elements with values of `bits` bits."""
+
     def positions(low_bits: int) -> int:
         return bytes_for(k * low_bits) + bytes_for(k + ((n - 1) >> low_bits))
 
@@ -135,7 +143,7 @@ def topk_record(n: int, k: int, bits: int) -> TopKRecord:
 
 @dataclass(frozen=True)
 class TopKLayout(Layout):
-    """`rows` records of `chunk` entries, then one shorter record for the rest, if any."""
+    """`rows` records of one chunk each, then one shorter record for the remaining elements, if any."""
 
     rows: int
     record: TopKRecord
@@ -143,14 +151,16 @@ class TopKLayout(Layout):
 
     @property
     def granule(self) -> int:
+        """Return the number of elements in a chunk."""
         return self.record.n
 
     @property
     def nbytes(self) -> int:
+        """Return the exact size of the payload in bytes."""
         return self.rows * self.record.nbytes + (self.tail.nbytes if self.tail else 0)
 
     def parts(self, limit: int) -> Iterator[tuple[TopKRecord, Part]]:
-        """Runs of records of one kind, each of at most about `limit` entries."""
+        """Yield (record, part), each part of at most `limit` elements or of a single record."""
         full = _parts(self.rows, self.record.n, self.record.nbytes, limit)
         yield from ((self.record, part) for part in full)
         if self.tail:
@@ -159,12 +169,13 @@ class TopKLayout(Layout):
 
     @property
     def leading_float(self) -> torch.dtype:
+        """Return float32 for values of 32 bits, else bfloat16."""
         return torch.float32 if self.record.bits == 32 else torch.bfloat16
 
 
 @dataclass(frozen=True)
 class QuantizeLayout(Layout):
-    """Records of 16 blocks: 16 bfloat16 scales, then the codes of all their entries. The last record may be shorter."""
+    """Records of 16 blocks: 16 bfloat16 scales, then the codes of all elements. The last record may be shorter."""
 
     bits: int
     block: int
@@ -172,25 +183,30 @@ class QuantizeLayout(Layout):
 
     @property
     def granule(self) -> int:
+        """Return the number of elements in a full record."""
         return self.record_entries
 
     @property
     def record_entries(self) -> int:
+        """Return the number of elements in a full record."""
         return BLOCKS_PER_RECORD * self.block
 
     def record_nbytes(self, entries: int) -> int:
+        """Return the size in bytes of a record of `entries` elements."""
         return self.scales_nbytes(entries) + bytes_for(entries * self.bits)
 
     def scales_nbytes(self, entries: int) -> int:
+        """Return the size in bytes of the scales in a record of `entries` elements."""
         return 2 * -(-entries // self.block)
 
     @property
     def nbytes(self) -> int:
+        """Return the exact size of the payload in bytes."""
         rows, rest = divmod(self.numel, self.record_entries)
         return rows * self.record_nbytes(self.record_entries) + (self.record_nbytes(rest) if rest else 0)
 
     def parts(self, limit: int) -> Iterator[tuple[int, Part]]:
-        """(entries per record, part): runs of records of one kind, each of at most about `limit` entries."""
+        """Yield (elements per record, part), each part of at most `limit` elements or of a single record."""
         rows, rest = divmod(self.numel, self.record_entries)
         full = _parts(rows, self.record_entries, self.record_nbytes(self.record_entries), limit)
         yield from ((self.record_entries, part) for part in full)
@@ -205,21 +221,24 @@ class QuantizeLayout(Layout):
 
 @dataclass(frozen=True)
 class RandomKLayout(Layout):
-    """One value out of each of `k` strata, in the tensor's dtype. Positions are drawn again from the key, never sent.
+    """One value from each of `k` strata, in the tensor's dtype. Positions are not sent, but drawn again from the key.
 
-    The first `numel % k` strata are one entry wider than the others, so that together they cover every entry once.
+    The first `numel % k` strata are one element wider than the others, so that the strata cover every element once.
     """
 
     k: int
 
     @property
     def summable(self) -> bool:
+        """Return True: payloads with the same key have the same positions."""
         return True
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the `k` values in bytes."""
         return self.k * self.dtype.itemsize
 
     @property
     def leading_float(self) -> torch.dtype:
+        """Return the tensor's dtype."""
         return self.dtype

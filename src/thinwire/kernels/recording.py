@@ -1,11 +1,11 @@
-"""Work for a GPU that is the same at every step: recorded as a CUDA graph, then started by a single call.
+"""Recording of GPU work that is the same in every step: a CUDA graph, which a single call launches.
 
-A step starts hundreds of kernels. The GPU needs microseconds for each of them, but Python tens of microseconds to start
-it. A recording starts all of them in the time of one.
+A step launches hundreds of kernels. Each takes the GPU microseconds, but Python takes tens of microseconds to launch
+it. A recording launches all of them in the time of one.
 
-What is recorded are addresses and numbers as they were. So everything that changes from step to step, such as the
-learning rate, must be read from the memory of the GPU, and tensors must stay where they are: the key says what the work
-depends on, and with another key it is recorded anew.
+A recording contains the addresses and numbers at the time it was made. Everything that changes from step to step, such
+as the learning rate, must therefore be read from GPU memory, and tensors must stay at their addresses. The key contains
+everything else that the work depends on. With another key the work is recorded anew.
 """
 
 from collections.abc import Callable, Hashable
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 _RUNS_BEFORE = 2
-"""Runs with the same key before the one that is recorded: by then kernels are compiled, and memory is found."""
+"""Runs with the same key before the run that is recorded. By then kernels are compiled and memory is allocated."""
 
 
 class Recording:
-    """One piece of work.
+    """A piece of work that is recorded as a CUDA graph.
 
-    pool   torch's handle of the memory that recordings allocate. They may share one if they never run at the same time.
+    pool   torch's handle of the memory pool that recordings allocate from. Recordings that never run at the same time
+           may share one.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -30,18 +31,18 @@ class Recording:
         self._runs = 0
 
     def has(self, key: Hashable) -> bool:
-        """Whether the work was recorded with this key."""
+        """Return whether the work was recorded with this key."""
         return self._graph is not None and key == self._key
 
     def replay(self, key: Hashable) -> bool:
-        """Start the work on the current stream, if it was recorded with this key."""
+        """Start the recorded work on the current stream. Return False if it was not recorded with this key."""
         if self._graph is None or key != self._key:
             return False
         self._graph.replay()
         return True
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work on the current stream, in the way of Python; record it once it has been the same for a while."""
+        """Run the work on the current stream. After `_RUNS_BEFORE` runs with the same key, record and replay it."""
         if key != self._key:
             self._key, self._runs, self._graph = key, 0, None
         self._runs += 1

@@ -1,7 +1,7 @@
-"""What an optimizer makes of a gradient before it is sent: its update, by formula.
+"""Updates of the optimizers: formulas that turn a gradient into an update before it is sent.
 
-The gradient is only read, and the update goes into a tensor of its own: a step that does not count, because of a NaN on
-some rank, leaves everything as it was. Only when the step counts does `advance` bring the moments up to date.
+The gradient is only read, and the update is written to a separate tensor. A step that is not applied, because some rank
+has a NaN, therefore changes nothing. `advance` updates the moments, and is called only if the step is applied.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from . import adam
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """rate * cut((beta1 m + (1 - beta1) factor g) / (scale sqrt(v) + floor)), see `reference.adam`."""
+    """Adam's update: rate * cut((beta1 m + (1 - beta1) factor g) / (scale sqrt(v) + floor)), see `reference.adam`."""
 
     m: Tensor
     v: Tensor
@@ -26,13 +26,16 @@ class AdamUpdate:
     limit: float
     rate: float
     beta2: float = 1.0
-    """Of `advance`; 1 leaves v as it is."""
+    """Decay of v in `advance`; 1 leaves v unchanged."""
     on_device: Tensor | None = None
-    """The same numbers in the memory of the GPU, where a recording (`recording.py`) finds those of its step."""
+    """The same numbers in GPU memory, where a recording (`recording.py`) reads those of the current step."""
 
     @torch.no_grad()
     def write(self, gradient: Tensor, out: Tensor) -> None:
-        """out <- the update. Only reads the gradient, of any float dtype, and the moments, whose dtype `out` has."""
+        """Write the update to `out`, which has the dtype of the moments. The gradient may have any float dtype.
+
+        The gradient and the moments are only read.
+        """
         adam(out.device).write(
             gradient, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate, out,
             **self._more(),
@@ -40,7 +43,7 @@ class AdamUpdate:
 
     @torch.no_grad()
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
-        """Bring the moments up to date with this gradient; residual += what `write` made of it, bit for bit."""
+        """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
         adam(self.m.device).advance(
             gradient, self.m, self.v, residual, self.beta1, self.beta2, self.factor, self.scale, self.floor,
             self.limit, self.rate, **self._more(),
@@ -52,28 +55,28 @@ class AdamUpdate:
 
 @dataclass(frozen=True)
 class MomentumUpdate:
-    """SGD's. d = factor g + decay p; b = momentum m + d; update = rate b, or with Nesterov rate (d + momentum b)."""
+    """SGD's update: rate b, or rate (d + momentum b) with Nesterov; d = factor g + decay p, b = momentum m + d."""
 
     m: Tensor | None
-    """None: no momentum is kept, and `momentum` is 0."""
+    """The momentum buffer. None if no momentum is kept; `momentum` is 0 then."""
     momentum: float
     factor: float = 1.0
     nesterov: bool = False
     rate: float = 1.0
     decay: float = 0.0
     parameters: tuple[tuple[int, int, Tensor], ...] = ()
-    """(start, stop, flat tensor): which entries of the gradient belong to which parameter, for weight decay."""
+    """(start, stop, flat tensor) of each parameter: its range in the gradient and its values, for weight decay."""
 
     @torch.no_grad()
     def write(self, gradient: Tensor, out: Tensor) -> None:
-        """out <- the update. Only reads the gradient, of any float dtype, the momentum and the parameters."""
+        """Write the update to `out`. Gradient (of any float dtype), momentum and parameters are only read."""
         flat = out.view(-1)
         for entries, _, update in self._blocks(gradient, out.dtype):
             flat[entries] = update
 
     @torch.no_grad()
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
-        """m <- b; residual += what `write` made of this gradient, bit for bit."""
+        """Compute m <- b, and add the update to the residual with the same bits that `write` wrote."""
         known = residual if self.m is None else self.m
         if known is None:  # then nothing is kept
             return
@@ -84,10 +87,10 @@ class MomentumUpdate:
                 self.m.view(-1)[entries] = momentum
 
     def _blocks(self, gradient: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(entries, b, update), a block at a time.
+        """Yield (slice of elements, b, update), one block at a time.
 
-        Of the same blocks whoever asks: where torch rounds a product before it adds it may depend on the place in a
-        tensor, and both callers must get the same bits.
+        `write` and `advance` must get the same bits, so both use the same blocks: whether torch rounds a product before
+        adding it may depend on the place in a tensor.
         """
         flat = gradient.view(-1)
         size = _CPU_BLOCK if flat.device.type == "cpu" else _BLOCK
@@ -108,6 +111,6 @@ class MomentumUpdate:
 
 _BLOCK = 1 << 24
 _CPU_BLOCK = 1 << 18
-"""Entries at a time: temporary tensors stay this small, on a CPU in its cache."""
+"""Elements in a block, so that temporary tensors stay small. On a CPU they fit into its cache."""
 
 Update = AdamUpdate | MomentumUpdate

@@ -1,12 +1,12 @@
-"""AdamW whose update, not whose gradient, is compressed.
+"""AdamW that compresses its update instead of the gradient.
 
-Error feedback delivers an element late and in lumps. In the gradient that ruins Adam: its second moment sees the lumps.
-So each rank makes its update, momentum / sqrt(second moment), from its own gradients, and that is what is compressed.
+Error feedback delivers an element late and in lumps. In the gradient this ruins Adam, because its second moment sees
+the lumps. So each rank makes its update, momentum / sqrt(second moment), from its own gradients, and compresses it.
 
-The second moment is dense and cannot be sent every step. Each rank follows its own gradients with it, which costs no
-bytes, and now and then the ranks average theirs: often while the training is young, then every `refresh_every` steps.
-Second moments span many orders of magnitude, so it is their logarithms that are sent, in 4 bits each. A rank's own
-second moment is larger than that of the averaged gradient: `second_moment.py` says how much, and what is done about it.
+The second moment is dense and cannot be sent every step. Each rank computes it from its own gradients, which costs no
+bytes. From time to time the ranks average theirs: often at the start of training, then every `refresh_every` steps.
+Second moments span many orders of magnitude, so their logarithms are sent, in 4 bits each. A rank's own second moment
+is larger than that of the averaged gradient: `second_moment.py` describes by how much, and the correction.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -32,15 +32,18 @@ from .settings import checked, policy_of
 
 _FIRST_REFRESH = 16
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
-"""Of the mean second moment of its tensor that an element has at least, when it is averaged; when it is frozen."""
+"""Smallest share of its tensor's mean that an element's second moment has, when averaged and when frozen."""
 _PIECE, _AT_ONCE = 1 << 20, 8
-"""Second moments are averaged in pieces of so many elements, so many at a time: there is no second copy of all."""
+"""Second moments are averaged in pieces of `_PIECE` elements, `_AT_ONCE` pieces at a time.
+
+So there is no second copy of all of them.
+"""
 _FOUR_BITS = Quantize(bits=4)
 
 
 @dataclass(frozen=True)
 class AdamRule:
-    """The numbers of `AdamUpdate`, at one step of one parameter group."""
+    """The numbers of `AdamUpdate`, for one parameter group at one step."""
 
     beta1: float
     beta2: float
@@ -49,62 +52,65 @@ class AdamRule:
     limit: float
     rate: float
     on_device: Tensor | None = None
-    """The same in the memory of a GPU, with the factor of the gradient."""
+    """The same numbers in GPU memory, with the factor of the gradient."""
 
     def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
+        """Return the update of a run, whose gradient is first multiplied by `factor`."""
         m, v = moments
         numbers = self.on_device if m.dtype == torch.float32 else None
         return AdamUpdate(m, v, self.beta1, factor, self.scale, self.floor, self.limit, self.rate, self.beta2, numbers)
 
 
 class _StepNumbers:
-    """What the weights are changed by, in the memory of a GPU."""
+    """The numbers by which a step changes the weights, in GPU memory."""
 
     def __init__(self, vector: Tensor, groups: int, names: Sequence[str]) -> None:
         self.vector, self._groups, self._names = vector, groups, names
 
     @property
     def steps(self) -> Tensor:
-        """How many were taken, this one included."""
+        """Return the number of steps taken, including this one."""
         return self.vector[0]
 
     @property
     def lr(self) -> Sequence[Tensor]:
-        """Of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return self.vector[1 : 1 + self._groups].unbind()
 
     @property
     def keep(self) -> Sequence[Tensor]:
-        """What weight decay leaves, of each parameter group."""
+        """Return the factor by which weight decay multiplies the weights, for each parameter group."""
         return self.vector[1 + self._groups : 1 + 2 * self._groups].unbind()
 
     @property
     def rates(self) -> dict[str, Tensor]:
-        """What an averaged update is multiplied by, by name."""
+        """Return the factor of an averaged update, by parameter."""
         return dict(zip(self._names, self.vector[1 + 2 * self._groups :].unbind(), strict=True))
 
 
 class AdamW(CompressedOptimizer):
-    """torch's AdamW for slow networks: it exchanges compressed updates, not gradients.
+    """AdamW for slow networks: it exchanges compressed updates instead of gradients.
 
-    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
-                   them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
-    lr, betas, eps, weight_decay   as torch's. `betas` are those of what is sent as a gradient: the warm-up, and small
-                   and excluded tensors.
-    compressed_betas  those of what is compressed. beta1 is 0.5, not 0.9: error feedback delays an element, which acts
-                   as momentum by itself, and more on top of it overshoots.
-    compressor     a spec, a `Compressor`, a `Policy` with all its rules, "default": top-k that keeps less of each rank
-                   the more ranks there are (`default_compressor`), or "auto": dense, 8 bits or top-k, for each bucket,
-                   by what the first steps show to be quickest; `sync.choice` says why.
-    warmup_steps   steps in which gradients are sent by `warmup`, and which are those of torch's AdamW.
-    refresh_every  steps from one average of the ranks' second moments to the next, but the first few come at 16, 32,
-                   64 ... steps; 0: the second moment is frozen after the warm-up, which should be 100 steps or more.
-    max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
-    grad_scaler    the `GradScaler` in use, if any.
+    params            a DDP model (exchanges overlap with the backward pass), another module, or parameters or groups of
+                      them as for any optimizer. Parameters of a DDP model need `ddp` too. Without DDP, `step`
+                      exchanges.
+    lr, betas, eps, weight_decay   as in torch. `betas` apply to everything that is sent as a gradient: the warm-up, and
+                      small and excluded tensors.
+    compressed_betas  the betas of compressed updates. beta1 is 0.5, not 0.9: error feedback delays an element, which
+                      acts as momentum by itself, and more momentum overshoots.
+    compressor        a spec, a `Compressor` or a `Policy` with all its rules. "default" is a top-k that keeps less of
+                      each rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k for each
+                      bucket, by the times of the first steps; `sync.choice` contains the reason.
+    warmup_steps      number of steps that send gradients, compressed by `warmup`, and do the same as torch's AdamW.
+    refresh_every     number of steps between averages of the ranks' second moments; the first ones are at 16, 32, 64
+                      ... steps. 0: the second moment is frozen after the warm-up, which should then have 100 steps or
+                      more.
+    max_grad_norm     the gradient of each rank is clipped to this times the square root of the number of ranks.
+    grad_scaler       the `GradScaler` in use, if any.
     group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
 
     If any rank's gradient holds NaN or Inf, or is so large that its square would be infinite, `step` changes nothing on
-    any rank, and `skipped` counts it.
+    any rank, and `skipped` counts the step.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -155,7 +161,7 @@ class AdamW(CompressedOptimizer):
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
-        first = parsed(policy.warmup[0][1]) if policy.warmup else policy.final  # auto begins with what is dense
+        first = parsed(policy.warmup[0][1]) if policy.warmup else policy.final  # auto begins with dense
         if (not policy.warmup or first.sparse) and not isinstance(first, NoCompression):
             raise ValueError(
                 f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
@@ -174,21 +180,26 @@ class AdamW(CompressedOptimizer):
         )  # fmt: skip
         self.refresh_every = refresh_every
         self._scales: dict[str, float] = {}
-        """c of every tensor whose second moment is that of this rank's own gradient; that of others needs none."""
+        """c of `second_moment.py`, by parameter, where the second moment is that of this rank's own gradient.
+
+        Other parameters do not need it.
+        """
         self._weights = [(0.0, 0.0) for _ in self.param_groups]
-        """Of each group: the sum of the weights with which gradients, and their squares, are in the moments of what is
-        compressed. With constant betas 1 - beta ** steps."""
+        """For each group, the sums of the weights of gradients and of their squares in the moments of updates.
+
+        With constant betas these are 1 - beta ** steps.
+        """
         self._found: dict[str, float] = {}
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
-        """Whether c is to be measured at the next step, as after a resume with another number of ranks."""
+        """True if c is measured at the next step, as after resuming with another world size."""
         self._sent_numbers, self._step_numbers = DeviceNumbers(), DeviceNumbers()
         self._on_device: _StepNumbers | None = None
-        """Those of a step that is recorded, or replayed."""
+        """Numbers of a step that is recorded or replayed."""
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
-        """c of `second_moment.py` for every tensor that is compressed, as last measured and smoothed."""
+        """Return c of `second_moment.py` for every compressed tensor, as last measured and smoothed."""
         return dict(self._scales)
 
     def _updates(self, device: torch.device) -> Updates:
@@ -238,7 +249,7 @@ class AdamW(CompressedOptimizer):
         return AdamRule(beta1, kept, scale, floor, _limit(group, self.sync.world_size), self._rate(group))
 
     def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
-        """(scale, floor): momentum is divided by sqrt(v) scale + floor, with the corrections for a short past."""
+        """Return (scale, floor): momentum is divided by sqrt(v) * scale + floor, with Adam's bias corrections."""
         first, second = self._weights[self._number_of(group)]
         beta1, _ = group["compressed_betas"]
         first = beta1 * first + 1 - beta1
@@ -250,10 +261,10 @@ class AdamW(CompressedOptimizer):
     def _step_by_gradients(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """torch's AdamW, operation by operation: each for all parameters, which are many and small."""
+        """Take the step of torch's AdamW; each operation handles all parameters, because they are many and small."""
         beta1, beta2 = group["betas"]
         m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
-        if self._on_device:  # in which case all are float32
+        if self._on_device:  # all tensors are float32 then
             torch._fused_adamw_(
                 parameters, gradients, m, v, [], [self._on_device.steps] * len(names),
                 lr=self._on_device.lr[self._number_of(group)], beta1=beta1, beta2=beta2,
@@ -295,7 +306,7 @@ class AdamW(CompressedOptimizer):
         parameter.add_(update, alpha=-self._rate_of(group, name))
 
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
-        """What an averaged update is multiplied by: it was divided by sqrt(v), but sqrt(c v) was meant."""
+        """Return the factor of an averaged update: it was divided by sqrt(v), and sqrt(c v) is correct."""
         return float(group["reference_lr"] / self._scales.get(name, 1.0) ** 0.5)
 
     def _to_gradient(self, name: str) -> None:
@@ -304,7 +315,7 @@ class AdamW(CompressedOptimizer):
             self._vectors["exp_avg_sq"][name].mul_(scale)
 
     def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
-        """Those that are compressed, or will be at the next step, if c is measured at the end of this one."""
+        """Return the parameters that are compressed at this step or the next, if c is measured after this step."""
         due = warms_up or self._is_refresh(self._count + 1) or self._measures_next
         if not due or not self.refresh_every or self.sync.world_size == 1:
             return frozenset()
@@ -330,20 +341,20 @@ class AdamW(CompressedOptimizer):
         self._weights = made
 
     def _measure(self, sent: Step) -> None:
-        """c of all tensors of which this step has samples: half of it what it was, half what is found."""
+        """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
         ordered = {name: sent.samples[name] for name in self._parameters if name in sent.samples}
         for part in ordered.values():
-            if part.is_cuda:  # made on the stream that encodes
+            if part.is_cuda:  # it was made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
         for name, found in measure(self.sync, ordered).items():
             known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
         self._measures_next = False
-        if not sent.warms_up:  # of one that was frozen before, the second moment is its own already
+        if not sent.warms_up:  # the second moments of all sampled tensors are this rank's own by now
             self._scales |= {name: self._found[name] for name in ordered if name in self._found}
 
     def _to_updates(self, names: Collection[str]) -> None:
-        """Second moments become those of a rank's own gradient."""
+        """Convert second moments to those of a rank's own gradient, and raise elements that are too small."""
         seconds = {name: v for name, v in self._second_moments() if name in names}
         mean = _mean_of(list(seconds.values()))
         for name, v in seconds.items():
@@ -366,7 +377,7 @@ class AdamW(CompressedOptimizer):
             some = pieces[start : start + _AT_ONCE]
             logarithms = [_raise_small(piece, mean).log2() for piece in some]
             centres = torch.stack([logarithm.mean() for logarithm in logarithms])
-            self.sync.average([centres], NoCompression())  # around which four bits are enough
+            self.sync.average([centres], NoCompression())  # four bits are enough for the differences
             for logarithm, centre in zip(logarithms, centres, strict=True):
                 logarithm.sub_(centre)
             self.sync.average(logarithms, _FOUR_BITS)
@@ -374,7 +385,7 @@ class AdamW(CompressedOptimizer):
                 piece.copy_(logarithm.add_(centre).exp2_())
 
     def _second_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of all parameters that are compressed from now on: the same, in the same order, on all ranks."""
+        """Yield the second moments of all parameters compressed from now on, in the same order on all ranks."""
         by_gradient = self._sent_as_gradients(self.sync.steps)
         for name, _ in self.named_parameters():
             if name not in by_gradient and name in self._vectors["exp_avg_sq"]:
@@ -396,10 +407,10 @@ class AdamW(CompressedOptimizer):
 
 
 def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
-    """Entries far below their tensor's mean, in place: near 0, they would make any later gradient a huge update.
+    """Raise elements far below their tensor's mean, in place, and return the tensor.
 
-    As those of an embedding's row whose token has not been seen. A tensor without any gradient so far is taken to be
-    like the others.
+    Near 0, they would turn any later gradient into a huge update. An example is an embedding's row whose token has not
+    been seen. A tensor without any gradient so far uses the mean of all tensors.
     """
     mean = float(v.mean()) if v.numel() else 1.0
     return v.clamp_(min=share * (mean or mean_of_all))
@@ -411,6 +422,9 @@ def _mean_of(seconds: Sequence[Tensor]) -> float:
 
 
 def _limit(group: dict[str, Any], ranks: int) -> float:
-    """What a rank's part of Adam's own update cannot exceed: with a second moment that lags behind, ours could."""
+    """Return the largest value that a rank's part of Adam's own update can have.
+
+    With a second moment that lags behind, a rank's update could be larger.
+    """
     beta1, beta2 = group["compressed_betas"]
     return float(ranks * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

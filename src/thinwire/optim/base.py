@@ -1,10 +1,10 @@
-"""What the optimizers share: momentum on each rank, updates instead of gradients on the wire, steps that may not count.
+"""Base of the optimizers: local momentum, updates sent instead of gradients, and steps that may be skipped.
 
-After the warm-up, what a rank sends is its update, made of its own gradients; in the warm-up, and for small tensors
-always, it is the gradient, and `step` does what torch's optimizer of the same name does.
+After the warm-up, each rank sends its update, made from its own gradients. In the warm-up, and always for small
+tensors, it sends the gradient, and `step` does the same as torch's optimizer of that name.
 
-Backward sends, and changes nothing: `.grad` is and stays this rank's gradient. `step` is the transaction: it waits for
-what the ranks sent, and applies all of it, or nothing if a rank's gradient was not finite.
+The backward pass sends, and changes nothing: `.grad` remains this rank's gradient. `step` is a transaction: it waits
+for the exchange, and applies all of it, or nothing if a rank's gradient was not finite.
 """
 
 import time
@@ -35,19 +35,22 @@ from .checks import check_groups, check_order, check_replicas, warn_of_averaged
 from .parameters import find
 
 _AT_ONCE = 1 << 20
-"""Entries after which those that step by their gradients do: there is no second copy of a whole model."""
+"""Parameters take their step in pieces of about this many elements.
+
+So there is no second copy of a whole model.
+"""
 
 Piece = tuple[int, list[str], list[Tensor], list[Tensor]]
 
 
 class CompressedOptimizer(Optimizer):
-    """See `AdamW` and `SGD`."""
+    """Base class of `AdamW` and `SGD`."""
 
     moments: tuple[str, ...]
-    """Names of the vectors kept for every parameter, the local ones first: torch's."""
+    """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
     local_moments: tuple[str, ...]
-    """Those that differ from rank to rank."""
-    _step_supports_amp_scaling = True  # GradScaler then leaves `.grad`, which was sent by then, as it is
+    """Names of the moments that differ between ranks."""
+    _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
         self,
@@ -64,9 +67,9 @@ class CompressedOptimizer(Optimizer):
         found = find(params, ddp)
         super().__init__(found.groups, defaults)
         for group in self.param_groups:
-            # What is sent is an update times lr / reference_lr, so that what was not sent keeps the lr of its step.
+            # Updates are sent times lr / reference_lr, so that a residual keeps the lr of its step.
             group["reference_lr"] = float(group["lr"]) or 1.0
-        self._ddp = None if found.ddp is None else weakref.ref(found.ddp)  # which has us, as its hook
+        self._ddp = None if found.ddp is None else weakref.ref(found.ddp)  # weak: DDP holds this optimizer, as its hook
         if self.ddp is not None and options.get("group") is None:
             options["group"] = self.ddp.process_group
         if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
@@ -80,21 +83,22 @@ class CompressedOptimizer(Optimizer):
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[int, set[str]] = {}
         self._count = 0
-        """Steps taken."""
+        """Number of steps taken."""
         self._guard: dict[str, tuple[Tensor | None, int]] = {}
-        """The gradients that were sent, and their versions: nobody may change them before `step`."""
+        """Gradients that were sent, and their versions, to detect changes before `step`."""
         self._recording: Recording | None = None
-        """Of what `step` does on a GPU."""
+        """Recording of the GPU work of `step`."""
         self.sync.know(self.named_parameters())
         if self.ddp is not None:
             register_ddp_hook(self.ddp, self)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The model whose backward pass exchanges, if there is one."""
+        """Return the DDP model whose backward pass exchanges, if there is one."""
         return None if self._ddp is None else self._ddp()
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) pairs, group by group."""
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
 
@@ -102,18 +106,22 @@ class CompressedOptimizer(Optimizer):
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         if hasattr(self, "sync"):
             raise ValueError("groups cannot be added later: make a new optimizer, and load the state of this one")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. What was sent and not applied by `step` is dropped."""
+        """Reset gradients as torch does, and drop a step that was sent but not applied."""
         super().zero_grad(set_to_none)
         self._guard = {}
         self.sync.drop()
 
     def exchange(self) -> None:
-        """Send now, without DDP; `step` does it unless it was done."""
+        """Send this step now, without DDP; `step` calls this if it was not called before.
+
+        Raises ValueError with DDP, which sends in the backward pass.
+        """
         if self.ddp is not None:
             raise ValueError("with DDP the exchange is part of the backward pass; leave exchange() out")
         named = list(self.named_parameters())
@@ -132,7 +140,7 @@ class CompressedOptimizer(Optimizer):
         self.sync.send(bucket, last=last)
 
     def watch_gradients(self) -> None:
-        """All gradients were sent: from now until `step` they may not change."""
+        """Record all gradients after they were sent: they must not change before `step`."""
         self._guard = {}
         for name, parameter in self._parameters.items():
             grad = parameter.grad
@@ -140,7 +148,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, unless a rank's gradient was not finite: then nothing changes, on any rank."""
+        """Take a step; if a rank's gradient was not finite, nothing changes on any rank."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -162,7 +170,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _updates(self, device: torch.device) -> Updates:
-        """What this step sends."""
+        """Return the settings of the step that begins."""
         scaler, number = self.sync.grad_scaler, self.sync.steps
         warms_up = self._warms_up(number)
         return Updates(
@@ -170,63 +178,63 @@ class CompressedOptimizer(Optimizer):
             [self._rule(group) for group in self.param_groups],
             list(self._vectors.values()),
             float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
-            # Of P ranks' gradients with independent noise the average is sqrt(P) shorter.
+            # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
             None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
             self._sampled_names(number, warms_up),
         )
 
     def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
-        """Return the names of parameters of whose gradients samples are kept in the step that begins."""
+        """Return the names of the parameters whose gradients are sampled in the step that begins."""
         return frozenset()
 
     @property
     def skipped(self) -> int:
-        """Steps that were not taken, because a rank's gradient was not finite."""
+        """Return the number of steps that were skipped because a rank's gradient was not finite."""
         return self.sync.stats.skipped
 
-    # What a subclass says.
+    # Defined by subclasses.
 
     @abstractmethod
     def _rule(self, group: dict[str, Any]) -> Rule:
-        """How updates are made of gradients at the step that begins."""
+        """Return the rule by which the step that begins makes updates from gradients."""
 
     @abstractmethod
     def _step_by_gradients(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """As torch's optimizer would; gradients have the moments' dtype."""
+        """Take the step of torch's optimizer; gradients have the dtype of the moments."""
 
     @abstractmethod
     def _step_by_updates(
         self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
     ) -> None:
-        """Apply the averaged updates, and what else a step does to a parameter."""
+        """Apply the averaged updates, and everything else that a step does to a parameter."""
 
     @abstractmethod
     def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
         """Change a parameter by its update, and by nothing else."""
 
     def _to_gradient(self, name: str) -> None:
-        """Turn the moments of a parameter, averaged over ranks, into those of what is sent as a gradient."""
+        """Convert the moments, averaged over ranks, of a parameter that is sent as a gradient from now on."""
 
     def _to_updates(self, names: Collection[str]) -> None:
-        """Turn the moments of parameters whose gradients were sent into those of what is compressed."""
+        """Convert the moments of parameters that are sent as updates from now on."""
 
     def _after_step(self, sent: Step) -> None:
-        """A step was taken."""
+        """Finish a step that was taken; this is called after the step was counted."""
 
     def _warms_up(self, step: int) -> bool:
-        """Whether a step is as torch's optimizer takes it: in the warm-up, until its phases become sparse."""
+        """Return whether a step is that of torch's optimizer: in the warm-up until it is sparse, and in some trials."""
         policy = self.sync.policy
         phase = policy.phase(step)
         if phase >= len(policy.warmup):
             return self.sync.assignment.tries_gradients(step)
         return not parsed(policy.warmup[phase][1]).sparse
 
-    # How it goes.
+    # The parts of a step.
 
     def _collect(self) -> Step:
-        """What was sent, once it is exchanged on all ranks; nothing has changed so far."""
+        """Wait until the step is exchanged on all ranks, and return it; nothing has changed so far."""
         self._check_scaler()
         if not self.sync.is_pending:
             if self.ddp is not None:
@@ -236,11 +244,11 @@ class CompressedOptimizer(Optimizer):
                 )
             self.exchange()
         self._check_gradients()
-        self._guard = {}  # which has the gradients, and would keep their memory
+        self._guard = {}  # it would keep the memory of the gradients
         return self.sync.collect()
 
     def _apply(self, sent: Step) -> None:
-        """Take the step: on a GPU by a recording, once it has been the same for a while."""
+        """Apply a step; on a GPU by a recording, once the work has been the same for a few steps."""
         key = self._recording_key(sent)
         if key is None:
             self._apply_runs(sent)
@@ -254,18 +262,18 @@ class CompressedOptimizer(Optimizer):
             self._recording.run(key, lambda: self._apply_runs(sent))
 
     def _recording_key(self, sent: Step) -> Hashable:
-        """What taking this step depends on; None if it cannot be recorded."""
+        """Return everything that applying this step depends on; None if it cannot be recorded."""
         return None
 
     def _apply_runs(self, sent: Step) -> None:
-        """Run after run: its average is in memory that the next one uses again."""
+        """Apply the runs one after the other, because their averages use the same memory."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale
         for average in sent.averages():
             named = (
                 (name, self._parameters[name], shaped(part, self._parameters[name]))
                 for name, part in average.parts()
-                if self._parameters[name].grad is not None or bool(part.any())  # else no rank has used it
+                if self._parameters[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
             for number, names, parameters, parts in _pieces(named, self._families):
                 if average.is_update:
@@ -279,14 +287,17 @@ class CompressedOptimizer(Optimizer):
                 self._step_by_gradients(self.param_groups[number], names, parameters, gradients)
 
     def _follow_choice(self, sent: Step) -> None:
-        """Under auto: whose updates were sent, and who goes on by gradients, gets what it is owed, and one momentum."""
+        """Make the choice of "auto" if it is due, and convert the parameters whose way of sending changes.
+
+        Parameters that change from updates to gradients get the residuals of all ranks and an averaged momentum.
+        """
         if not self.sync.policy.auto or self.sync.choice is not None:
             return
         step = self.sync.steps
         before = set(self._sent_as_updates(step - 1))
         self.sync.assignment.choose_if_due(self.sync, next(p.device for _, p in self.named_parameters()))
         go_on = set(self._sent_as_updates(step))
-        if not sent.warms_up:  # else it is the end of the warm-up, which has done it
+        if not sent.warms_up:  # at the end of the warm-up, `_after_step` has done it
             self._to_updates(go_on - before)
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
@@ -299,7 +310,10 @@ class CompressedOptimizer(Optimizer):
         return [name for name, _ in self.named_parameters() if name not in by_gradient]
 
     def _sent_as_gradients(self, step: int) -> set[str]:
-        """Names of those whose gradients are sent at a step though updates of others are; kept until that changes."""
+        """Return the names of parameters whose gradients are sent at a step, while updates are sent for others.
+
+        Without "auto", the result is kept for each phase.
+        """
         policy = self.sync.policy
         key = None if policy.auto else policy.phase(step)
         if key is None or key not in self._gradients_in_phase:
@@ -311,7 +325,10 @@ class CompressedOptimizer(Optimizer):
         return self._gradients_in_phase[key]
 
     def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
-        """The residuals of all ranks are applied, and their momenta, which differ, averaged: in order, on all ranks."""
+        """Apply the residuals of all ranks, and average the moments, which differ between ranks.
+
+        All ranks do this in the same order.
+        """
         owed = self.sync.take_residuals([name for name, _ in named])
         for name, parameter in named:
             if name in owed:
@@ -323,17 +340,17 @@ class CompressedOptimizer(Optimizer):
             self._to_gradient(name)
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """What an update is multiplied by when it is sent."""
+        """Return the factor of an update when it is sent."""
         return float(group["lr"]) / float(group["reference_lr"])
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
-        """A parameter's vector, in its shape."""
+        """Return a moment of a parameter, in the parameter's shape."""
         vectors = self._vectors[kind]
         if name not in vectors:
             vectors.slice([name], [parameter.numel()], parameter.dtype, parameter.device)
         return shaped(vectors[name], parameter)
 
-    # What would go wrong silently.
+    # Checks for mistakes that would stay unnoticed.
 
     def _check_begin(self) -> None:
         if getattr(getattr(self.ddp, "_join_config", None), "enable", False):
@@ -348,7 +365,7 @@ class CompressedOptimizer(Optimizer):
             )
 
     def _check_gradients(self) -> None:
-        """Refuse gradients that were not sent as they are now: the step would be that of others."""
+        """Raise RuntimeError if gradients have changed since they were sent, because the step would be wrong."""
         sent = self.sync.pending_names
         for name, parameter in self._parameters.items():
             grad = parameter.grad
@@ -371,13 +388,13 @@ class CompressedOptimizer(Optimizer):
     def _is_as_sent(self, name: str, grad: Tensor) -> bool:
         changes = grad._version - self._guard[name][1]
         if changes and getattr(self, "grad_scale", None) is not None:
-            # To look for Inf, GradScaler has multiplied all gradients by 1, which torch may count as a change.
+            # To find Inf, GradScaler has multiplied all gradients by 1, which torch may count as a change.
             counted = _changes_by_scaler(grad.device)
             return counted > 0 and changes in (counted, counted * self._sharing(grad))
         return changes == 0
 
     def _sharing(self, grad: Tensor) -> int:
-        """How many gradients are views of the tensor that this one is a view of: their changes count together."""
+        """Return how many gradients share this one's memory, because torch counts changes of all views together."""
         memory = grad.untyped_storage().data_ptr()
         others = (p.grad for p in self._parameters.values() if p.grad is not None)
         return sum(other.untyped_storage().data_ptr() == memory for other in others)
@@ -400,13 +417,13 @@ class CompressedOptimizer(Optimizer):
             )
 
     def _leave_scaler(self) -> None:
-        """Take away what GradScaler has set, as it does itself after a step; else its next one would go by it."""
+        """Remove the attributes that GradScaler has set, as it does after a step; its next step would use them."""
         for name in ("grad_scale", "found_inf"):
             if hasattr(self, name):
                 delattr(self, name)
 
     def _tell_scaler(self) -> None:
-        """A rank's gradient was not finite: the scalers of all ranks must see it, to choose the same scale."""
+        """Report to the GradScaler that a rank's gradient was not finite, so that all ranks choose the same scale."""
         scaler = self.sync.grad_scaler
         if hasattr(self, "grad_scale") and scaler is not None:
             for found in scaler._found_inf_per_device(self).values():
@@ -415,14 +432,17 @@ class CompressedOptimizer(Optimizer):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: every rank saves its own. As torch's, with the synchronizer's state under "thinwire"."""
+        """Return the state of this rank, as torch does, with the synchronizer's state under "thinwire".
+
+        Every rank saves its own state.
+        """
         self._fill_state()
         packed = super().state_dict()
-        self.state.clear()  # else it would keep vectors that have moved
+        self.state.clear()  # otherwise it would keep vectors that have moved
         return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """The state of this rank, or those of all ranks in a list, which another number of ranks needs."""
+        """Load the state of this rank, or a list of the states of all ranks, which another world size needs."""
         states = checkpoint.as_list(state_dict)
         for state in states:
             if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
@@ -443,24 +463,24 @@ class CompressedOptimizer(Optimizer):
             vectors = self._vectors_in(alike, kind)
             if kind in self.local_moments:
                 local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
-                for name in apart:  # a frozen one has none
+                for name in apart:  # a frozen parameter has none
                     if name in local:
                         vectors[name] = local[name]
                     elif name in vectors:
                         vectors[name] = torch.zeros_like(vectors[name])
             loaded[kind].load(vectors)
-        self.sync.load_state_dict(sync_states)  # which checks everything before it changes anything
+        self.sync.load_state_dict(sync_states)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         self._vectors = loaded
         self._load_own_state(alike["thinwire"])
 
     def _local_names(self, state: Mapping[str, Any]) -> list[str]:
-        """Parameters whose momentum differs between ranks in a checkpoint: those of which updates were sent."""
+        """Return the parameters whose momentum differs between ranks in a checkpoint: those sent as updates."""
         return list(state["local"]) if "local" in state else self._sent_as_updates(int(state["steps"]) - 1)
 
     def _own_state(self) -> dict[str, Any]:
         made: dict[str, Any] = {"optimizer": type(self).__name__, "count": self._count}
-        if self.sync.policy.auto:  # what was measured says who, so who loads it cannot tell beforehand
+        if self.sync.policy.auto:  # depends on measurements, so it must be saved
             last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
             go_on = set(self._sent_as_updates(self.sync.steps))
             made["local"] = [name for name in last if name in go_on]
@@ -470,7 +490,7 @@ class CompressedOptimizer(Optimizer):
         self._count = int(state["count"])
 
     def _fill_state(self) -> None:
-        """`state`, as torch has it: views of the vectors, in the parameters' shapes."""
+        """Fill `state` as torch does: with views of the vectors, in the shapes of the parameters."""
         for name, parameter in self.named_parameters():
             kept = {
                 kind: shaped(vectors[name], parameter) for kind, vectors in self._vectors.items() if name in vectors
@@ -479,7 +499,7 @@ class CompressedOptimizer(Optimizer):
                 self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
 
     def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-        """By name, flat, on the device of the parameter and in the order of its memory."""
+        """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         made = {}
         for number, (name, parameter) in zip(numbers, self.named_parameters(), strict=True):
@@ -494,7 +514,7 @@ class CompressedOptimizer(Optimizer):
 
 @cache
 def _changes_by_scaler(device: torch.device) -> int:
-    """How often GradScaler's look for Inf counts as a change of a gradient: not all versions of torch count it."""
+    """Return how often GradScaler's check for Inf counts as a change; that depends on the version of torch."""
     probe = torch.ones(1, device=device)
     before = probe._version
     torch._amp_foreach_non_finite_check_and_unscale_(
@@ -504,7 +524,7 @@ def _changes_by_scaler(device: torch.device) -> int:
 
 
 def _pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]], families: Mapping[str, int]) -> Iterator[Piece]:
-    """(parameter group, names, parameters, tensors): parameters of one group, of some megabytes together."""
+    """Yield (group number, names, parameters, tensors) in pieces: parameters of one group, a few megabytes together."""
     open_ones: dict[int, Piece] = {}
     elements: dict[int, int] = {}
     for name, parameter, tensor in named:

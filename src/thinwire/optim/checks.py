@@ -1,4 +1,4 @@
-"""What would go wrong silently: found before the first step, or before a checkpoint changes anything."""
+"""Checks for mistakes that would stay unnoticed, before the first step or before a checkpoint is loaded."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def check_replicas(sync: Synchronizer, named: Named) -> None:
-    """Replicas that begin differently would stay so for ever, and nobody would notice."""
+    """Raise ValueError if parameters differ between ranks, because they would stay different unnoticed."""
     sums = torch.stack([_digest(p) for _, p in named])
     mean = sums.clone()
     all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=sync.group, timeout=sync.timeout)
@@ -34,7 +34,10 @@ def check_replicas(sync: Synchronizer, named: Named) -> None:
 
 
 def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
-    """Parameters of a DDP model whose hook is not ours come with averaged gradients: nothing would be saved."""
+    """Warn if the gradients are the same on all ranks before they are exchanged.
+
+    They are if DDP has averaged them, without thinwire's hook: then no bytes are saved.
+    """
     grads = [p.grad for _, p in named if p.grad is not None]
     if not grads:
         return
@@ -50,13 +53,16 @@ def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
 
 
 def _digest(parameter: Tensor) -> Tensor:
-    """A sum in which places count, too."""
+    """Return a weighted sum of the elements, which depends on their order too."""
     flat = parameter.detach().double().reshape(-1)
     return flat @ torch.arange(flat.numel(), device=flat.device).remainder(1009).add(1).double()
 
 
 def check_order(policy: Policy) -> None:
-    """Momentum differs between ranks once updates are sent: from then on no step may be taken by average gradients."""
+    """Raise ValueError if the policy sends gradients after updates.
+
+    Once updates are sent, momentum differs between ranks, and no later step may use averaged gradients.
+    """
     phases = [parsed(given) for _, given in policy.warmup]
     updates = [given.sparse for given in phases]
     if True not in updates:
@@ -79,6 +85,7 @@ def check_order(policy: Policy) -> None:
 
 
 def check_groups(saved: list[list[str]], here: list[dict[str, Any]]) -> None:
+    """Raise ValueError if the parameter groups of a checkpoint differ from those here."""
     if len(saved) != len(here):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, here there are {len(here)}")
     for number, (names, group) in enumerate(zip(saved, here, strict=True)):

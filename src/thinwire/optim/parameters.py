@@ -1,4 +1,4 @@
-"""What an optimizer was given: parameter groups, a name for every parameter, and the DDP model if there is one."""
+"""Parsing of an optimizer's parameters: groups, a name for every parameter, and the DDP model if there is one."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -8,15 +8,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Found(NamedTuple):
+    """The parameter groups and the DDP model of an optimizer."""
+
     groups: list[dict[str, Any]]
-    """As torch's optimizers take them, with (name, parameter) pairs."""
+    """Parameter groups as torch's optimizers take them, with (name, parameter) pairs."""
     ddp: DistributedDataParallel | None
 
 
 def find(given: Any, ddp: DistributedDataParallel | None) -> Found:
-    """
+    """Return the parameter groups, with a name for every parameter, and the DDP model.
+
     given   a DDP model, another module, parameters, (name, parameter) pairs, or dicts of them with options.
-    ddp     the model that parameters given otherwise belong to.
+    ddp     the DDP model of the parameters, if they are not given as a DDP model.
     """
     if ddp is not None and not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp {ddp!r}, expected the DistributedDataParallel that the parameters belong to, or None")

@@ -1,13 +1,13 @@
-"""The unit of AdamW's second moments: that of the averaged gradient, though each rank follows its own.
+"""The unit of AdamW's second moments: that of the averaged gradient, though each rank uses its own gradient.
 
-torch's AdamW divides by the root of E[ḡ²], the second moment of the gradient averaged over P ranks. A rank follows
-E[gᵢ²], that of its own gradient, which costs no bytes. Where noise dominates, that is P times as large, and steps would
-be up to sqrt(P) too short. So for every tensor
+torch's AdamW divides by the root of E[ḡ²], the second moment of the gradient averaged over P ranks. A rank computes
+E[gᵢ²], that of its own gradient, which costs no bytes. Where noise dominates, it is P times as large, and steps would
+be too short by up to sqrt(P). So for every tensor
 
     c = mean(ḡ²) / mean over ranks of mean(gᵢ²),    between 1 / P and 1,
 
-is measured now and then, and the averaged update is divided by sqrt(c). It is measured on a sample of the elements, at
-positions that all ranks draw alike, so that their values can be averaged as they are.
+is measured from time to time, and the averaged update is divided by sqrt(c). The measurement uses a sample of the
+elements, at positions that all ranks draw alike, so that the sampled values can be averaged directly.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from ..sync.synchronizer import Synchronizer
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return c by name, from this rank's samples; all ranks call this with the same names, and get the same.
+    """Return c by name, from this rank's samples.
 
-    A tensor without any gradient is left out.
+    All ranks call this with the same names, and get the same result. A tensor without any gradient is left out.
     """
     if not samples:
         return {}
@@ -36,7 +36,7 @@ def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, floa
 
 
 def for_ranks(c: float, saved: int, ranks: int) -> float:
-    """Return what c becomes with another number of ranks, if gradients are a signal and independent noise.
+    """Return c for another number of ranks, if gradients consist of a signal and independent noise.
 
     A share s of E[gᵢ²] is signal, and c = s + (1 - s) / P.
 

@@ -1,4 +1,4 @@
-"""SGD with momentum on each rank, whose momentum is what is compressed (Lin et al. 2018: momentum correction)."""
+"""SGD that compresses each rank's momentum instead of its gradient (Lin et al. 2018: momentum correction)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,17 @@ _COMPRESSED_MOMENTUM = 0.5
 
 @dataclass(frozen=True)
 class MomentumRule:
-    """The numbers of `MomentumUpdate`, at one step of one parameter group."""
+    """The numbers of `MomentumUpdate`, for one parameter group at one step."""
 
     momentum: float
     nesterov: bool
     rate: float
     decay: float
     parameters: Mapping[str, Tensor]
-    """For the decay of weights, which momentum has part in."""
+    """Parameters by name, for weight decay, which is part of the momentum."""
 
     def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
+        """Return the update of a run, whose gradient is first multiplied by `factor`."""
         return MomentumUpdate(
             moments[0] if self.momentum else None,
             self.momentum,
@@ -49,21 +50,21 @@ class MomentumRule:
 
 
 class SGD(CompressedOptimizer):
-    """torch's SGD for slow networks: it exchanges compressed momentum, not gradients.
+    """SGD for slow networks: it exchanges compressed momentum instead of gradients.
 
-    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters and groups of
-                   them as for any optimizer; with those of a DDP model give `ddp` too. Without DDP, `step` exchanges.
-    lr, momentum, weight_decay, nesterov   as torch's. `momentum` is that of what is sent as a gradient: the warm-up,
-                   and small and excluded tensors.
-    compressed_momentum  that of what is compressed; by default `momentum`, but 0.5 at most: error feedback delays an
-                   element, which acts as momentum by itself. What is sent is then (1 - compressed_momentum) /
-                   (1 - momentum) times as large, so that a gradient moves the weights as far in the long run as with
-                   torch's SGD: by lr / (1 - momentum).
-    compressor     a spec, a `Compressor`, a `Policy` with all its rules, "default": top-k that keeps less of each rank
-                   the more ranks there are (`default_compressor`), or "auto": dense, 8 bits or top-k, for each bucket,
-                   by what the first steps show to be quickest; `sync.choice` says why.
-    warmup_steps   steps in which gradients are sent by `warmup` and momentum is that of torch.
-    max_grad_norm  clip the gradient of each rank to this times the root of the number of ranks.
+    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters or groups of
+                   them as for any optimizer. Parameters of a DDP model need `ddp` too. Without DDP, `step` exchanges.
+    lr, momentum, weight_decay, nesterov   as in torch. `momentum` applies to everything that is sent as a gradient: the
+                   warm-up, and small and excluded tensors.
+    compressed_momentum  the momentum of compressed updates; by default `momentum`, but 0.5 at most: error feedback
+                   delays an element, which acts as momentum by itself. Updates are multiplied by
+                   (1 - compressed_momentum) / (1 - momentum), so that a gradient moves the weights as far in the long
+                   run as with torch's SGD: by lr / (1 - momentum).
+    compressor     a spec, a `Compressor` or a `Policy` with all its rules. "default" is a top-k that keeps less of each
+                   rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k for each bucket,
+                   by the times of the first steps; `sync.choice` contains the reason.
+    warmup_steps   number of steps that send gradients, compressed by `warmup`, and do the same as torch's SGD.
+    max_grad_norm  the gradient of each rank is clipped to this times the square root of the number of ranks.
     grad_scaler    the `GradScaler` in use, if any.
     group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
     """
@@ -163,5 +164,5 @@ class SGD(CompressedOptimizer):
 
 
 def _momentum_ratio(group: dict[str, Any]) -> float:
-    """Return what momentum is multiplied by when it is sent, so that a gradient goes as far in the long run."""
+    """Return the factor of momentum when it is sent, so that a gradient moves weights as far in the long run."""
     return float((1 - group["compressed_momentum"]) / (1 - group["momentum"]))

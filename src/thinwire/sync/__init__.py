@@ -1,1 +1,1 @@
-"""Gradients averaged over ranks in training: one step after the other, with residuals, policies and checkpoints."""
+"""Averaging of gradients over ranks during training, with residuals, policies and checkpoints."""

@@ -1,10 +1,10 @@
-"""Which compressor each parameter has at each step: what the policy says, or what is chosen on the way.
+"""The compressor of each parameter at each step.
 
-    Assignment   what the policy says
-    Adaptive     around it: the bytes of a top-k, shared anew every so often by what the parameters owe
-    Auto         around it: what was measured to be quickest, for each bucket; before that, what is being tried
+    Assignment   follows the policy
+    Adaptive     redistributes the bytes of a top-k every few steps, by the size of the residuals
+    Auto         tries each candidate, then uses the quickest one for each bucket
 
-All ranks assign alike: what differs between them is averaged before anything is chosen by it.
+All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
 
 import logging
@@ -26,58 +26,67 @@ _log = logging.getLogger("thinwire")
 
 
 class Ranks(Protocol):
-    """What is chosen by: this rank, the others, and what this one owes."""
+    """The part of `Synchronizer` that an assignment uses."""
 
     layout: list[tuple[str, ...]]
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Return the rank of this process."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Return the number of ranks."""
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """Return the number of steps taken so far."""
 
     @property
-    def residuals(self) -> dict[str, Tensor]: ...
+    def residuals(self) -> dict[str, Tensor]:
+        """Return this rank's residuals, by parameter."""
 
-    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None: ...
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place."""
 
-    def owes(self, name: str) -> bool: ...
+    def owes(self, name: str) -> bool:
+        """Return whether this rank has a residual for a parameter."""
 
-    def fold_owners(self) -> None: ...
+    def fold_owners(self) -> None:
+        """Add the residuals of the shards that this rank owns to its own residuals."""
 
 
 class Assignment:
-    """As the policy says.
+    """Assigns the compressors of the policy.
 
-    families   for optimizers, the number of the parameter group of every parameter.
+    families   the number of each parameter's group, for optimizers; None otherwise.
     """
 
     choice: Choice | None = None
-    """What was chosen by measuring, and why."""
+    """The choice made by measurement, and its reason; None before it is made, and without "auto"."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
         self.policy, self._families = policy, families
         self.sizes: Mapping[str, int] = {}
-        """Elements of every parameter, as far as they are known."""
+        """Number of elements of each known parameter, by name."""
         self._chosen: Mapping[str, Compressor] = {}
-        """In place of the policy's compressor, by parameter, at the step under way."""
+        """Compressors that replace the policy's in the current step, by parameter."""
         self._plans: dict[tuple[tuple[str, ...], int, Mode], BucketPlan] = {}
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Choose for the step that begins. Whether all that is owed is sent in it, since somebody goes dense for good.
+        """Choose the compressors of the step that begins.
 
-        sync   the ranks, and what this one owes.
+        sync   the synchronizer, for its ranks and residuals.
+
+        Returns True if this step must send all residuals dense, because some parameters stay dense from now on.
         """
         return False
 
     def ended(self, step: StepRecord) -> None:
-        """A step was taken."""
+        """Record a step that was taken; the base class does nothing."""
 
     def plan(self, bucket: Bucket, step: StepRecord) -> BucketPlan:
-        """Return how a bucket is cut at the step under way."""
+        """Return how a bucket is cut into runs and packed parameters at the current step."""
         policy, key = self.policy, (bucket.names, self.policy.phase(step.number), step.mode)
         made = self._plans.get(key)
         if made is None:
@@ -93,29 +102,39 @@ class Assignment:
         return made
 
     def is_dense(self, step: int) -> bool:
-        """Whether nothing at all is compressed in the step under way."""
+        """Return whether no parameter is compressed in the current step."""
         return self.policy.is_dense(step, self._chosen)
 
     def sends_gradient(self, name: str, numel: int, step: int) -> bool:
-        """Whether an optimizer's gradient is sent for this parameter, at the step under way or the next, though updates
-        are for others."""
+        """Return whether this parameter's gradient is sent while an optimizer sends updates for others.
+
+        step   the current step or the next one.
+        """
         return self.policy.is_small(name, numel) or self.sends_dense(name, numel, step)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Whether this parameter is not compressed, at the step under way or the next."""
+        """Return whether this parameter is not compressed.
+
+        step   the current step or the next one.
+        """
         return isinstance(self.policy.compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
     def tries_gradients(self, step: int) -> bool:
-        """Whether something is tried at this step by which an optimizer sends gradients, not updates."""
+        """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
         return False
 
     def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
-        """If trials are over, choose."""
+        """Make the choice if the trials are over; the base class does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {"shared": {}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
+        """Load the state of a checkpoint.
+
+        same_world   whether the checkpoint has the same world size.
+        """
         self._plans = {}
 
     def _chosen_at(self, step: int) -> Mapping[str, Compressor]:
@@ -127,9 +146,13 @@ class Assignment:
 
 
 class Adaptive(Assignment):
-    """Every `adapt_every` steps, parameters that owe more get a larger ratio, and others a smaller one."""
+    """Redistributes the bytes of a top-k among the parameters every `adapt_every` steps.
+
+    Parameters with larger residuals get a larger ratio, and others a smaller one.
+    """
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
+        """Redistribute the bytes if it is time; always return False."""
         after = step - self.policy.warmup_steps
         if after > 0 and after % self.policy.adapt_every == 0:
             self._share(sync)
@@ -151,30 +174,34 @@ class Adaptive(Assignment):
         return self.policy.final
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the ratio of each parameter."""
         return {"shared": {name: str(made.ratio) for name, made in self._chosen.items() if isinstance(made, TopK)}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
+        """Load the ratios; start without them if the world size has changed."""
         shared = state["shared"] if same_world else {}
         self._choose({name: replace(self._base, ratio=ratio) for name, ratio in shared.items()})
 
 
 class Auto(Assignment):
-    """What `Trials` try, and then what they choose."""
+    """Assigns the candidates that `Trials` tries, and then its choice."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None, candidates: tuple[Compressor, ...]) -> None:
         super().__init__(policy, families)
         self._trials = Trials(candidates, policy.warmup_steps)
         self._flushed = False
-        """Whether nothing is owed to what was left dense."""
+        """True once no parameter that stays dense has a residual."""
 
     @property
     def choice(self) -> Choice | None:  # type: ignore[override]
+        """Return the choice of the trials; None before it is made."""
         return self._trials.choice
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
+        """Choose the compressors of this step, and return whether it sends all residuals dense."""
         trials, sizes = self._trials, self.sizes
         self.choose_if_due(sync, device)
-        if device.type == "cuda" and trials.is_timed(step):  # else who need not wait for the device would seem quick
+        if device.type == "cuda" and trials.is_timed(step):  # or a step that skips the wait would seem quick
             torch.cuda.current_stream(device).synchronize()
         trials.begins(step)
         chosen: Mapping[str, Compressor] = trials.assigned(step, sizes)
@@ -184,19 +211,26 @@ class Auto(Assignment):
             flushes = any(self.sends_dense(name, sizes[name], step) for name in owing)
             self._flushed = not flushes
         if flushes:
-            # Who has a residual, though it is sent dense; others, such as those that an optimizer has paid, stay dense.
+            # Parameters with a residual get a compressor that uses it, though `flushes` sends them dense. The others
+            # stay dense, such as those whose residual an optimizer has applied.
             chosen = {**chosen, **dict.fromkeys(owing, trials.candidates[1])}
             sync.fold_owners()
         self._choose(chosen)
         return flushes
 
     def ended(self, step: StepRecord) -> None:
+        """Record the times of a step that was taken."""
         self._trials.ended(step)
 
     def tries_gradients(self, step: int) -> bool:
+        """Return whether this step tries a candidate that is not sparse, so that gradients are sent."""
         return self._trials.tries_gradients(step)
 
     def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
+        """Make the choice if the trials are over, from measurements averaged over ranks; rank 0 logs it.
+
+        With one rank, dense is chosen without trials.
+        """
         trials, layout = self._trials, sync.layout
         if trials.choice is not None:
             return
@@ -204,7 +238,7 @@ class Auto(Assignment):
             trials.settle("nothing is compressed, because there is one rank")
         elif trials.is_due(sync.steps):
             numbers = torch.tensor(trials.numbers(layout), dtype=torch.float64)
-            # A NaN, for what a rank has not measured, would end the exchange; it reaches all ranks as a count.
+            # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
             sync.average([known], DENSE)
             total, share = known.cpu()
@@ -213,12 +247,14 @@ class Auto(Assignment):
             _log.info("%s", trials.choice.describe())
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the trials."""
         return {"shared": {}, "auto": self._trials.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
+        """Load the state of the trials; start them again if the world size has changed."""
         self._flushed, self._plans = False, {}
         self._trials.load_state_dict(state["auto"])
-        if not same_world:  # whose links and payloads are others
+        if not same_world:  # links and payloads have changed
             self._trials.again(int(state["steps"]), list(state["entries"]))
 
     def _chosen_at(self, step: int) -> Mapping[str, Compressor]:

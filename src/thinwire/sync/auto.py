@@ -1,12 +1,15 @@
-"""`compressor="auto"`: which compressor each bucket gets, from what was measured. Pure: no clock, no ranks.
+"""Choice of a compressor for each bucket under `compressor="auto"`, from measured times.
 
-Dense is chosen unless something is clearly quicker, because dense loses nothing. Otherwise all buckets begin with the
-candidate of the quickest step, and each gets a denser one if that costs no time, as where its exchange is hidden behind
-the backward pass. What it costs is read off a timeline: buckets hold the link one after the other,
+This module is pure: it reads no clock and does not communicate. `trials.py` measures.
 
-    end of a bucket = max(when its gradients are there, end of the bucket before) + how long it holds the link
+Dense is chosen unless another candidate is clearly quicker, because dense loses nothing. Otherwise all buckets start
+with the candidate of the quickest step. Each bucket then gets a denser candidate if that costs no time, for example
+because the backward pass hides its exchange. The cost is read from a timeline in which buckets hold the link one after
+the other:
 
-so a dense bucket that hides itself, but delays the one behind it, is seen to cost. `trials.py` measures.
+    end of a bucket = max(time its gradients are ready, end of the previous bucket) + time it holds the link
+
+So the cost of a dense bucket includes the delay of the buckets after it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,54 +23,62 @@ from ..compressors import compressor as parsed
 from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
-"""What gradients may be sent by, the densest first. No top-k: it ruins Adam, and nobody here knows the optimizer."""
+"""Candidates for gradients, the densest first.
+
+Top-k is not among them, because it ruins Adam, and the optimizer is not known here.
+"""
 
 MARGIN = 1.03
-"""Dense is kept if the quickest step is not quicker than this."""
+"""Dense is kept unless its step takes longer than this factor times the quickest step."""
 _TIE = 0.01
-"""Of a step: a bucket gets a denser compressor if the step is not longer by more."""
+"""Share of the quickest step's time that denser compressors may add to the step."""
 
 
 def updates(ranks: int) -> tuple[Compressor, ...]:
-    """Return what the updates of thinwire's optimizers may be sent by, the densest first."""
+    """Return the candidates for the updates of thinwire's optimizers, the densest first."""
     return (*GRADIENTS, default_compressor(ranks))
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Means over ranks; NaN where there was no measuring."""
+    """Times of one bucket, averaged over ranks; NaN where nothing was measured."""
 
     names: tuple[str, ...]
     ready: float
-    """When its gradients are there, in seconds after those of the first bucket."""
+    """Seconds from the gradients of the first bucket to those of this bucket."""
     held: tuple[float, ...]
-    """Seconds for which it held the link, by candidate: its share, by bytes, of the time that the link was held."""
+    """Seconds for which the bucket held the link, for each candidate.
+
+    The time in which the link was busy is divided among the buckets by their bytes.
+    """
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over ranks, so that all ranks decide alike."""
+    """Measurements averaged over ranks, so that all ranks decide alike."""
 
     candidates: tuple[str, ...]
-    """Specs, the densest, which is "none", first."""
+    """Specs of the candidates, the densest first, which is "none"."""
     step_seconds: tuple[float, ...]
-    """Of a whole step, when all buckets are sent by one candidate."""
+    """Seconds of a whole step in which all buckets use the same candidate, for each candidate."""
     buckets: tuple[BucketTimes, ...]
-    """In the order in which they are sent."""
+    """Times of the buckets, in the order in which they are sent."""
 
 
 @dataclass(frozen=True)
 class BucketChoice:
+    """The compressor chosen for one bucket, and the reason."""
+
     names: tuple[str, ...]
     compressor: str
     reason: str
     held: tuple[float, ...]
-    """Seconds for which it held the link, by candidate."""
+    """Seconds for which the bucket held the link, for each candidate."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured, what was chosen, and why."""
+    """The measurements, the choice made from them, and its reason."""
 
     candidates: tuple[str, ...]
     step_seconds: tuple[float, ...]
@@ -76,20 +87,22 @@ class Choice:
 
     @cached_property
     def compressors(self) -> dict[str, Compressor]:
-        """By parameter."""
+        """Return the chosen compressor of each parameter."""
         return {name: parsed(bucket.compressor) for bucket in self.buckets for name in bucket.names}
 
     @property
     def is_mixed(self) -> bool:
+        """Return whether the buckets have different compressors."""
         return len({bucket.compressor for bucket in self.buckets}) > 1
 
     def record(self) -> dict[str, Any]:
-        """For JSON and checkpoints."""
+        """Return the choice as a dict, for JSON and checkpoints."""
         made: dict[str, Any] = asdict(self)
         return {**made, "buckets": [{**one, "names": list(one["names"])} for one in made["buckets"]]}
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> "Choice":
+        """Return the choice that `record` was made from."""
         buckets = (
             BucketChoice(tuple(one["names"]), one["compressor"], one["reason"], tuple(one["held"]))
             for one in record["buckets"]
@@ -97,7 +110,7 @@ class Choice:
         return Choice(tuple(record["candidates"]), tuple(record["step_seconds"]), record["reason"], tuple(buckets))
 
     def describe(self) -> str:
-        """For people."""
+        """Return the choice as text."""
         lines = [f"auto: {self.reason}"]
         for number, bucket in enumerate(self.buckets, 1):
             held = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(self.candidates, bucket.held, strict=True))
@@ -109,7 +122,8 @@ class Choice:
 
 
 def decide(measured: Measured) -> Choice:
-    """
+    """Return the compressor of each bucket, chosen from these measurements.
+
     >>> one = BucketTimes(("weight",), 0.0, (2.0, 0.5))
     >>> decide(Measured(("none", "quantize:bits=8"), (2.5, 1.0), (one,))).buckets[0].compressor
     'quantize:bits=8'
@@ -120,7 +134,7 @@ def decide(measured: Measured) -> Choice:
     told = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(measured.candidates, seconds, strict=True))
     if not all(isfinite(one) and one > 0 for one in seconds):
         return uniform(measured, 0, f"nothing is compressed, because not every candidate could be measured ({told})")
-    best = min(range(len(seconds)), key=seconds.__getitem__)  # the densest of equals
+    best = min(range(len(seconds)), key=seconds.__getitem__)  # the densest one if several are equal
     if seconds[0] <= MARGIN * seconds[best]:
         return uniform(measured, 0, f"nothing is compressed, because no step is clearly quicker than dense ({told})")
     quickest = f"{_short(measured.candidates[best])} has the quickest step ({told})"
@@ -134,20 +148,24 @@ def decide(measured: Measured) -> Choice:
             if _end(measured.buckets, tried) <= limit:
                 chosen = tried
                 break
-    if best not in chosen:  # the link does not explain why it was quicker, so the link cannot say who may be denser
+    if best not in chosen:  # the timeline does not explain why it was quicker, so it cannot be used
         return uniform(measured, best, quickest)
     reasons = ["as in the quickest step" if one == best else "which costs the step no time" for one in chosen]
     return _choice(measured, chosen, quickest, reasons)
 
 
 def uniform(measured: Measured, candidate: int, reason: str) -> Choice:
-    """The same for all buckets."""
+    """Return a choice that gives all buckets the same candidate."""
     count = len(measured.buckets)
     return _choice(measured, [candidate] * count, reason, ["as all others"] * count)
 
 
 def confirm(mixed: Choice, measured: Measured, mixed_seconds: float) -> Choice:
-    """A mixture rests on a timeline; this is after it has been tried. Kept unless its steps are longer than without."""
+    """Return the mixture, or the quickest single candidate if a trial showed the mixture to be slower.
+
+    The mixture was chosen by a timeline, and `mixed_seconds` is the measured time of its step. It is kept if that is at
+    most `MARGIN` times the time of the quickest candidate.
+    """
     best = min(range(len(measured.candidates)), key=measured.step_seconds.__getitem__)
     alone = measured.step_seconds[best]
     if mixed_seconds <= MARGIN * alone:
@@ -172,7 +190,8 @@ def _end(buckets: Sequence[BucketTimes], chosen: Sequence[int]) -> float:
 
 
 def _short(spec: str) -> str:
-    """
+    """Return a spec with only its bits and ratio.
+
     >>> _short("quantize:bits=8,block=256,rounding=nearest,seed=0"), _short("topk:ratio=1/64,bits=2,chunk=4096")
     ('quantize:bits=8', 'topk:ratio=1/64,bits=2')
     """

@@ -1,9 +1,9 @@
-"""How a bucket, the flat gradient of some parameters, is cut into what is compressed and what is packed.
+"""Cutting of a bucket, the flat gradient of some parameters, into runs and packed parameters.
 
-Neighbours with the same compressor are compressed as one tensor, a run: a payload for each parameter would cost a
-message each. Small and dense tensors (biases, norms) in the middle of a run do not interrupt it: they are taken out,
-zeros take their place, and they come back when all runs are done. Those of several buckets are packed into one tensor
-and exchanged together.
+Neighbouring parameters with the same compressor form a run, which is compressed as one tensor, because a payload for
+each parameter would cost a message each. Small and dense tensors (biases, norms) in the middle of a run do not
+interrupt it: they are taken out, zeros take their place, and their results are copied back after all runs are done. The
+packed parameters of several buckets are copied into one tensor and exchanged together.
 """
 
 import zlib
@@ -20,35 +20,39 @@ from torch.nn import Parameter
 from ..compressors import Compressor, NoCompression
 
 _TAKEN_OUT = 1 << 16
-"""Packed parameters of more entries than this interrupt a run: zeros would cost more than a second one."""
+"""A packed parameter with more elements than this interrupts a run.
+
+The zeros that take its place would cost more than a second run.
+"""
 
 
 class Bucket(NamedTuple):
-    """A flat gradient: that of DDP, or one made here."""
+    """A flat gradient of several parameters: a bucket of DDP, or one made by `flatten`."""
 
     tensor: Tensor
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def parts(self) -> dict[str, Tensor]:
+        """Return a view of each parameter's part of the tensor, by name."""
         return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive parameters that are compressed as one tensor."""
+    """A slice of a bucket: consecutive parameters that are compressed as one tensor."""
 
     start: int
     stop: int
     compressor: Compressor
     family: Hashable
     names: tuple[str | None, ...]
-    """None for a packed parameter in the middle."""
+    """Names of the parameters; None for a packed parameter in the middle."""
     sizes: tuple[int, ...]
 
     @cached_property
     def key(self) -> tuple[tuple[str | None, int], ...]:
-        """What tells it from other runs: its names and sizes."""
+        """Return the names and sizes of the parameters, which identify the run."""
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
@@ -58,16 +62,16 @@ class Run:
 
     @cached_property
     def seed(self) -> int:
-        """What draws depend on besides the step."""
+        """Return the seed of this run's random draws, which is combined with the step number."""
         return zlib.crc32(str(self.names[0]).encode())
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Entries, counted from the start of the run, that were taken out."""
+        """Return the (start, stop) of packed parameters in the middle, counted from the start of the run."""
         return self._gaps
 
 
 class Packed(NamedTuple):
-    """A parameter that is sent together with others of its kind."""
+    """A parameter that is packed with others and sent in one operation."""
 
     name: str
     start: int
@@ -76,16 +80,20 @@ class Packed(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class BucketPlan:
+    """The runs and packed parameters of a bucket."""
+
     runs: tuple[Run, ...]
     packed: tuple[Packed, ...]
 
     @cached_property
     def packed_by_compressor(self) -> tuple[tuple[Compressor, tuple[Packed, ...]], ...]:
+        """Return the packed parameters, grouped by compressor."""
         kinds = dict.fromkeys(part.compressor for part in self.packed)
         return tuple((kind, tuple(part for part in self.packed if part.compressor == kind)) for kind in kinds)
 
@@ -97,10 +105,10 @@ def plan_bucket(
     families: Sequence[Hashable],
     small: Collection[str] = (),
 ) -> BucketPlan:
-    """Cut a bucket.
+    """Cut a bucket into runs and packed parameters.
 
-    families    parameters of different ones are never in the same run.
-    small       names of those that are packed; those without compression are, too.
+    families   parameters of different families are never in the same run.
+    small      names of parameters that are packed; uncompressed parameters are packed too.
 
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
@@ -110,7 +118,7 @@ def plan_bucket(
     """
     packed: list[Packed] = []
     runs: list[Run] = []
-    waiting: list[int] = []  # sizes of packed parameters that lie in a run if it goes on behind them
+    waiting: list[int] = []  # sizes of packed parameters that become gaps if the run continues after them
     start = 0
     for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
         stop = start + size
@@ -134,11 +142,14 @@ def plan_bucket(
 
 
 BUCKET_BYTES = 25 << 20
-"""Of a plain loop; DDP has its own."""
+"""Size of a bucket without DDP; DDP has its own setting."""
 
 
 def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
-    """Parameters of one dtype and device, up to `BUCKET_BYTES` together; the last ones first, as DDP has them."""
+    """Group parameters by dtype and device, with up to `BUCKET_BYTES` in each group, in reverse order as in DDP.
+
+    Raises ValueError if two parameters have the same name, or if a gradient is sparse.
+    """
     groups: list[list[tuple[str, Parameter]]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
     if len({name for name, _ in named}) < len(named):
@@ -160,7 +171,7 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
 
 
 def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
-    """Gradients as one tensor, of which they are views from now on: so there is no second copy of them."""
+    """Copy gradients into one flat tensor, and make them views of it, so that there is no second copy."""
     first, sizes = group[0][1], tuple(p.numel() for _, p in group)
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     bucket = Bucket(flat, tuple(name for name, _ in group), sizes)
@@ -175,7 +186,9 @@ def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
 
 
 def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
-    """A part of a bucket in the shape of its parameter, with its strides if they leave no gap: so DDP has it.
+    """Return a part of a bucket as a view in the shape of its parameter, as DDP does.
+
+    The view has the strides of the parameter if they leave no gap in memory.
 
     >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
     tensor([[0., 2., 4.],
@@ -187,7 +200,7 @@ def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flat(parameter: Tensor) -> Tensor:
-    """The elements of a parameter in the order of `shaped`: its own memory, or a copy if that has gaps."""
+    """Return the elements of a parameter in the order of `shaped`; they are copied only if its memory has gaps."""
     if not _has_no_gaps(parameter):
         return parameter.reshape(-1)
     return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())

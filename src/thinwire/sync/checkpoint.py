@@ -1,9 +1,9 @@
-"""Checkpoints of what differs from rank to rank, and how a run with another number of ranks goes on from them.
+"""Checkpoints of per-rank state, and how training resumes with another world size.
 
-A rank's residual is owed to the average over ranks. With P ranks it would have added residual / P to it. So when a run
-goes on with Q ranks, rank r takes the residuals of the old ranks r, r + Q, r + 2Q ... together, times Q / P: what the
-average is owed, the sum of all residuals over the number of ranks, is the same as before. Local momentum, of which
-the average counts too, is shared in the same way.
+With P ranks, a rank's residual contributes residual / P to the average over ranks. When training resumes with Q ranks,
+rank r adds up the residuals of the old ranks r, r + Q, r + 2Q ... and multiplies the sum by Q / P. So the sum of all
+residuals divided by the number of ranks stays the same. Local momentum is shared in the same way, because its average
+counts too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,11 @@ from .owners import Owners
 from .residuals import NamedVectors
 
 FORMAT = 2
-"""1 had second moments in the unit of a rank's own gradient, without their scale, and no residual of small tensors."""
+"""Version of the checkpoint format.
+
+Format 1 had second moments in the unit of a rank's own gradient, without their scale, and no residuals of small
+tensors.
+"""
 
 State = Mapping[str, Any]
 
@@ -38,6 +42,7 @@ _KEYS = {
 
 
 def as_list(given: State | Sequence[State]) -> list[State]:
+    """Return one state, or the states of several ranks, as a list; raise ValueError for another type."""
     if isinstance(given, Mapping):
         return [given]
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
@@ -46,18 +51,20 @@ def as_list(given: State | Sequence[State]) -> list[State]:
 
 
 class Choice(NamedTuple):
-    """What a rank takes from a checkpoint."""
+    """The states of a checkpoint that this rank uses."""
 
     alike: State
-    """For what is the same on all ranks; this rank's own if the number of ranks is the same."""
+    """State for values that are the same on all ranks; this rank's own if the world size is the same."""
     taken: list[State]
-    """The old ranks whose residuals this rank takes."""
+    """States of the old ranks whose residuals this rank takes over."""
     factor: float
     same_world: bool
 
 
 def old_ranks(rank: int, world_size: int, saved_world_size: int) -> list[int]:
-    """The ranks of a saved run whose states rank `rank` of `world_size` needs; the first is for what is alike.
+    """Return the ranks of a saved run whose states rank `rank` of `world_size` needs.
+
+    The state of the first one is also used for values that are the same on all ranks.
 
     >>> old_ranks(1, 2, 4), old_ranks(2, 3, 2)
     ([1, 3], [0])
@@ -66,7 +73,7 @@ def old_ranks(rank: int, world_size: int, saved_world_size: int) -> list[int]:
 
 
 def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice:
-    """Find the states that this rank needs; ValueError if there are not enough."""
+    """Return the states that this rank needs; raise ValueError if some are missing, invalid or inconsistent."""
     states = as_list(given)
     for state in states:
         if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -99,7 +106,7 @@ def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice
 
 
 def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> NamedVectors:
-    """The vectors that this rank goes on with, from those of the states it takes."""
+    """Return the vectors of this rank, merged from those of the states that it takes over."""
     made = NamedVectors()
     if choice.same_world:
         made.load(vectors[0])
@@ -115,7 +122,7 @@ def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> NamedVecto
 
 
 def residuals_of(state: State) -> dict[str, Tensor]:
-    """All that a rank owes, with what it owes as an owner."""
+    """Return all residuals of a rank, including those of the shards that it owns."""
     made, owners = NamedVectors(), Owners()
     made.load(state["residuals"])
     owners.load_state_dict(state["owners"])
@@ -124,7 +131,7 @@ def residuals_of(state: State) -> dict[str, Tensor]:
 
 
 def check_same(name: str, saved: object, here: object) -> None:
-    """ValueError that says what differs between a checkpoint and this run."""
+    """Raise ValueError with the first difference between a setting of the checkpoint and that of this run."""
     if saved == here:
         return
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
@@ -137,7 +144,7 @@ def check_same(name: str, saved: object, here: object) -> None:
 
 
 def check_lengths(state: State) -> None:
-    """ValueError if a state does not fit together."""
+    """Raise ValueError if a residual in a state does not have the size of its parameter."""
     for name, residual in state["residuals"].items():
         if not isinstance(residual, Tensor) or residual.numel() != state["entries"].get(name):
             raise ValueError(
@@ -147,7 +154,7 @@ def check_lengths(state: State) -> None:
 
 
 def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> None:
-    """ValueError if a checkpoint belongs to another model."""
+    """Raise ValueError if a checkpoint belongs to another model."""
     if here is None or not saved or dict(saved) == dict(here):
         return
     for name in [*saved, *here]:

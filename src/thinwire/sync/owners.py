@@ -1,4 +1,4 @@
-"""What this rank owes as the owner of shares of sums: a `ShardState` for every run that is reduced "sharded"."""
+"""Residuals of the shards that this rank owns: a `ShardState` for every run that is reduced "sharded"."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -13,20 +13,26 @@ from .buckets import Run
 from .residuals import NamedVectors
 
 _Key = tuple[tuple[str | None, int], ...]
-"""Names and sizes of a run."""
+"""Names and sizes of the parameters in a run."""
 
 
 class Owners:
-    """By run. A run that comes in other company, or under another compressor, starts with an empty one.
+    """The `ShardState` of every run.
 
-    What was owed then becomes the rank's own to send: it is in units of the sum, as everything a rank adds to it.
+    A run with other parameters or another compressor starts with an empty state. The residual of the old state is then
+    added to the rank's own residual. Both have the same unit, because a rank's residual is added to the sum over ranks
+    too.
     """
 
     def __init__(self) -> None:
         self._states: dict[_Key, tuple[Compressor, ShardState]] = {}
 
     def state(self, run: Run, residuals: NamedVectors) -> ShardState:
-        """The state for this run, after all others that have a parameter of it were folded into the residuals."""
+        """Return the state of this run.
+
+        If the run or its compressor is new, all states with a parameter of this run are first folded into the
+        residuals.
+        """
         kept = self._states.get(run.key)
         if kept is not None and kept[0] == run.compressor:
             return kept[1]
@@ -37,7 +43,7 @@ class Owners:
         return made
 
     def fold(self, residuals: NamedVectors) -> None:
-        """Everything, as for another number of ranks."""
+        """Add the residuals of all states to the rank's own residuals, and drop the states."""
         self._fold(lambda names: True, residuals)
 
     def _fold(self, chosen: Callable[[list[str | None]], bool], residuals: NamedVectors) -> None:
@@ -47,12 +53,13 @@ class Owners:
                 residuals[name][begin : begin + owed.numel()].add_(owed)
 
     def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
-        """Multiply the residuals of runs whose names are chosen: those of a run all are, or none."""
+        """Multiply the residuals of runs whose parameters are chosen; either all parameters of a run are, or none."""
         for key, (_, state) in self._states.items():
             if state.residual is not None and all(chosen(name) for name, _ in key if name is not None):
                 state.residual.mul_(factor)
 
     def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states of all runs with a residual, for a checkpoint."""
         return [
             {"run": [list(entry) for entry in key], "compressor": format_spec(compressor), **state.state_dict()}
             for key, (compressor, state) in self._states.items()
@@ -60,6 +67,7 @@ class Owners:
         ]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Replace all states by those of a checkpoint."""
         made: dict[_Key, tuple[Compressor, ShardState]] = {}
         for saved in states:
             state = ShardState()
@@ -69,7 +77,7 @@ class Owners:
 
 
 def _pieces(key: _Key, state: ShardState) -> Iterator[tuple[str, int, Tensor]]:
-    """(parameter, first entry in it, what is owed from there on)"""
+    """Yield (parameter, first element in it, residual from there on) for each part of a state's residual."""
     if state.residual is None:
         return
     ends = list(accumulate(size for _, size in key))

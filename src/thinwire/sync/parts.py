@@ -1,4 +1,4 @@
-"""The nouns of a step: what an optimizer sends, what is under way, and what came of it."""
+"""Data types of a step: the updates of an optimizer, runs that are being sent, and their results."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,29 +23,29 @@ class Mode(Enum):
 
     TORCH = "by torch's own all-reduce, since nothing is compressed"
     GRADIENTS = "compressed"
-    WARMUP = "compressed, of an optimizer that takes them as they are: nothing is kept for later"
+    WARMUP = "compressed, for an optimizer that takes them as they are; only small tensors keep a residual"
     UPDATES = "as the updates that an optimizer makes of them"
 
 
 class Rule(Protocol):
-    """How an optimizer makes updates of gradients at one step: the numbers of one parameter group."""
+    """The rule by which an optimizer makes updates from gradients, for one parameter group at one step."""
 
     def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> Update:
-        """Return the update of a run, whose gradient is to be multiplied by `factor` first."""
+        """Return the update of a run, whose gradient is first multiplied by `factor`."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What an optimizer sends at one step. Its synchronizer gets this before the first bucket, and asks nothing more.
+    """The settings of an optimizer for one step. The synchronizer gets them before the first bucket.
 
-    warms_up   gradients are sent as they are, without a residual.
-    rules      one for each parameter group.
-    moments    the vectors that an update is made of, besides the gradient.
-    scale      what GradScaler has multiplied the loss by.
-    max_norm   of this rank's gradient; it is clipped to it.
-    sampled    names of parameters of whose gradient samples are wanted.
-    numbers    those of the rules, in the memory of a GPU, a row for each: there a recording finds them. The first two
-               of a row are what a gradient is multiplied by.
+    warms_up   gradients are sent instead of updates; only packed parameters have a residual then.
+    rules      one rule for each parameter group.
+    moments    the vectors, besides the gradient, from which an update is made.
+    scale      the factor by which GradScaler has multiplied the loss.
+    max_norm   the norm to which this rank's gradient is clipped.
+    sampled    names of parameters whose gradients are sampled.
+    numbers    the numbers of the rules in GPU memory, one row for each rule, where a recording reads them. The first
+               two numbers of a row are factors of the gradient.
     """
 
     warms_up: bool
@@ -58,14 +58,15 @@ class Updates:
 
 
 class Average(NamedTuple):
-    """The result of a step for some parameters. The memory is used again for the next one."""
+    """The averages of one run. The memory is reused for the next run."""
 
     run: Run
     flat: Tensor
-    """Averages of what all ranks sent, one parameter behind the other as in `run`."""
+    """Averages over all ranks, one parameter after the other as in `run`."""
     is_update: bool
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and averages of each parameter; gaps are left out."""
         for name, part in zip(self.run.names, self.flat.split(list(self.run.sizes)), strict=True):
             if name is not None:
                 yield name, part
@@ -73,49 +74,50 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """What a run is sent by."""
+    """The objects that are prepared once for sending a run: its request, its buffers and a recording."""
 
     run: Run
     request: Request
     buffers: Buffers
     recording: Recording | None
-    """Of what makes the payload, on a GPU."""
+    """Recording of the GPU work that makes the payload; None if it cannot be recorded."""
 
 
 @dataclass
 class Sent:
-    """A run under way."""
+    """A run that is being sent in the current step."""
 
     run: Run
     gradient: Tensor
-    """A slice of its bucket; of packed parameters, a copy of theirs."""
+    """A slice of the bucket; for packed parameters, a copy of their gradients."""
     source: Tensor
-    """What is encoded: the gradient, or in other memory the update that is made of it."""
+    """The tensor that is encoded: the gradient itself, or its copy or update in other memory."""
     slot: Slot
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
     places: Sequence[tuple[Tensor, Packed]] = ()
-    """Where packed parameters are: in which bucket, and at which elements."""
+    """Places of packed parameters: the bucket's tensor, and their elements in it."""
     key: Hashable = None
-    """What encoding it depends on; None if that cannot be recorded."""
+    """Everything that encoding depends on; None if it cannot be recorded."""
 
 
 class Waiting(NamedTuple):
-    """Small parameters of one bucket that are to be sent together with those of others."""
+    """Packed parameters of one bucket that wait to be sent together with those of other buckets."""
 
     bucket: Bucket
     parts: Sequence[Packed]
     compressor: Compressor
     copied: Tensor | None
-    """Them, one behind the other; None if the bucket still has them when they are sent."""
+    """The gradients, one after the other; None if the bucket still holds them when they are sent."""
 
     @property
     def nbytes(self) -> int:
+        """Return the number of bytes of the gradients."""
         return sum(part.stop - part.start for part in self.parts) * self.bucket.tensor.itemsize
 
     def pieces(self) -> list[Tensor]:
-        """Return them, in their order."""
+        """Return the gradients, in order."""
         if self.copied is not None:
             return [self.copied]
         return [self.bucket.tensor[part.start : part.stop] for part in self.parts]
@@ -123,44 +125,44 @@ class Waiting(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """What a step was to do, and what it has done so far."""
+    """The settings of a step, and what it has done so far."""
 
     number: int
-    """How many steps counted before this one."""
+    """Number of steps taken before this one, without skipped steps."""
     mode: Mode
     updates: Updates | None
     flushes: bool
-    """Whether all that is owed is sent, dense."""
+    """True if all residuals are sent in this step, dense."""
     closed: bool = False
-    """Whether the last bucket has come."""
+    """True after the last bucket was added."""
     finite: bool | None = None
-    """Whether every rank's gradient was finite; None until it is known, or if nobody looks."""
+    """Whether every rank's gradient was finite; None until this is known, or if it is not checked."""
     handles: list[Handle] = field(default_factory=list)
     layout: list[tuple[str, ...]] = field(default_factory=list)
-    """The buckets as they came."""
+    """Parameter names of each bucket, in the order in which the buckets came."""
     entries: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
     whole_at: float = 0.0
-    """When the last bucket had come, by `time.perf_counter`."""
+    """Time of `time.perf_counter` at which the last bucket was added."""
     waited: float = 0.0
-    """Seconds in which the caller waited for the wire."""
+    """Seconds for which the caller waited for the exchange."""
     marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
-    """Of each bucket: its names, when it was issued, and its operations, from the first up to the last of `handles`."""
+    """For each bucket: its names, the time at which it was sent, and the range of its operations in `handles`."""
     labels: list[str] = field(default_factory=list)
-    """What each of `handles` carries."""
+    """Description of each operation in `handles`."""
     slots: list[Slot] = field(default_factory=list)
-    """Those that this step has used."""
+    """Slots that this step has used."""
     packs: set[tuple[str | None, ...]] = field(default_factory=set)
-    """Which small parameters were sent together."""
+    """Names of the packed parameters of each operation."""
     samples: dict[str, Tensor] = field(default_factory=dict)
-    """Of this rank's gradient, by parameter, if an optimizer wants them."""
+    """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 
     @property
     def passes_on(self) -> bool:
-        """Whether torch's own all-reduce does it."""
+        """Return whether torch's own all-reduce sends this step."""
         return self.mode is Mode.TORCH
 
     @property
     def warms_up(self) -> bool:
-        """Whether an optimizer takes gradients as they are, in this step."""
+        """Return whether an optimizer sends gradients instead of updates in this step."""
         return self.updates is not None and self.updates.warms_up

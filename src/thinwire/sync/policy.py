@@ -1,4 +1,4 @@
-"""Which parameters are compressed, how, and from which step on."""
+"""The policy: which parameters are compressed, by which compressor, and from which step on."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +15,17 @@ from ..compressors.topk import UNION
 
 DENSE = NoCompression()
 AUTO = "auto"
-"""In place of a spec: what sends each bucket is measured, and chosen then."""
+"""Takes the place of a spec: the compressor of each bucket is chosen by measurement."""
 DEFAULT = "default"
-"""In place of a spec: `default_compressor` of the number of ranks."""
+"""Takes the place of a spec: `default_compressor` for the number of ranks."""
 
 LARGEST_DEFAULT_CHUNK = 1 << 14
-"""What the GPU kernels select from in one pass."""
+"""Largest chunk from which the GPU kernels select in one pass."""
 
 FIRST_RATIO = Fraction(1, 96)
-"""Of each rank, under "default"."""
+"""Ratio of each rank under "default", in the first steps after the warm-up."""
 _FIRST_STEPS = 128
-"""In which it has that; then twice as many with half of it, and so on."""
+"""Number of steps with `FIRST_RATIO`; twice as many follow with half the ratio, and so on."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -35,18 +35,19 @@ Warmup = Sequence[tuple[int, Spec]]
 class Policy:
     """The compressor of each parameter at each step.
 
-    compressor   for everything that is compressed and not named in `overrides`; "default": `default_compressor` of the
-                 number of ranks; "auto": what the first steps show to be quickest, for each bucket.
-    min_numel    parameters with fewer elements, such as biases and norms, are sent together, by `small_compressor`:
-                 they cost little, and matter much.
-    small_compressor  "quantize:bits=8", with a residual; "none" sends them as they are.
-    include      patterns, as in a shell, of the names that may be compressed.
-    exclude      patterns of those that may not, and go dense.
-    overrides    a compressor by pattern; the first that fits counts.
-    warmup       (steps, compressor) one after the other, before all that: for example `[(100, "none"),
-                 (900, "quantize:bits=8"), *ramp("topk:ratio=1/64,bits=2", 500)]`.
-    adapt_every  share the bytes of `compressor`, a topk, anew every so many steps: layers that owe more get a larger
-                 ratio, others a smaller one. 0: never.
+    compressor        for all compressed parameters without an override. "default" is `default_compressor` for the
+                      number of ranks. "auto" chooses the quickest compressor for each bucket, by the times of the first
+                      steps.
+    min_numel         parameters with fewer elements, such as biases and norms, are sent together, by
+                      `small_compressor`: they cost few bytes, and matter much.
+    small_compressor  "quantize:bits=8", with a residual; "none" sends small parameters uncompressed.
+    include           shell patterns of the parameter names that may be compressed.
+    exclude           patterns of the parameter names that are sent dense.
+    overrides         compressors by pattern; the first pattern that fits is used.
+    warmup            (steps, compressor) phases, one after the other, before `compressor` and `overrides` are used: for
+                      example `[(100, "none"), (900, "quantize:bits=8"), *ramp("topk:ratio=1/64,bits=2", 500)]`.
+    adapt_every       number of steps after which the bytes of `compressor`, a topk, are redistributed: layers with
+                      larger residuals get a larger ratio, and others a smaller one. 0: never.
 
     >>> import thinwire
     >>> policy = Policy("topk:ratio=1/64,bits=2", overrides={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
@@ -63,7 +64,7 @@ class Policy:
     warmup: Warmup = ()
     adapt_every: int = 0
     ranks: int | None = None
-    """For which "default" stands; set by the synchronizer, and no part of a checkpoint."""
+    """Number of ranks for "default". The synchronizer sets it, and checkpoints do not contain it."""
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -91,33 +92,35 @@ class Policy:
 
     @property
     def auto(self) -> bool:
-        """Whether what compresses is chosen by measuring."""
+        """Return whether the compressor is chosen by measurement."""
         return self.compressor == AUTO
 
     @property
     def by_ranks(self) -> bool:
-        """Whether the compressor is chosen by the number of ranks."""
+        """Return whether the compressor depends on the number of ranks."""
         return self.compressor == DEFAULT
 
     def for_ranks(self, ranks: int) -> "Policy":
-        """Return the policy of so many ranks."""
+        """Return the policy for this number of ranks."""
         return replace(self, ranks=ranks) if self.by_ranks else self
 
     @property
     def final(self) -> Compressor:
-        """What compresses after the warm-up; with "auto" `DENSE`, where nothing else has been chosen."""
+        """Return the compressor after the warm-up; with "auto" it is `DENSE`, used where nothing was chosen."""
         if self.by_ranks:
             return default_compressor(self.ranks or 2)
         return DENSE if self.auto else parsed(self.compressor)
 
     @property
     def warmup_steps(self) -> int:
+        """Return the number of steps in the warm-up."""
         return sum(steps for steps, _ in self.warmup)
 
     def phase(self, step: int) -> int:
-        """Which part of the warm-up a step is in; their number, or more, when it is over.
+        """Return the index of a step's warm-up phase; after the warm-up, the number of phases or more.
 
-        All steps of a phase are sent alike, but for what is chosen by measuring.
+        Under "default" the number grows with each halving of the ratio. All steps of a phase use the same compressors,
+        except for those that are adapted or chosen by measurement.
         """
         end = 0
         for index, (steps, _) in enumerate(self.warmup):
@@ -127,7 +130,7 @@ class Policy:
         return len(self.warmup) + (halvings(self.ranks or 2, step - end) if self.by_ranks else 0)
 
     def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
-        """Whether nothing at all is compressed at this step."""
+        """Return whether no parameter is compressed at this step."""
         phase = self.phase(step)
         if phase < len(self.warmup):
             return isinstance(self.warmup[phase][1], NoCompression)
@@ -135,7 +138,7 @@ class Policy:
         return all(isinstance(one, NoCompression) for one in given)
 
     def goes_dense(self, name: str) -> bool:
-        """Whether this parameter is never compressed, in the warm-up neither."""
+        """Return whether this parameter is never compressed, not even in the warm-up."""
         return (
             not _fits(name, self.include)
             or _fits(name, self.exclude)
@@ -143,7 +146,7 @@ class Policy:
         )
 
     def is_small(self, name: str, numel: int) -> bool:
-        """Whether this parameter is sent together with other small ones, and never by an optimizer's update."""
+        """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
         return numel < self.min_numel and not self.goes_dense(name)
 
     def _of_layer(self, name: str) -> Compressor | None:
@@ -152,7 +155,10 @@ class Policy:
     def compressor_of(
         self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
     ) -> Compressor:
-        """`DENSE`, or what compresses this parameter at this step; `shared` is what `share_bytes` or auto gave it."""
+        """Return the compressor of this parameter at this step; `DENSE` if it is not compressed.
+
+        shared   compressors by parameter, from `share_bytes` or "auto".
+        """
         if self.goes_dense(name):
             return DENSE
         if self.is_small(name, numel):
@@ -167,26 +173,29 @@ class Policy:
         return given or self.final
 
     def adapts(self, name: str, numel: int) -> bool:
-        """Whether this parameter takes part when bytes are shared anew."""
+        """Return whether this parameter takes part when bytes are redistributed."""
         compressed = not self.goes_dense(name) and not self.is_small(name, numel)
         return bool(self.adapt_every) and compressed and self._of_layer(name) is None
 
     def check_order(self) -> None:
-        """ValueError if residuals would be left behind. (What auto leaves dense is sent its residual first.)"""
+        """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
+
+        The end of the warm-up is not checked with "auto", which sends residuals before a parameter becomes dense.
+        """
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
         if True in compressed and not all(compressed[compressed.index(True) :]):
             raise ValueError("a phase of none after one that compresses: what is owed by then would never be sent")
 
     def check_patterns(self, names: Collection[str]) -> None:
-        """ValueError for a pattern that fits no parameter, which is a mistake in most cases."""
+        """Raise ValueError for a pattern that fits no parameter, because that is usually a mistake."""
         for pattern in (*self.include, *self.exclude, *self.overrides):
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(sorted(names)[:5])
                 raise ValueError(f"the pattern {pattern!r} of the policy fits no parameter; there are {some} ...")
 
     def describe(self) -> dict[str, object]:
-        """What a checkpoint records, and a resumed run must have again."""
+        """Return the settings that a checkpoint records, and that a resumed run must share."""
         return {
             "compressor": self.compressor if self.auto or self.by_ranks else format_spec(self.final),
             "small": self.min_numel,
@@ -200,15 +209,18 @@ class Policy:
 
 
 def default_compressor(ranks: int, step: int | None = None) -> TopK:
-    """Return what thinwire's optimizers compress with by default: the more ranks, the fewer elements of each.
+    """Return the default compressor of thinwire's optimizers: with more ranks, each rank sends fewer elements.
 
-    step   counted from the end of the warm-up: in the first ones, more than two ranks send more; None: what stays.
+    step   counted from the end of the warm-up. With more than two ranks, each sends more in the first steps. None: the
+           compressor after these steps.
 
-    What moves the weights is the union of what all ranks send, one element in 48 whatever the number of ranks, so each
-    can send less. The chunk grows with the ranks, so that a chunk's scales are shared by as many elements.
+    The weights change by the union of the elements that all ranks send. It is one element in 48 for any number of
+    ranks, so each rank can send less. The chunk grows with the number of ranks, so that as many elements share the
+    scales of a chunk.
 
-    But an element of a rank waits for as many steps as there are elements to one that is sent, and a young training
-    cannot wait: so each rank begins with one in 96, and halves that after 128 steps, after 256 more, and so on.
+    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So each
+    rank begins with one element in 96, and halves that after 128 steps, after 256 more, and so on, down to its final
+    ratio.
 
     >>> for ranks in (2, 4, 8, 32):
     ...     print(format_spec(default_compressor(ranks)), *(default_compressor(ranks, s).ratio for s in (0, 128, 384)))
@@ -225,7 +237,7 @@ def default_compressor(ranks: int, step: int | None = None) -> TopK:
 
 
 def halvings(ranks: int, step: int) -> int:
-    """How often the first ratio of the default compressor was halved, at a step after the warm-up.
+    """Return how often the first ratio of the default compressor has been halved, at a step after the warm-up.
 
     >>> [halvings(8, step) for step in (0, 127, 128, 383, 384, 10_000)], halvings(2, 10_000)
     ([0, 0, 1, 1, 2, 2], 0)
@@ -235,7 +247,7 @@ def halvings(ranks: int, step: int) -> int:
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:
-    """A warm-up whose ratio is halved from `start` to that of `final`, in `steps` steps altogether.
+    """Return a warm-up whose ratio is halved from `start` to that of `final`, in `steps` steps in total.
 
     >>> [(steps, str(made.ratio)) for steps, made in ramp("topk:ratio=1/16,bits=2", 100)]
     [(50, '1/4'), (50, '1/8')]
@@ -260,14 +272,14 @@ def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Comp
 
 
 def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, float]) -> dict[str, TopK]:
-    """The bytes that `base` would take for all layers, shared among them by what their residuals owe.
+    """Distribute the bytes that `base` needs for all layers among the layers, by the size of their residuals.
 
-    sizes      entries of each layer.
-    energies   sum of squares of its residual.
+    sizes      number of elements of each layer.
+    energies   sum of squares of each layer's residual.
 
-    A layer's share grows with the root mean square of what it owes: sending the most from where entries are largest
-    is what top-k does inside a layer too. Ratios are those of `base` times a power of two from 1/4 to 4, so that
-    neighbours often stay in one run and nobody starves.
+    A layer's share grows with the root mean square of its residual: most is sent where elements are largest, as top-k
+    does inside a layer. Ratios are those of `base` times a power of two from 1/4 to 4, so that neighbours often stay in
+    one run and every layer sends some elements.
 
     >>> base = TopK(ratio="1/64", bits=2)
     >>> made = share_bytes(base, {"a": 40960, "b": 40960}, {"a": 16.0, "b": 1.0})
@@ -278,7 +290,7 @@ def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, flo
     mean = sum(rms[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
     budget = sum(base.nbytes(size, torch.float32) for size in sizes.values())
     steps = (4, 2, 1, Fraction(1, 2), Fraction(1, 4))
-    for lower in range(24):  # eighths of a factor of two: as much as the budget holds
+    for lower in range(24):  # in steps of 2 ** (1/4): the largest factor within the budget
         factor = 2 ** ((12 - lower) / 4)
         made: dict[str, TopK] = {}
         for name in sizes:

@@ -1,9 +1,10 @@
-"""Per-rank states for `torch.distributed.checkpoint`, which keeps one copy of what has the same key on all ranks.
+"""Per-rank states for `torch.distributed.checkpoint`, which keeps one copy of values with the same key on all ranks.
 
     dcp.save({"model": model.state_dict(), "optimizer": thinwire.per_rank(optimizer)}, checkpoint_id=path)
     optimizer.load_state_dict(thinwire.load_per_rank(path, "optimizer"))
 
-Every tensor is an entry of its own, under the rank's name; everything else is one entry of bytes.
+Every tensor is stored under a key of its own, which contains the rank. Everything else is stored as one tensor of
+bytes.
 """
 
 import io
@@ -27,7 +28,7 @@ _TENSOR = "thinwire tensor"
 
 
 def per_rank(owner: Any) -> dict[str, dict[str, Tensor]]:
-    """The state of a `Synchronizer` or of an optimizer of thinwire, to be saved by torch.distributed.checkpoint."""
+    """Return the state of a `Synchronizer` or thinwire optimizer in a form for `torch.distributed.checkpoint.save`."""
     sync = getattr(owner, "sync", owner)
     tensors: dict[str, Tensor] = {}
     rest = _strip(owner.state_dict(), "", tensors)
@@ -37,11 +38,11 @@ def per_rank(owner: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def load_per_rank(path: str | PathLike[str], key: str, *, group: Any = None) -> list[dict[str, Any]]:
-    """The states under `key` that this rank needs, whatever the number of ranks that saved them.
+    """Return the states under `key` that this rank needs, for any world size of the run that saved them.
 
-    path    as given to `torch.distributed.checkpoint.save`.
-    key     under which `per_rank` was saved, such as "optimizer".
-    group   that of the synchronizer; None for the default one.
+    path    the `checkpoint_id` given to `torch.distributed.checkpoint.save`.
+    key     the key under which `per_rank` was saved, such as "optimizer".
+    group   the group of the synchronizer; None for the default process group.
     """
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     found = {name: match for name in saved if (match := re.match(re.escape(key) + r"\.rank(\d+)\.", name))}
@@ -60,7 +61,7 @@ def load_per_rank(path: str | PathLike[str], key: str, *, group: Any = None) -> 
             if isinstance(entry, TensorStorageMetadata)
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process loads alone is meant
+            warnings.simplefilter("ignore", UserWarning)  # each process loads alone, on purpose
             load(room, checkpoint_id=path, no_dist=True)
         tensors = {name.removeprefix(start): tensor for name, tensor in room.items()}
         rest = torch.load(io.BytesIO(bytes(tensors.pop(_REST).numpy())), weights_only=True)
@@ -73,7 +74,7 @@ def _heads(names: Mapping[str, Any]) -> str:
 
 
 def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` with a reference in place of every tensor, which goes to `tensors`."""
+    """Return `value` with a reference in place of every tensor, and add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[path] = value
         return {_TENSOR: path}

@@ -1,7 +1,7 @@
-"""Vectors by parameter name, kept so that neighbouring parameters are one slice: residuals, and moments of optimizers.
+"""Vectors by parameter name, such as residuals and moments, in which neighbouring parameters form one slice.
 
-DDP rebuilds its buckets after the first iteration, a checkpoint knows parameters and not buckets, and another run may
-have other buckets. So a parameter's part is found by its name, and moves when it is asked for in other company.
+DDP rebuilds its buckets after the first iteration, checkpoints contain parameters and not buckets, and another run may
+have other buckets. So a parameter's vector is found by its name, and moves when it is requested with other neighbours.
 """
 
 import itertools
@@ -17,7 +17,7 @@ _generations = itertools.count()
 
 
 class NamedVectors:
-    """A float32 (float64 for float64) vector for every parameter; zero until its first use.
+    """A float32 vector (float64 for float64 parameters) for every parameter; zero until its first use.
 
     >>> vectors = NamedVectors()
     >>> vectors.slice(["weight", "bias"], [4, 2], torch.float32, torch.device("cpu")).fill_(1.0).shape
@@ -31,16 +31,16 @@ class NamedVectors:
         self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
         self._lock = threading.Lock()
         self.generation = next(_generations)
-        """Another number whenever a vector has moved, and in every object."""
+        """A number that changes whenever a vector moves, and that differs between objects."""
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """One flat tensor for these parameters, in this order, in the arithmetic of `dtype`.
+        """Return one flat tensor for these parameters, in this order, with the residual dtype for `dtype`.
 
-        Where the name is None there is a gap: entries that belong to nobody.
+        A name of None stands for a gap, whose elements belong to no parameter.
         """
-        with self._lock:  # backward may have a thread of its own
+        with self._lock:  # backward may run in a thread of its own
             return self._slice(names, sizes, dtype, device)
 
     def _slice(
@@ -71,7 +71,7 @@ class NamedVectors:
         return made
 
     def __getitem__(self, name: str) -> Tensor:
-        """A view of one parameter's part."""
+        """Return a view of one parameter's vector."""
         return self._parts[name]
 
     def __contains__(self, name: str) -> bool:
@@ -81,16 +81,17 @@ class NamedVectors:
         return iter(self._parts)
 
     def named(self) -> dict[str, Tensor]:
+        """Return the vectors of all parameters, by name, without copying them."""
         return dict(self._parts)
 
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Replace everything."""
+        """Replace all vectors by copies of these."""
         self._parts = {name: tensor.detach().clone().view(-1) for name, tensor in named.items()}
         self._slices = {}
         self.generation = next(_generations)
 
     def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
-        """Multiply the vectors of the chosen names, as when the scale of the loss changes."""
+        """Multiply the vectors of the chosen parameters, for example when the scale of the loss changes."""
         for name, part in self._parts.items():
             if chosen(name):
                 part.mul_(factor)

@@ -1,4 +1,4 @@
-"""What a synchronizer has done so far."""
+"""Statistics of a synchronizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,36 +9,41 @@ from .parts import StepRecord
 
 @dataclass
 class SyncStats:
-    """What a synchronizer has done so far, on this rank."""
+    """Counts, bytes and times of a synchronizer on this rank."""
 
     steps: int = 0
-    """Steps that counted."""
+    """Steps that were not skipped."""
     skipped: int = 0
-    """Steps that some rank's NaN or Inf ended."""
+    """Steps that were skipped because some rank's gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Those of them since the last step that counted."""
+    """Steps skipped since the last step that was taken."""
     bytes_sent: int = 0
-    """Handed to the network by this rank."""
+    """Bytes sent by this rank."""
     bytes_dense: int = 0
-    """What a dense ring all-reduce of the same gradients would have sent."""
+    """Bytes that a dense ring all-reduce of the same gradients would have sent."""
     last_bytes_sent: int = 0
-    """In the last step."""
+    """Bytes sent by this rank in the last step, and in averages after it."""
     messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of encode, exchange, decode and update, summed over operations, which overlap with each other and with the
-    backward pass."""
+    """Seconds of encode, exchange, decode and update, summed over operations.
+
+    Operations overlap with each other and with the backward pass.
+    """
     blocked: dict[str, float] = field(default_factory=dict)
-    """What of that came after the last gradient, so that the step waited for it: encode, decode, update and, for what
-    was none of these, exchange. They add up."""
+    """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange.
+
+    In a step, exchange is the time spent waiting for operations. Outside a step, it is the time without another phase.
+    """
     algorithms: dict[str, int] = field(default_factory=dict)
-    """Operations by algorithm."""
+    """Number of operations by algorithm."""
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than dense; 1.0 before the first step."""
+        """Return the dense bytes divided by the bytes sent; 1.0 before the first step."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
     def add(self, step: StepRecord) -> None:
+        """Count a step that was taken or skipped."""
         counts = step.finite is not False
         self.steps, self.skipped = self.steps + counts, self.skipped + (not counts)
         self.skipped_in_a_row = 0 if counts else self.skipped_in_a_row + 1
@@ -49,7 +54,7 @@ class SyncStats:
         self._add_blocked({**_worked(step.handles, step.whole_at), "exchange": step.waited})
 
     def add_averages(self, handles: Sequence[Handle], started: float) -> None:
-        """Operations outside a step, which was waited for since they were started."""
+        """Count operations outside a step, for which the caller has waited since `started`."""
         for handle in handles:
             self._count(handle.report)
         self._block(handles, started)
@@ -73,7 +78,7 @@ class SyncStats:
 
 
 def _worked(handles: Sequence[Handle], since: float) -> dict[str, float]:
-    """Seconds of computing from then on. A moment in which two operations worked counts for the first."""
+    """Return the seconds of computing since a time, by phase; where two operations overlap, the first one counts."""
     worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
     counted = since
     for start, stop, phase in sorted((s.start, s.stop, s.phase) for handle in handles for s in handle.report.spans):

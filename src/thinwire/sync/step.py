@@ -1,10 +1,10 @@
-"""One step of training, from its first bucket to its last: encoded, exchanged by the wire, and applied or dropped.
+"""One step of training, from its first bucket to its last: encode, exchange, and apply or drop.
 
     backward (per bucket)                              optimizer.step(), or the last bucket of `attach`
     hook -> encode -> payload -> wire: one thread -> wait: was every rank finite? -> apply -> weights, or gradients
 
-Encoding only reads: gradient, residual and moments stay as they are until every bucket of the step is exchanged and
-known to be finite on every rank. A step that is not is simply not applied.
+Encoding only reads. Gradients, residuals and moments do not change until every bucket of the step is exchanged and is
+known to be finite on every rank. Otherwise the step is not applied.
 """
 
 import time
@@ -39,11 +39,14 @@ from .policy import DENSE
 from .workspace import Workspace
 
 PACKED_BYTES = 1 << 20
-"""Packed parts of buckets wait for each other until they are so many: each operation costs, however small."""
+"""Packed parameters of several buckets wait until they have this many bytes in total.
+
+They are sent together because every operation has a cost, even a small one.
+"""
 
 
 class Owner(Protocol):
-    """What a step needs of the synchronizer that it belongs to."""
+    """The part of `Synchronizer` that a step uses."""
 
     group: Any
     timeout: float | timedelta | None
@@ -55,45 +58,45 @@ class Owner(Protocol):
 
     @property
     def assignment(self) -> Assignment:
-        """Which compressor each parameter has."""
+        """Return the assignment, which gives each parameter its compressor."""
 
     def channels_of(self, device: torch.device) -> list[Channel]:
-        """Return those of the group."""
+        """Return the channels of the group."""
 
     def number_operations(self, device: torch.device) -> list[Operation]:
         """Return the next operations on the group's channels."""
 
     def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return where what is not sent of a run is kept."""
+        """Return the residual of a run, and the state of the shards that this rank owns."""
 
 
 @dataclass(kw_only=True)
 class Step(StepRecord):
-    """A step under way."""
+    """A step that is under way."""
 
     sync: Owner
     collects: bool
-    """Whether all buckets are waited for before the first is sent."""
+    """True if all buckets are collected before the first is sent."""
     rank: int
     world_size: int
     _encodes_here: bool = False
-    """Whether a run was encoded in backward, rather than by a replay that the wire starts."""
+    """True if a run was encoded in the backward pass, and not by a replay that the wire starts."""
     _held: int = 0
-    """Bytes of payloads, until the step ends."""
+    """Bytes of payloads that are held until the step ends."""
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
     _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
-    """What torch's own all-reduce sums."""
+    """Buckets that torch's own all-reduce sums."""
     _packed: list[Waiting] = field(default_factory=list)
-    """Small parameters that wait to be sent together."""
+    """Packed parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
-    """What gradients are multiplied by; on a GPU it stays there, so that nobody waits for it."""
+    """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
 
     # Backward: encode, and hand over to the wire.
 
     def add(self, bucket: Bucket, *, last: bool) -> None:
-        """Send one bucket."""
+        """Add one bucket, and send it; if buckets are collected, the last one sends them all."""
         if last:
             self.whole_at = time.perf_counter()
         self._buckets.append(bucket)
@@ -109,7 +112,7 @@ class Step(StepRecord):
         self.closed = last
 
     def _collected(self) -> list[Bucket]:
-        """All buckets have come: they go as they are, or regrouped as `sync.wanted_layout` says."""
+        """Compute the clipping factor, and return all buckets: as they came, or regrouped by `sync.wanted_layout`."""
         parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
         if self.updates is not None and self.updates.max_norm is not None:
             self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())])
@@ -133,7 +136,7 @@ class Step(StepRecord):
         self.marks.append((bucket.names, issued, first, len(self.handles)))
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
-        """Beside the stream of the caller, so that backward goes on meanwhile."""
+        """Return a context that uses the side stream, so that the backward pass continues meanwhile."""
         side = self.sync.workspace.side_stream(device)
         if side is None:
             return nullcontext()
@@ -142,9 +145,9 @@ class Step(StepRecord):
 
     def _pass_on(self, bucket: Bucket) -> None:
         tensor, size = bucket.tensor, self.world_size
-        if self.updates is not None:  # whose gradients stay as they are
+        if self.updates is not None:  # an optimizer's gradients must not change
             tensor = self._as_gradient(tensor.clone())
-        tensor.mul_(1.0 / size)  # before the sum, and not divided, as DDP itself does: so bits are the same
+        tensor.mul_(1.0 / size)  # multiplied before the sum, as in DDP, so that bits are the same
         handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
         self._summed.append((Bucket(tensor, bucket.names, bucket.sizes), handle))
         self.handles.append(handle)
@@ -157,13 +160,13 @@ class Step(StepRecord):
             self._packed.append(Waiting(bucket, parts, compressor, self._copied(tensor, parts)))
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             with self._stream(tensor.device):
-                self._send_packed()  # first: what is compressed little can be on its way at once
+                self._send_packed()  # first, because encoding them takes little time
         for run in plan.runs:
             known = None if self._encodes_here else self._known(run, tensor)
             if known is not None:
                 self._send_again(known)
                 continue
-            # Encoding takes several kernels and memory that all runs share: nothing may come between them.
+            # Encoding takes several kernels and memory that all runs share: no replay may come between them.
             self._encodes_here = True
             for sent in self._sent:
                 sent.reduction.wait_until_replayed()
@@ -171,7 +174,7 @@ class Step(StepRecord):
                 self._send_run(run, tensor[run.start : run.stop])
 
     def _copied(self, tensor: Tensor, parts: Sequence[Packed]) -> Tensor | None:
-        """Copy gradients that will be written over before they are sent: not those of an optimizer, which stay."""
+        """Copy gradients that are overwritten before they are sent; return None for an optimizer's, which stay."""
         if self.updates is not None:
             return None
         with self._stream(tensor.device):
@@ -179,17 +182,17 @@ class Step(StepRecord):
 
     @property
     def _samples(self) -> bool:
-        """Whether samples of gradients are kept in this step, which no recording does."""
+        """Return whether this step samples gradients, which a recording cannot do."""
         return self.updates is not None and bool(self.updates.sampled)
 
     def _known(self, run: Run, bucket: Tensor) -> Sent | None:
-        """Return how a run was sent at the last step, if it can be sent so again."""
+        """Return how a run was sent in the last step; None if it cannot be sent in the same way again."""
         if self.mode is not Mode.UPDATES or self._samples or self.flushes:
             return None
         return self.sync.workspace.prepared(run, bucket, self.sync.channels_of(bucket.device))
 
     def _send_again(self, known: Sent) -> None:
-        """Send a run as at the last step: what it is made of is where it was, and encoding it is a replay."""
+        """Send a run as in the last step: its tensors have not moved, and encoding is a replay."""
         slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
         self._check_no_failure(operations)
         with refusing(operations):
@@ -200,7 +203,7 @@ class Step(StepRecord):
         )
         side = self.sync.workspace.side_stream(known.gradient.device)
         if side is not None and slot.recording is not None:
-            reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward need not wait for Python
+            reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward does not wait for Python
         self._submit(sent, None)
 
     def _send_run(self, run: Run, gradient: Tensor) -> None:
@@ -222,7 +225,7 @@ class Step(StepRecord):
                     update.write(self._clipped(sent), source)
             elif self.mode is Mode.WARMUP:
                 self._as_gradient(source.copy_(gradient))
-            if run.gaps():  # copies of these are sent with the other small ones
+            if run.gaps():  # packed parameters, which are sent separately
                 torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
             reduction.encode()
 
@@ -231,7 +234,7 @@ class Step(StepRecord):
             self.sync.workspace.prepare(sent)
 
     def _send_packed(self) -> None:
-        """Send those that wait, in one operation for each kind of tensor and compressor."""
+        """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
         kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[Waiting]] = {}
         for waiting in self._packed:
             tensor = waiting.bucket.tensor
@@ -263,7 +266,7 @@ class Step(StepRecord):
     def _begin(
         self, run: Run, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
     ) -> tuple[Slot, Reduction]:
-        """Number the operation that sends what will be in `source`."""
+        """Begin the operation that sends `source`, which is written later; return its slot and reduction."""
         sync, dense = self.sync, self.flushes or isinstance(run.compressor, NoCompression)
         state = None if dense else state
         operations = sync.number_operations(source.device)
@@ -283,11 +286,14 @@ class Step(StepRecord):
             if slot.request.draws:
                 key = mix_key(self.number, run.seed)
                 if not isinstance(run.compressor.layout(source.numel(), source.dtype), RandomKLayout):
-                    key = mix_key(key, self.rank)  # each rank rounds by draws of its own
+                    key = mix_key(key, self.rank)  # each rank rounds by its own random draws
             return slot, Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
 
     def _submit(self, sent: Sent, encode: Callable[[], None] | None) -> None:
-        """Encode, or replay it, and hand the payload to the wire. `encode` is None if it is known to be recorded."""
+        """Encode a run, or replay its recording, and hand the payload to the wire.
+
+        encode   the function that encodes; None if it is known to be recorded.
+        """
         reduction, recording = sent.reduction, sent.slot.recording
         self.handles.append(reduction.handle)
         label = f"bucket {len(self.marks) + 1}, {sent.gradient.numel():,} elements"
@@ -306,7 +312,7 @@ class Step(StepRecord):
                 recording.run(sent.key, encode)
             reduction.submit()
         except BaseException as error:
-            reduction.fail(error)  # else who waits for it would wait for ever
+            reduction.fail(error)  # otherwise a caller would wait for it forever
             raise
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
@@ -314,7 +320,7 @@ class Step(StepRecord):
             if self.flushes or self.sync.algorithm == "dense":
                 return "dense"
             return "auto" if packs else self.sync.algorithm
-        # Between two ranks as many bytes go either way, and these in one message; but 16-bit sums would be rounded.
+        # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
         return "gather" if self.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _hold(self, slot: Slot) -> None:
@@ -328,14 +334,14 @@ class Step(StepRecord):
             )
 
     def _check_no_failure(self, operations: Sequence[Operation]) -> None:
-        """If an operation of this step has failed, the others have left: its error, in place of waiting for them."""
+        """Raise the error of a failed operation of this step, instead of waiting for ranks that have left."""
         for sent in self._sent:
             if sent.reduction.failure is not None:
                 for operation in operations:
                     operation.refuse(str(sent.reduction.failure))
                 raise copied(sent.reduction.failure) from sent.reduction.failure
 
-    # What an optimizer makes of gradients.
+    # Updates of an optimizer.
 
     def _update(self, run: Run, gradient: Tensor) -> Update:
         assert self.updates is not None
@@ -346,16 +352,16 @@ class Step(StepRecord):
         return self.updates.rules[run.family].update(run, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, sent: Sent) -> Tensor:
-        """The gradient, times what only the GPU knows, unless the numbers of its update have that in them."""
+        """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
         if not isinstance(self._clip, Tensor) or _is_recordable(sent.update):
             return sent.gradient
         return sent.gradient.to(self._clip.dtype) * self._clip
 
     def _as_gradient(self, copy: Tensor) -> Tensor:
-        """Clip a copy of a gradient; if its square would overflow the second moment, make it NaN: the step is void."""
+        """Clip a copy of a gradient; fill it with NaN, which voids the step, if its square would overflow."""
         assert self.updates is not None
         if isinstance(self._clip, Tensor) and copy.dtype.itemsize < self._clip.dtype.itemsize:
-            copy.copy_(copy.to(self._clip.dtype).mul_(self._clip))  # else the factor would be rounded to 16 bits
+            copy.copy_(copy.to(self._clip.dtype).mul_(self._clip))  # otherwise the factor would be rounded to 16 bits
         elif isinstance(self._clip, Tensor) or self._clip != 1.0:
             copy.mul_(self._clip)
         limit = self.updates.scale * torch.finfo(residual_dtype(copy.dtype)).max ** 0.5
@@ -364,7 +370,7 @@ class Step(StepRecord):
         return copy
 
     def _sample(self, run: Run, gradient: Tensor) -> None:
-        """Keep samples of the gradients of a run, where the optimizer measures by them."""
+        """Keep samples of the gradients of a run, if the optimizer has requested them."""
         if self.updates is None or not self.updates.sampled:
             return
         for name, part in zip(run.names, gradient.split(list(run.sizes)), strict=True):
@@ -375,7 +381,7 @@ class Step(StepRecord):
     # The end of a step.
 
     def wait(self) -> None:
-        """Until everything is exchanged; raises what went wrong. Sets `finite`, the same on all ranks."""
+        """Wait until everything is exchanged, and set `finite`, the same on all ranks; raise any error."""
         started = time.perf_counter()
         for handle in self.handles:
             handle.wait()
@@ -387,7 +393,7 @@ class Step(StepRecord):
         self._join_streams()
 
     def _join_streams(self) -> None:
-        """What is queued from now on comes after what was encoded."""
+        """Make the current stream of each device wait for everything that was encoded and exchanged."""
         for device in {bucket.tensor.device for bucket in self._buckets}:
             side = self.sync.workspace.side_stream(device)
             if side is not None:
@@ -396,7 +402,7 @@ class Step(StepRecord):
             sent.reduction.join_streams()
 
     def addresses(self) -> tuple[Hashable, ...] | None:
-        """What applying this step depends on besides parameters; None if it cannot be recorded."""
+        """Return everything that applying this step depends on, besides parameters; None if it cannot be recorded."""
         if self.mode is not Mode.UPDATES or self._regrouped or self._summed:
             return None
         for sent in self._sent:
@@ -408,14 +414,14 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the averages over the gradients; or NaN, if a rank's gradient was not finite."""
+        """Write the averages into the gradients; write NaN if a rank's gradient was not finite."""
         if self.finite is False:
             for bucket in self._buckets:
                 bucket.tensor.fill_(torch.nan)
             return
         for sent in self._sent:
             sent.reduction.apply(sent.gradient, None, sent.gradient)
-        for sent in self._sent:  # not before all runs are applied, in whose gaps they lie
+        for sent in self._sent:  # after all runs, because packed parameters lie in their gaps
             if sent.places:
                 averages = sent.gradient.split(list(sent.run.sizes))
                 torch._foreach_copy_([bucket[part.start : part.stop] for bucket, part in sent.places], list(averages))
@@ -427,7 +433,7 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def averages(self) -> Iterator[Average]:
-        """Bring residuals and moments up to date, and return the averages, one run after the other."""
+        """Update residuals and moments, and yield the averages of one run after the other."""
         for bucket, _ in self._summed:
             run = Run(0, bucket.tensor.numel(), DENSE, None, bucket.names, bucket.sizes)
             yield Average(run, bucket.tensor, False)
@@ -438,16 +444,16 @@ class Step(StepRecord):
             else:
                 out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
-                if sent.residual is not None and sent.run.gaps():  # which belong to others: nothing is owed to them
+                if sent.residual is not None and sent.run.gaps():  # gaps have no residual
                     torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])
             yield Average(sent.run, out, sent.update is not None)
 
     def release(self) -> None:
-        """The step is over: let go of gradients, payloads and copies."""
+        """Release the gradients, payloads and copies of a finished step."""
         self._sent, self._buckets, self._regrouped, self._summed, self._packed = [], [], [], [], []
 
     def abandon(self) -> None:
-        """The step will not be applied: wait until the wire has done with its memory."""
+        """Drop a step that is not applied, after waiting until the wire no longer uses its memory."""
         for handle in self.handles:
             handle.wait_quietly()
         self._join_streams()
@@ -457,7 +463,7 @@ class Step(StepRecord):
 
 
 def _clip_to(updates: Updates, parts: Sequence[Tensor]) -> float | Tensor:
-    """What a gradient is multiplied by so that its norm is `max_norm` at most; 1 if it is not finite."""
+    """Return the factor that clips a gradient to the norm `max_norm`; 1 if the gradient is not finite."""
     assert updates.max_norm is not None
     # In float64, since the square of a large float32 overflows.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -465,20 +471,23 @@ def _clip_to(updates: Updates, parts: Sequence[Tensor]) -> float | Tensor:
         total = torch.linalg.vector_norm(torch.stack(norms)) / updates.scale
         return torch.where(total.isfinite(), (updates.max_norm / (total + 1e-6)).clamp(max=1.0), 1.0).float()
     norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / updates.scale
-    return min(1.0, updates.max_norm / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same in whatever buckets
+    return min(1.0, updates.max_norm / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same for any buckets
 
 
 def _is_recordable(update: Update | None) -> bool:
-    """Whether what changes from step to step is in the GPU's memory: the update's numbers, if there is one."""
+    """Return whether GPU memory holds all numbers of an update that change from step to step."""
     return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
 
 
 _SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
-"""One element in so many is sampled, but at least so many of a tensor."""
+"""One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
 
 
 def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> Tensor:
-    """Return some elements of a flat gradient, times `factor`: those that all ranks draw for this step and name."""
+    """Return some elements of a flat gradient, times `factor`.
+
+    All ranks draw the same positions for the same step and name.
+    """
     numel = gradient.numel()
     count = min(numel, max(_FEWEST_SAMPLES, ceil(numel / _SAMPLED_SHARE)))
     layout = RandomKLayout(numel, gradient.dtype, count)
@@ -487,6 +496,10 @@ def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> T
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By its sum, which costs one look at the tensor; a sum that overflows says nothing, so then element by element."""
+    """Return whether all elements are finite.
+
+    The sum is checked first, which reads the tensor once. Elements are checked only if the sum is not finite, because a
+    sum of finite elements can overflow.
+    """
     total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())

@@ -1,10 +1,10 @@
-"""Synchronizer: averages gradients over ranks, compressed, and owns everything that lasts from step to step.
+"""Synchronizer: averages compressed gradients over ranks, and owns all state that lasts from step to step.
 
 It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
-buckets, from DDP's hook or from a plain loop, and `step.py` says how one step of them goes.
+buckets, from DDP's hook or from a plain loop. `step.py` implements one step.
 
-All buckets of a step count together: residuals change only if every bucket is finite on every rank. If not, `finish`
-makes all gradients of the step NaN on every rank, and nothing else has changed; thinwire's optimizers skip the step.
+All buckets of a step count together: residuals change only if every bucket is finite on every rank. Otherwise `finish`
+fills all gradients of the step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
 import logging
@@ -44,25 +44,26 @@ from .workspace import Workspace
 _log = logging.getLogger("thinwire")
 
 SKIPPED_IN_A_ROW = 20
-"""Steps; when more are skipped, something is wrong."""
+"""A warning is given when more steps than this are skipped in a row."""
 
 
 class Synchronizer:
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
-    compressor       a spec such as "topk:ratio=1/64,bits=2", a `Compressor`, a `Policy`, "default": that of
-                     `default_compressor`, or "auto": the first steps are sent by each candidate in turn, and what was
-                     quickest goes on; `choice` says what and why.
-    group            as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
-    algorithm        "gather", "sharded", "dense" or "auto". Small tensors take what sends the least, or "dense".
-    shard_compressor what owners compress sums with, for "sharded"; by default more entries and more bits.
-    error_feedback   False: what is not sent is lost.
-    grad_scaler      the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
-    max_bytes        an error if the payloads of one step, which are held until it ends, need more memory; by default
-                     THINWIRE_MAX_BYTES, or no limit.
-    timeout          seconds for one exchange; by default that of the group.
-    families         for optimizers, which send something else than gradients: the number of the parameter group of
-                     every parameter. Parameters of different ones are never compressed together.
+    compressor        a spec such as "topk:ratio=1/64,bits=2", a `Compressor` or a `Policy`. "default" is
+                      `default_compressor`. "auto" sends the first steps by each candidate in turn, and continues with
+                      the quickest; `choice` contains the result and its reason.
+    group             as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
+    algorithm         "gather", "sharded", "dense", "values" (randomk only) or "auto". Small tensors use the algorithm
+                      that sends the least, or "dense".
+    shard_compressor  the compressor of sums, for "sharded"; by default it sends more elements and more bits.
+    error_feedback    False: what is not sent is lost.
+    grad_scaler       the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
+    max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
+                      more raises an error. By default THINWIRE_MAX_BYTES, or no limit.
+    timeout           seconds for one exchange; by default that of the group.
+    families          the number of each parameter's group, for optimizers, which send updates. Parameters of different
+                      groups are never compressed together.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -111,40 +112,44 @@ class Synchronizer:
         self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
         self._families = families
         self.entries: dict[str, int] | None = None
-        """Of every parameter, by name; known from the first step on, or beforehand."""
+        """Number of elements of every parameter, by name; None until the first step or a call of `know`."""
         self.wanted_layout: list[tuple[str, ...]] = []
-        """The buckets that the next step is to have, if it can.
+        """The buckets that the next step uses, if possible, as parameter names.
 
-        DDP puts its buckets together anew after its first step, and other buckets are other bits. So that a run which
-        goes on from a checkpoint, whose DDP begins anew, has the same bits as one that never stopped, its first step
-        has the buckets of the run that was saved; and the second step of any run has the buckets of its first.
+        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
+        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
+        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
         """
         self.layout: list[tuple[str, ...]] = []
-        """The buckets of the last step that counted."""
+        """The buckets of the last step that was not skipped, as parameter names."""
         self._vectors, self._owners = NamedVectors(), Owners()
         self._assignment: Assignment | None = None
         self._scale = 1.0
-        """What the loss was multiplied by when residuals were last changed."""
+        """Scale of the loss when residuals were last changed."""
         self.stats = SyncStats()
         self._warned_of_skipped = False
         self.finite: bool | None = None
-        """Whether the last step was finite on all ranks; None if nobody looked, as when nothing is compressed."""
+        """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self._step: Step | None = None
-        """The one under way."""
+        """The step under way."""
         self.last_step: Step | None = None
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self.workspace = Workspace(group)
         self._fresh, self._loaded = True, False
-        """Before the first step, and nothing was loaded."""
-        self._unchecked: dict[str, int] | None = None
-        """Entries of the model of a checkpoint, until a model is there to be compared."""
+        """`_fresh` is True until the first step is taken, or a checkpoint with a step is loaded.
 
-    # What a caller sees.
+        `_loaded` is True from loading a checkpoint until the ranks have compared their steps.
+        """
+        self._unchecked: dict[str, int] | None = None
+        """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
+
+    # The public interface.
 
     def all_reduce_gradients(self, named_parameters: "nn.Module | Iterable[tuple[str, nn.Parameter]]") -> None:
-        """Average `.grad` of all parameters over ranks, in place: after backward, before `optimizer.step()`.
+        """Average `.grad` of all parameters over ranks, in place.
 
-        A parameter without a gradient counts as zero. Afterwards gradients are views of larger tensors.
+        Call this after backward and before `optimizer.step()`. A parameter without a gradient counts as zero.
+        Afterwards the gradients are views of larger tensors.
         """
         if isinstance(named_parameters, nn.Module):
             named_parameters = named_parameters.named_parameters()
@@ -157,17 +162,17 @@ class Synchronizer:
 
     @property
     def steps(self) -> int:
-        """Steps that counted: not those that were skipped."""
+        """Return the number of steps taken, without those that were skipped."""
         return self.stats.steps
 
     @property
     def choice(self) -> Choice | None:
-        """What "auto" has chosen, for each bucket, and why; None until then, and for other compressors."""
+        """Return what "auto" has chosen for each bucket, and why; None before that, and for other compressors."""
         return None if self._assignment is None else self._assignment.choice
 
     @property
     def assignment(self) -> Assignment:
-        """Which compressor each parameter has; made once the number of ranks is known."""
+        """Return the assignment of compressors, which is made once the number of ranks is known."""
         if self._assignment is None:
             if self.policy.auto:
                 candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
@@ -180,15 +185,15 @@ class Synchronizer:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank has not sent so far, by parameter: flat views."""
+        """Return what this rank has not sent so far, by parameter, as flat views."""
         return self._vectors.named()
 
     def residual_norm(self) -> float:
-        """Of all that this rank has not sent. If it grows without end, too little is sent."""
+        """Return the norm of this rank's residuals. If it keeps growing, too little is sent."""
         return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: every rank saves its own. Tensors are not copied."""
+        """Return the state of this rank; every rank saves its own. Tensors are not copied."""
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -206,9 +211,9 @@ class Synchronizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint: the state of this rank, or those of all ranks, in a list.
+        """Resume from a checkpoint: the state of this rank, or a list of the states of all ranks.
 
-        With another number of ranks give all of them: what was owed to the average is then shared among the ranks here.
+        Another world size needs all states. Their residuals are then shared among the ranks here.
         """
         self.drop()
         choice = checkpoint.choose(state, self.rank, self.world_size)
@@ -236,10 +241,13 @@ class Synchronizer:
         second = None if self.shard_compressor is None else format_spec(self.shard_compressor)
         return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
 
-    # What integrations use.
+    # For integrations and optimizers.
 
     def know(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """The model's parameters, frozen ones too; ValueError if they do not fit the policy or a checkpoint."""
+        """Register the model's parameters, including frozen ones; only the first call has an effect.
+
+        Raises ValueError if they do not fit the policy or a checkpoint.
+        """
         if self.entries is not None:
             return
         entries = {name: parameter.numel() for name, parameter in named}
@@ -249,13 +257,16 @@ class Synchronizer:
         self.entries, self._unchecked = entries, None
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step. After the last one call `finish`."""
+        """Send one bucket of a step. Call `finish` after the last one."""
         if first:
             self.begin(bucket.tensor.device)
         self.send(bucket, last=last)
 
     def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
-        """Begin a step. An optimizer says what it sends in place of gradients."""
+        """Begin a step.
+
+        updates   the settings of an optimizer that sends updates; None if gradients are sent.
+        """
         self.drop()
         if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
@@ -287,7 +298,7 @@ class Synchronizer:
         return self._step
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
-        """Send one bucket of the step that was begun."""
+        """Send one bucket of the step under way."""
         step = self._step
         assert step is not None
         try:
@@ -298,16 +309,16 @@ class Synchronizer:
             raise
 
     def finish(self) -> None:
-        """Wait for the step, and write the averages over the gradients; raises what went wrong.
+        """Wait for the step, and write the averages into the gradients; raise any error of the exchange.
 
-        If a rank's gradient was not finite, they are NaN on every rank, and nothing else has changed.
+        If a rank's gradient was not finite, all gradients become NaN on every rank, and nothing else changes.
         """
         step = self.collect()
         step.write()
         self.count(step)
 
     def collect(self) -> Step:
-        """Wait until everything of the step is exchanged; raises what went wrong. Nothing has changed so far."""
+        """Wait until the step is exchanged, and return it; raise any error. Nothing has changed so far."""
         step, self._step = self._step, None
         if step is None or not step.closed:
             raise RuntimeError("no step to finish: its buckets have not come")
@@ -316,13 +327,13 @@ class Synchronizer:
         except Exception:
             step.abandon()
             raise
-        except BaseException:  # Ctrl-C: the wire may go on with what it has, and nobody else with its memory
+        except BaseException:  # Ctrl-C: the wire may still use this memory, so nothing else may
             self.workspace.clear()
             raise
         return step
 
     def count(self, step: Step) -> None:
-        """The step is over: applied, or skipped. Here alone steps are counted."""
+        """Count a step that was applied or skipped, and release it. Steps are counted only here."""
         self.stats.add(step)
         if step.finite is not False:
             self.entries, self.layout = {**(self.entries or {}), **step.entries}, step.layout
@@ -339,18 +350,18 @@ class Synchronizer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether all buckets of a step were sent, and it was not finished so far."""
+        """Return whether all buckets of a step were sent, and the step is not finished."""
         return self._step is not None and self._step.closed
 
     @property
     def pending_names(self) -> Collection[str]:
-        """The parameters whose gradients were sent in the step under way."""
+        """Return the names of the parameters whose gradients were sent in the step under way."""
         return () if self._step is None else self._step.entries
 
     def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
-        """Gradients without DDP, as (bucket, whether it is the first, whether it is the last).
+        """Yield gradients without DDP, as (bucket, whether it is the first, whether it is the last).
 
-        ValueError for what cannot be sent; the other ranks, who wait for this one, get to know why.
+        Raises ValueError for gradients that cannot be sent; the other ranks, which wait for this one, get the reason.
         """
         trained = [(name, p) for name, p in named if p.requires_grad]
         try:
@@ -364,15 +375,15 @@ class Synchronizer:
             yield flatten(group), index == 0, index == len(groups) - 1
 
     def drop(self) -> None:
-        """Forget a step that was begun and not finished."""
+        """Drop a step that was begun and not finished."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()
 
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place, without residuals; the bytes are counted. Waits for all of them.
+        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
 
-        Sums are sent on by the same compressor.
+        Sums are compressed by the same compressor.
         """
         handles: list[Handle] = []
         started = time.perf_counter()
@@ -394,53 +405,55 @@ class Synchronizer:
 
     @property
     def rank(self) -> int:
+        """Return the rank of this process among all ranks that take part."""
         return place(self.group)[0]
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks that take part."""
         return place(self.group)[1]
 
     def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What this rank owes to these parameters, which owe nothing then: whoever takes it must deliver it."""
+        """Return the residuals of these parameters, and remove them here; the caller must apply them."""
         self.fold_owners()
         taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
         self._forget(taken)
         return taken
 
     def owes(self, name: str) -> bool:
-        """Whether this rank has a residual for a parameter."""
+        """Return whether this rank has a residual for a parameter."""
         return name in self._vectors
 
     def fold_owners(self) -> None:
-        """What this rank owes as an owner becomes its own to send."""
+        """Add the residuals of the shards that this rank owns to its own residuals."""
         self._owners.fold(self._vectors)
 
     def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Where what is not sent of a run is kept: by this rank, and by this rank as an owner."""
+        """Return the residual of a run, and the state of the shards that this rank owns; None if they are not kept."""
         if not self.error_feedback or not run.compressor.contracts:
             return None, None
         state = self._owners.state(run, self._vectors)
         return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
 
     def number_operations(self, device: torch.device) -> list[Operation]:
-        """The next ones on the group's channels."""
+        """Return the next operations on the group's channels."""
         operations = [Operation(channel) for channel in self.channels_of(device)]
         for operation in operations:
             operation.limit(self._timeout_seconds)
         return operations
 
     def channels_of(self, device: torch.device) -> list[Channel]:
-        """Return those of the group, which are looked up once for each default group of torch."""
+        """Return the channels of the group, which are looked up once for each default process group of torch."""
         world = dist.group.WORLD if dist.is_initialized() else None
         found = self._channels.get(device)
         if found is None or found[0] is not world:
             found = self._channels[device] = world, channels(self.group, device)
         return found[1]
 
-    # From step to step.
+    # State from step to step.
 
     def _compare_steps(self, device: torch.device) -> None:
-        """ValueError on all ranks if they go on from checkpoints of different steps."""
+        """Raise ValueError on all ranks if they resume from checkpoints of different steps."""
         steps = torch.zeros(self.world_size, dtype=torch.float64, device=device)
         steps[self.rank] = self.stats.steps
         all_reduce_compressed(steps, "none", group=self.group, timeout=self.timeout)
@@ -450,7 +463,7 @@ class Synchronizer:
         self._loaded = False
 
     def _warn_of_skipped(self) -> None:
-        """Say once that training stands still. A GradScaler that looks for its scale skips steps, but not so many."""
+        """Warn once that too many steps in a row are skipped; a GradScaler that adjusts its scale skips fewer."""
         if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
             self._warned_of_skipped = True
             warnings.warn(
@@ -471,7 +484,7 @@ class Synchronizer:
                 )
 
     def _follow_scale(self) -> None:
-        """Let residuals of gradients follow the scale of the loss; those of updates have none."""
+        """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
         enabled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
         scale = float(self.grad_scaler.get_scale()) if enabled else 1.0
         if scale != self._scale:
@@ -483,7 +496,7 @@ class Synchronizer:
         return self._families is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
 
     def _forget(self, names: Collection[str]) -> None:
-        """Free the residuals of parameters that owe nothing."""
+        """Free the residuals of these parameters."""
         left = {name: part for name, part in self._vectors.named().items() if name not in names}
         self.fold_owners()
         self._vectors = NamedVectors()

@@ -1,12 +1,13 @@
-"""The first steps under `compressor="auto"`: each candidate sends some of them, and is timed.
+"""The trials of `compressor="auto"`: each candidate sends some of the first steps, and is timed.
 
-    step     0 1 | 2 3 4 5 | 6 7 8 9 | ...                        two steps in which DDP puts its buckets together
+    step     0 1 | 2 3 4 5 | 6 7 8 9 | ...                        two steps in which DDP builds its buckets
     sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
 
-A turn's first step is not timed: it makes plans, and may compile kernels. A step's time is that from its first bucket
-to the first bucket of the next step, so it holds everything: waiting, encoding beside the backward pass, and what the
-optimizer does. It is the median of a turn that counts; of two turns the quicker for dense, and the slower for others.
-So a moment in which the machine or the network was slow may cost a gain, but seldom makes a training slower than dense.
+The first step of a turn is not timed, because it makes plans and may compile kernels. The time of a step is that from
+its first bucket to the first bucket of the next step. So it includes everything: waiting, encoding during the backward
+pass, and the optimizer. The median of a turn counts. Of two turns, the quicker one counts for dense, and the slower one
+for the other candidates. So a moment in which the machine or the network is slow may cost a gain, but seldom makes
+training slower than dense.
 """
 
 import time
@@ -21,13 +22,15 @@ from .auto import BucketTimes, Choice, Measured, confirm, decide
 from .parts import StepRecord
 
 BEFORE = 2
-"""Steps after which DDP has put its buckets together."""
+"""Number of steps after which DDP has rebuilt its buckets."""
 TURNS, STEPS = 2, 4
-"""Turns of each candidate, and steps of a turn."""
+"""Number of turns of each candidate, and number of steps in a turn."""
 
 
 def schedule(candidates: Sequence[Compressor]) -> list[int]:
-    """The candidate of each step of the trials. What is sparse comes last: once updates are sent, going back costs.
+    """Return the candidate of each step of the trials.
+
+    Sparse candidates come last, because going back from updates to gradients has a cost.
 
     >>> from thinwire.sync.auto import updates
     >>> "".join(map(str, schedule(updates(2))))
@@ -39,48 +42,56 @@ def schedule(candidates: Sequence[Compressor]) -> list[int]:
 
 
 class Trials:
-    """Which compressor a step tries, what was measured, and in the end the choice.
+    """The candidate of each step, the measurements, and finally the choice.
 
-    start     the step with which trials begin.
-    previous  what compresses until then, by parameter; dense where it says nothing.
+    candidates   the compressors to try, the densest first.
+    start        the first step of the trials, or `BEFORE` if that is later.
     """
 
     def __init__(self, candidates: Sequence[Compressor], start: int) -> None:
         self.candidates, self._schedule = tuple(candidates), schedule(candidates)
         self.choice: Choice | None = None
-        """Once it has been made."""
+        """The choice; None until it is made."""
         self._begin_at(max(BEFORE, start), {})
 
     def _begin_at(self, start: int, previous: Mapping[str, Compressor]) -> None:
+        """Discard all measurements, and begin trials at step `start`.
+
+        previous   compressors by parameter until then; a parameter without one is dense.
+        """
         self._start, self._previous = start, dict(previous)
         self._measured: Measured | None = None
         self._mixture: Choice | None = None
-        """Which is being tried after all others."""
+        """The mixture that is tried after all candidates, if there is one."""
         self._steps: dict[int, list[list[float]]] = {}
-        """Seconds by candidate, in each turn; the mixture has the number after the last."""
+        """Seconds of the steps of each turn, by candidate; the mixture has the number after the last candidate."""
         self._held: dict[tuple[str, ...], dict[int, list[float]]] = {}
         self._ready: dict[tuple[str, ...], list[float]] = {}
         self._open: tuple[int, float] | None = None
-        """Step under way, and when it began."""
+        """The step under way, and the time at which it began."""
         self._uniform: dict[str, Compressor] = {}
 
     def again(self, step: int, names: Collection[str]) -> None:
-        """Measure anew, as for another number of ranks. One step goes on as before: who must prepare can do it then."""
+        """Measure again, for example with another number of ranks.
+
+        The given step keeps its compressors, which leaves one step for preparation. The trials begin with the next
+        step.
+        """
         assigned = self.assigned(step, names)
         self.choice = None
         self._begin_at(step + 1, assigned)
 
     @property
     def end(self) -> int:
-        """The step with which trials are over."""
+        """Return the first step after the trials."""
         return self._start + len(self._schedule) + (STEPS if self._mixture is not None else 0)
 
     def is_due(self, step: int) -> bool:
-        """Whether a choice is to be made before this step."""
+        """Return whether the choice must be made before this step."""
         return self.choice is None and step >= self.end
 
     def assigned(self, step: int, names: Collection[str]) -> dict[str, Compressor]:
-        """The compressor of each of these parameters at a step; the same object as long as nothing changes."""
+        """Return the compressor of each of these parameters at a step; the same object as long as nothing changes."""
         if self.choice is not None:
             return self.choice.compressors
         number = self._candidate(step)
@@ -94,41 +105,43 @@ class Trials:
         return self._uniform
 
     def tries_gradients(self, step: int) -> bool:
-        """Whether an optimizer sends gradients, not updates, at this step, because something that is not sparse is
-        tried: going from gradients to updates is easy, and back is not."""
+        """Return whether an optimizer sends gradients instead of updates at this step.
+
+        It does if the step tries a candidate that is not sparse: going from gradients to updates is easy, but not back.
+        """
         number = None if self.choice is not None else self._candidate(step)
         return number is not None and number < len(self.candidates) and not self.candidates[number].sparse
 
     def is_timed(self, step: int) -> bool:
-        """Whether a time begins or ends with this step."""
+        """Return whether a time measurement begins or ends with this step."""
         return self.choice is None and step > self._start
 
     def begins(self, step: int) -> None:
-        """The first bucket of a step is there."""
+        """Stop the time of the previous step, and start that of a step whose first bucket is ready."""
         now = time.perf_counter()
-        if self._open is not None and step == self._open[0] + 1:  # and it was not skipped
+        if self._open is not None and step == self._open[0] + 1:  # otherwise that step was skipped
             self._add_step(self._open[0], now - self._open[1])
         self._open = (step, now) if self.choice is None else None
 
     def ended(self, step: StepRecord) -> None:
-        """All buckets of a step have been exchanged."""
+        """Record the times of each bucket, after all buckets of a step were exchanged."""
         number = None if self.choice is not None else self._candidate(step.number)
         if number is None or number == len(self.candidates) or self._is_first(step.number):
             return
         if step.passes_on and any(handle.ended is None for handle in step.handles):
-            return  # somebody asked too early
+            return  # an operation has not ended yet
         began, busy, until = step.marks[0][1], 0.0, 0.0
         for _, issued, first, last in step.marks:
             end = max(_end_of(step, first, last) or issued, until)
             busy, until = busy + max(0.0, end - max(issued, until)), end
-        # Buckets share the link while they are under way together, so each is taken to have held it for its bytes.
+        # Buckets that are exchanged at the same time share the link, so its busy time is divided by their bytes.
         sent = [sum(one.report.bytes_sent for one in step.handles[a:b]) for _, _, a, b in step.marks]
         for (names, issued, _, _), mine in zip(step.marks, sent, strict=True):
             self._held.setdefault(names, {}).setdefault(number, []).append(busy * mine / max(1, sum(sent)))
             self._ready.setdefault(names, []).append(issued - began)
 
     def numbers(self, layout: Sequence[tuple[str, ...]]) -> list[float]:
-        """What this rank measured, to be averaged over ranks; NaN for what it did not."""
+        """Return the measurements of this rank, to be averaged over ranks; NaN where nothing was measured."""
         if self._mixture is not None:
             return [self._step_seconds(len(self.candidates))]
         found = [self._step_seconds(number) for number in range(len(self.candidates))]
@@ -139,7 +152,10 @@ class Trials:
         return found
 
     def decide(self, averages: Sequence[float], layout: Sequence[tuple[str, ...]]) -> None:
-        """Make the choice, or try a mixture first. `averages` are the means over ranks of `numbers`."""
+        """Make the choice, or begin the trial of a mixture.
+
+        averages   the means over ranks of `numbers`.
+        """
         if self._mixture is not None:
             assert self._measured is not None
             self.choice = confirm(self._mixture, self._measured, averages[0])
@@ -158,13 +174,13 @@ class Trials:
             self.choice = made
 
     def settle(self, reason: str) -> None:
-        """Dense, without measuring."""
+        """Choose dense without measuring."""
         self.choice = Choice(tuple(map(format_spec, self.candidates)), (), reason, ())
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured so far goes along, so that a run which goes on from the middle of its trials ends them."""
+        """Return the choice and all measurements, so that a run resumed in the middle of its trials can finish them."""
         return {
             "start": self._start,
             "previous": {name: format_spec(one) for name, one in self._previous.items()},
@@ -177,6 +193,7 @@ class Trials:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint."""
         self._begin_at(int(state["start"]), {name: parsed(spec) for name, spec in state["previous"].items()})
         self.choice = None if state["choice"] is None else Choice.of_record(state["choice"])
         self._mixture = None if state["mixture"] is None else Choice.of_record(state["mixture"])
@@ -185,7 +202,7 @@ class Trials:
         self._held = {tuple(names): {int(n): list(s) for n, s in held.items()} for names, held in state["held"]}
         self._ready = {tuple(names): list(ready) for names, ready in state["ready"]}
 
-    # Where a step is.
+    # The place of a step in the trials.
 
     def _candidate(self, step: int) -> int | None:
         place = step - self._start
@@ -194,7 +211,7 @@ class Trials:
         return self._schedule[place] if place < len(self._schedule) else len(self.candidates)
 
     def _is_first(self, step: int) -> bool:
-        """Of a turn."""
+        """Return whether a step is the first of a turn."""
         return (step - self._start) % STEPS == 0
 
     def _add_step(self, step: int, seconds: float) -> None:
@@ -213,7 +230,10 @@ class Trials:
 
 
 def _end_of(step: StepRecord, first: int, last: int) -> float | None:
-    """When the bucket with these operations had been exchanged; what comes then waits for the others."""
+    """Return when the bucket with these operations had been exchanged; None if that was not recorded.
+
+    Later phases are left out, because they wait for the other buckets.
+    """
     handles = step.handles[first:last]
     if step.passes_on:
         return max((handle.ended or 0.0 for handle in handles), default=None)

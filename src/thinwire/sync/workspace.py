@@ -1,6 +1,6 @@
-"""What is prepared once and used at every step: plans of exchanges, memory, streams and recordings.
+"""Objects that are prepared once and used at every step: plans of exchanges, memory, streams and recordings.
 
-Nothing in here is part of a checkpoint: it can be dropped at any moment, and is then made anew.
+Checkpoints contain none of them. They can be dropped at any time, and are then made again.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,45 +24,48 @@ from .parts import Sent, Slot, StepRecord, Updates, Waiting
 from .residuals import NamedVectors
 
 _NO_LIMIT = 1 << 62
-"""For one operation: all are held until the step ends, so cutting one into segments would save nothing."""
+"""Memory limit of one operation.
+
+All payloads are held until the step ends, so cutting an operation into segments would save nothing.
+"""
 
 
 class Workspace:
-    """Of one synchronizer."""
+    """The prepared objects of one synchronizer."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pool: Any = None
-        """Of the memory of recordings."""
+        """Memory pool of the recordings."""
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop everything except the streams and the memory pool."""
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        """The beginning of the same memory, by how many elements."""
+        """Views of the beginning of the same memory, by number of elements."""
         self._packs: dict[tuple[str | None, ...], tuple[Run, Tensor]] = {}
-        """Small parameters that are sent together, by their names: the run, and memory for copies."""
+        """Packed parameters that are sent together, by their names: the run, and memory for their gradients."""
         self._prepared: dict[int, Sent] = {}
-        """Runs as they were sent at the last step, by the identity of the run."""
+        """Runs as they were sent in the last step, by the `id` of the run."""
         self._prepared_for: tuple[Hashable, ...] = ()
-        """Where everything was by then that a run is made of."""
+        """Generations and addresses of the tensors for which `_prepared` is valid."""
 
     def keep_used(self, step: StepRecord) -> None:
-        """Let go of what this step has not used, as after DDP has put its buckets together anew."""
+        """Drop everything that this step has not used, for example after DDP has rebuilt its buckets."""
         used = {id(slot) for slot in step.slots}
         self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
         self._prepared = {key: sent for key, sent in self._prepared.items() if id(sent.slot) in used}
         self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
 
     def prepare(self, sent: Sent) -> None:
-        """Remember how a run was sent: at the next step, all that need be done is to replay it."""
+        """Keep how a run was sent, so that the next step only needs to replay it."""
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
-            self._prepared[id(sent.run)] = sent  # which keeps the run, so that no other has its identity
+            self._prepared[id(sent.run)] = sent  # keeps the run alive, so that no other run gets its id
 
     def prepared(self, run: Run, bucket: Tensor, channels: Sequence[Channel]) -> Sent | None:
-        """Return how a run was sent at the last step, if its gradient, and all that it is made of, is where it was."""
+        """Return how a run was sent in the last step; None if it was not recorded, or if its gradient has moved."""
         sent = self._prepared.get(id(run))
         if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
             return None
@@ -71,7 +74,7 @@ class Workspace:
         return sent if sent.slot.request.channels == channels else None
 
     def forget_moved(self, residuals: NamedVectors, updates: Updates | None) -> None:
-        """If a residual, a moment or a number has moved, nothing is prepared any more."""
+        """Drop all prepared runs if a residual, a moment or a number of a rule has moved."""
         where: list[Hashable] = [residuals.generation]
         if updates is not None:
             where += [moment.generation for moment in updates.moments]
@@ -90,7 +93,7 @@ class Workspace:
         algorithm: str,
         shard_compressor: Compressor | None,
     ) -> Slot:
-        """What a run is sent by: made when it is first seen."""
+        """Return the slot by which a run is sent; it is made when the run is first seen."""
         key = (id(run), source.dtype, has_residual, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
@@ -109,20 +112,26 @@ class Workspace:
         return slot
 
     def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
-        """For what can be recorded: not what draws, by a key that changes, nor what waits for a node's other ranks."""
+        """Return a new recording; None if the work of this compressor cannot be recorded.
+
+        Random draws cannot be recorded because their key changes, nor an exchange that waits for other ranks of a node.
+        """
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
         layout = compressor.layout(source.numel(), source.dtype)
         return self.new_recording() if kernels.is_recordable(layout, source.device) else None
 
     def new_recording(self) -> Recording:
-        """Return one that shares its memory with all others in here: they run one after the other."""
+        """Return a recording that shares its memory with all others here, because they run one after the other."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return Recording(self._pool)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
-        """Where everything is that sending and applying a run reads and writes; its payloads belong to its slot."""
+        """Return the addresses of everything that is read and written when a run is sent and applied.
+
+        The payloads belong to the slot, whose `id` is included.
+        """
         update, residual = sent.update, sent.residual
         made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
         if isinstance(update, AdamUpdate) and update.on_device is not None:
@@ -131,7 +140,7 @@ class Workspace:
         return tuple(made)
 
     def packed(self, group: Sequence[Waiting]) -> tuple[Run, Tensor]:
-        """Return the run of small parameters that are sent together, and memory for them: the same at every step."""
+        """Return the run of parameters that are packed together, and memory for them; both are kept for later steps."""
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.tensor, group[0].compressor
         names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
@@ -143,7 +152,7 @@ class Workspace:
         return run, kept
 
     def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of as many elements, for what is used before the next one asks."""
+        """Return memory with the numel and device of `like`; the next call may return the same memory."""
         numel, device = like.numel(), like.device
         views = self._scratch.setdefault((dtype, device), {})
         if numel not in views:
@@ -156,7 +165,10 @@ class Workspace:
         return views[numel]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """On which buckets are encoded while backward goes on; None on a CPU, and where ranks take turns on one GPU."""
+        """Return the stream on which buckets are encoded during the backward pass.
+
+        It is None on a CPU, and for a `LocalGroup`, whose ranks take turns on one GPU.
+        """
         if device.type != "cuda" or isinstance(self._group, LocalGroup):
             return None
         if device not in self._streams:

@@ -1,1 +1,1 @@
-"""The commands: they use the library, and the library does not use them."""
+"""Command-line tools. They import the library; the library does not import them."""

@@ -1,10 +1,12 @@
-"""The `thinwire` command: a table of commands, each loaded when it is asked for.
+"""The `thinwire` command: a table of commands, each imported only when it is called.
 
-A command is a function of one frozen dataclass, its options, which returns the exit code. tyro makes the command line
-out of the dataclass, with the docstring under each field as help. To add a command, add a line to `COMMANDS`.
+A command is a function with one argument, `options`, which is a frozen dataclass. It returns the exit code. tyro builds
+the command line from the dataclass and shows the docstring under each field as help. To add a command, add a line to
+`COMMANDS`.
 
-Exit codes: 0 all well; 1 the command ran and found something wrong; 2 wrong usage; 130 interrupted. A ValueError or
-OSError out of a command is what the user gave: it becomes one line. Anything else is ours, and keeps its traceback.
+Exit codes: 0 success; 1 the command ran and found something wrong; 2 wrong usage; 130 interrupted. A ValueError or
+OSError from a command is caused by the user's input and is printed as one line. Any other exception is a bug and keeps
+its traceback.
 """
 
 import contextlib
@@ -20,8 +22,10 @@ from .. import __version__
 
 
 class Command(NamedTuple):
+    """A command: the function to call, and its line in the help."""
+
     target: str
-    """module:function, in this package."""
+    """Function to call, as module:function within this package."""
     help: str
 
 
@@ -44,7 +48,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["--version"]:
         print(f"thinwire {__version__}")
@@ -73,11 +77,11 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _parse(name: str, options: Any, arguments: list[str]) -> Any:
-    import tyro  # here, because `thinwire --help` can do without
+    import tyro  # imported here, because `thinwire --help` does not need it
 
     prog = _prog(name)
     given: dict[str, Any] = {"prog": prog, "args": arguments}
-    if hasattr(options, "defaults"):  # some options say what others are if they are not given
+    if hasattr(options, "defaults"):  # these defaults depend on the arguments
         given["default"] = options.defaults(arguments)
     if {"-h", "--help"} & set(arguments):
         return tyro.cli(options, **given)
@@ -98,9 +102,9 @@ def _parse(name: str, options: Any, arguments: list[str]) -> Any:
 
 
 def _first_paragraph(box: str) -> str:
-    """The lines of a drawn box between its title and the first rule, as one line.
+    r"""Return the text of a drawn box between its title and the first rule, as one line.
 
-    >>> _first_paragraph("╭─ Error ─╮\\n│ bad     │\\n│ option  │\\n│ ─────── │\\n│ help    │\\n╰─────────╯")
+    >>> _first_paragraph("╭─ Error ─╮\n│ bad     │\n│ option  │\n│ ─────── │\n│ help    │\n╰─────────╯")
     'bad option'
     """
     text: list[str] = []
@@ -113,7 +117,7 @@ def _first_paragraph(box: str) -> str:
 
 
 def _known_words(given: list[str]) -> list[str]:
-    """The longest start of the command line that a command's name begins with."""
+    """Return the longest prefix of the command line that is also a prefix of a command's name."""
     names = [name.split() for name in COMMANDS]
     return max((given[:n] for n in range(len(given) + 1) if any(name[:n] == given[:n] for name in names)), key=len)
 

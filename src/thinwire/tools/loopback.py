@@ -1,4 +1,7 @@
-"""The loopback interface: what it has sent, and whether it is quiet. Linux counts; elsewhere all counts are 0."""
+"""Counters of the loopback interface: the bytes sent, and whether traffic has stopped.
+
+Only Linux has these counters. On other systems every count is 0.
+"""
 
 import re
 import time
@@ -7,21 +10,22 @@ from pathlib import Path
 _COUNTERS = Path("/proc/net/dev")
 _WINDOW_SECONDS = 0.01
 _PATIENCE_SECONDS = 0.2
-"""TCP acknowledges within 0.04."""
+"""Longest wait for a quiet moment. TCP acknowledges within 0.04 s."""
 
 
 def is_counted() -> bool:
+    """Return whether the system has counters of the loopback interface."""
     return _COUNTERS.exists()
 
 
 def sent_bytes() -> int:
-    """Since the system started, by all processes, headers included."""
+    """Return the bytes sent since the system started, by all processes, headers included."""
     line = re.search(r"\blo:(.*)", _COUNTERS.read_text()) if is_counted() else None
     return int(line[1].split()[8]) if line else 0
 
 
 def wait_until_quiet() -> tuple[bool, int]:
-    """Whether a moment without traffic came soon, and the count then."""
+    """Wait briefly for a moment without traffic. Return whether it came, and the bytes sent until then."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while is_counted():
         before = sent_bytes()

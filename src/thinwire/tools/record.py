@@ -1,7 +1,7 @@
-"""JSON lines with their conditions: what benchmarks and trainings write, and what tables and reports are made from.
+"""JSON lines with their conditions. Benchmarks and trainings write them; tables and reports read them.
 
-Each line is an object with a "kind". The first is of kind "conditions"; what follows was measured under them, until the
-next line of that kind: files of several runs can simply be joined.
+Each line is an object with a "kind". The first line has the kind "conditions". The lines after it were measured under
+these conditions, until the next line of that kind. So the files of several runs can be concatenated.
 """
 
 import json
@@ -20,8 +20,11 @@ Line = dict[str, Any]
 
 
 def conditions(**more: object) -> Line:
-    """What a measurement depends on besides the code: versions, machine, threads; `more` adds a benchmark's own."""
-    import torch  # here, so that reading a record does not load it
+    """Return what a measurement depends on besides the code: versions, machine, threads.
+
+    more   further conditions, of the benchmark itself.
+    """
+    import torch  # imported here, so that reading a record does not import it
 
     from thinwire import kernels
 
@@ -42,12 +45,12 @@ def conditions(**more: object) -> Line:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """The processor's name; some systems tell no more than the architecture."""
+    """Return the name of the CPU, or only the architecture on systems that do not give a name."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -56,7 +59,9 @@ def cpu_model() -> str:
 
 
 class Writer:
-    """Writes each line as it comes, so that a run that ends early leaves what it had. Without a path: nowhere.
+    """Writes JSON lines to a file, or nowhere if the path is None.
+
+    Each line is flushed at once, so that a run that ends early keeps its lines.
 
     >>> with Writer(None) as writer:
     ...     writer.write({"kind": "row"})
@@ -66,12 +71,14 @@ class Writer:
         self._file = None if path is None else open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: Mapping[str, object]) -> None:
+        """Write one line and flush it; raise ValueError if a number is not finite."""
         if self._file is not None:
             json.dump(line, self._file, allow_nan=False)
             self._file.write("\n")
             self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -85,7 +92,10 @@ class Writer:
 
 
 def read(path: str | Path) -> Iterator[Line]:
-    """Every line after the conditions, with those that it was measured under as "conditions"."""
+    """Yield every line that is not of kind "conditions", with its conditions added under that name.
+
+    Raises ValueError if a line is not a JSON object with a kind, or comes before any conditions.
+    """
     current: Line | None = None
     with open(path, encoding="utf-8") as file:
         for number, text in enumerate(file, 1):

@@ -1,11 +1,12 @@
-"""Ranks: processes on this machine that form gloo groups and answer questions, none of which waits without an end.
+"""Processes on this machine that form gloo process groups and run the methods that the parent calls.
 
     with Workers(4) as workers:
-        workers.form(2, Actor, *args)          # a group of the first two, in each of them an Actor(rank, 2, *args)
+        workers.form(2, Actor, *args)          # a group of the first two; each builds Actor(rank, 2, *args)
         answers = workers.ask("method", *args)     # [actor.method(*args) of each rank]
 
-Questions and answers go through pipes, so that the loopback interface carries what the ranks exchange and nothing else.
-What a rank raises, or that it died, is a `WorkerError` that names it. No process outlives the block, or the program.
+Calls and results go through pipes, so that the loopback interface carries only what the ranks exchange. If a rank
+raises an exception or dies, the parent raises a `WorkerError` with its rank. No process outlives the `with` block or
+the program.
 """
 
 import gc
@@ -32,9 +33,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ..collectives import CollectiveError
 
 LIMIT_SECONDS = 300.0
-"""For any answer; the first ones load torch, and may compile the kernels, in all processes at once."""
+"""Default time limit for a result. First calls load torch, and may compile the kernels, in all processes at once."""
 GRACE_SECONDS = 3.0
-"""For the answers of the others once one rank has failed: one of them may know better what happened."""
+"""Time limit for the other results once one rank has failed. One of them may name the cause."""
 HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,11 +43,11 @@ Actor = Callable[..., object]
 
 
 class WorkerError(Exception):
-    """A rank raised, died, or did not answer.
+    """Raised when a rank raised an exception, died, or did not answer in time.
 
-    rank     at fault.
-    reason   without the rank.
-    trace    where it raised, if it did, and was not to blame for it: what ValueError and OSError say is enough.
+    rank     the rank that failed.
+    reason   what happened, without the rank.
+    trace    traceback of the rank; empty if it died, or raised a ValueError or OSError, whose message is enough.
     """
 
     def __init__(self, text: str, rank: int | None = None, reason: str = "", trace: str = "") -> None:
@@ -55,19 +56,19 @@ class WorkerError(Exception):
 
 
 class Failure(NamedTuple):
-    """What a rank answers in place of a result."""
+    """A failed call. A rank sends it in place of a result."""
 
     reason: str
     trace: str = ""
     is_echo: bool = False
-    """Of what happened to another rank."""
+    """Whether the call failed only because another rank failed."""
 
 
 class Workers:
-    """Processes, started at once and ended with the block.
+    """Processes that start together and end with the `with` block.
 
-    threads   of torch, in each of them.
-    limit     seconds for an exchange between them, after which a rank that does not answer is an error.
+    threads   number of torch threads in each process.
+    limit     timeout of the process group in seconds; an exchange with a rank that does not answer then fails.
     """
 
     def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
@@ -87,12 +88,18 @@ class Workers:
                 self._processes.append(process)
 
     def form(self, size: int, actor: Actor, *args: object) -> None:
-        """A new group of the first `size` processes, in place of the last one."""
+        """Form a process group of the first `size` processes, and build `actor(rank, size, *args)` in each of them.
+
+        The new group replaces the previous one.
+        """
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._make(size, actor, args, self._store.port)
 
     def make(self, size: int, actor: Actor, *args: object) -> None:
-        """As `form`, without a group: actors that know better how to reach each other make it themselves."""
+        """Build `actor(rank, size, *args)` in the first `size` processes, without a process group.
+
+        Use it for a class that forms the process group itself.
+        """
         self._make(size, actor, args, None)
 
     def _make(self, size: int, actor: Actor, args: tuple[object, ...], port: int | None) -> None:
@@ -100,11 +107,14 @@ class Workers:
         self._question([(None, (port, self._limit, rank, size, actor, args)) for rank in range(size)])
 
     def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
-        """What this method of the actor returns, by rank; within so many seconds, or whenever it comes."""
+        """Call this method on every rank and return the results, ordered by rank.
+
+        limit   seconds to wait for the results; None waits without a limit.
+        """
         return self._question([(method, args)] * self._size, limit)
 
     def signal(self, number: signal.Signals) -> None:
-        """To all processes that are still there."""
+        """Send a signal to every process that is still alive."""
         for process in self._processes:
             if process.pid is not None and process.is_alive():
                 with suppress(ProcessLookupError):
@@ -114,7 +124,7 @@ class Workers:
         self, questions: Sequence[tuple[str | None, tuple[object, ...]]], limit: float | None = LIMIT_SECONDS
     ) -> list[Any]:
         for line, question in zip(self._lines, questions, strict=False):
-            with suppress(OSError):  # it has died, which is found when its answer is read
+            with suppress(OSError):  # the process has died; this is found when its result is read
                 line.send(question)
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -128,7 +138,7 @@ class Workers:
                     (answers if succeeded else failures)[rank] = answer
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE_SECONDS)
-                    # Those that wait for a rank that died may tell before it shows: it goes first.
+                    # Ranks that wait for the dead rank may have reported first: the dead rank goes first.
                     failures = {rank: Failure(_death(self._processes[rank].exitcode)), **failures}
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -155,8 +165,12 @@ class Workers:
 
 
 def _context() -> Any:
-    """On Linux, processes are copies of one that has loaded torch, so that many start as soon as one; else each loads
-    it. Nothing is copied from this process, which may have threads, or have used a GPU."""
+    """Return the multiprocessing context that starts the processes.
+
+    On Linux, a server process loads torch once and forks the ranks, so that many start as fast as one. On other systems
+    each process loads torch itself. Nothing is forked from this process, because it may have threads or have used a
+    GPU.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -166,13 +180,16 @@ def _context() -> Any:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Until all processes are started. They begin with these signals blocked, and listen when they can: a Ctrl-C on the
-    terminal is for the parent alone, who ends them. A thread of a library, which has them unblocked, may take one for
-    this process: then the handler waits too, or it would leave a process half started."""
+    """Delay SIGINT and SIGTERM until all processes are started.
+
+    The processes start with these signals blocked and unblock them when they are ready. They ignore SIGINT: a Ctrl-C on
+    the terminal is for the parent alone, which ends them. A thread of a library that has the signals unblocked may
+    still receive one for this process. So the handler is delayed too, because it would leave a process half started.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # multiprocessing would start it with the first process, and unblock them then
+    resource_tracker.ensure_running()  # else the first process starts it, and unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     came: list[int] = []
     handlers: dict[signal.Signals, Any] = {}
@@ -190,7 +207,10 @@ def _signals_wait() -> Iterator[None]:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error is what a rank sees of another's end; DDP passes it on as a RuntimeError with the same text."""
+    """Return whether a rank raises this error only because another rank failed.
+
+    DDP raises such an error as a RuntimeError with the same text.
+    """
     marks = ("all_reduce_compressed #", "Connection closed by peer", "Connection reset by peer")
     text = str(error)
     return isinstance(error, CollectiveError) or (
@@ -203,7 +223,8 @@ def _seconds_until(deadline: float) -> float | None:
 
 
 def _death(code: int | None) -> str:
-    """
+    """Describe how a process ended, given its exit code.
+
     >>> _death(-9), _death(1)
     ('was killed by SIGKILL', 'died with exit code 1')
     """
@@ -214,7 +235,7 @@ def _death(code: int | None) -> str:
 
 
 def _serve(line: Connection, threads: int) -> None:
-    """The life of a process: a question, its answer, and again until it is ended."""
+    """Receive a call, send its result, and repeat until the process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -226,11 +247,11 @@ def _serve(line: Connection, threads: int) -> None:
     while True:
         try:
             method, args = line.recv()
-        except (EOFError, OSError):  # the parent is gone, or was stopped before it began
+        except (EOFError, OSError):  # the parent ended, maybe before its first call
             return
         try:
             if method is None:
-                actor = None  # its tensors, before the next one makes its own
+                actor = None  # frees its tensors before the next one is built
                 actor = _join(*args)
             line.send((True, getattr(actor, method)(*args) if method else None))
         except Exception as error:
@@ -240,7 +261,7 @@ def _serve(line: Connection, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Even if it is killed while this process waits for another."""
+    """Exit when the parent process ends, even while this process waits for another rank."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,1 +1,1 @@
-"""How payloads become one sum with the same bits on every rank: gather, sharded, values, hierarchical."""
+"""The algorithms gather, sharded, values and hierarchical. Each gives a sum with the same bits on every rank."""

@@ -1,7 +1,7 @@
-"""gather: every rank's payload to every rank, decoded in the order of ranks.
+"""The algorithm gather: every rank sends its payload to every rank, and decodes all payloads in the order of ranks.
 
-Exact in the sense that the sum is that of the decoded payloads and nothing else. The bytes grow with the world, so it
-wins in small ones: (P - 1) payloads sent by each of P ranks.
+The result is the sum of the decoded payloads, without a second compression. Each of P ranks sends P - 1 payloads. The
+bytes grow with the world size, so gather is best with few ranks.
 """
 
 import torch
@@ -12,6 +12,7 @@ from .stage import Outcome, Run, Stage
 
 
 def gather(stage: Stage) -> Run:
+    """Encode the tensor, and exchange the payloads of all ranks."""
     layout = stage.layout
     payloads = stage.buffers.take((stage.size, layout.nbytes), stage.tensor.device)
     rows = stage.buffers.parts_of(payloads)

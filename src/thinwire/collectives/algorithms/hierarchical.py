@@ -1,8 +1,9 @@
-"""hierarchical: dense inside a node, where the wires are fast; compressed between nodes, each rank for one share.
+"""The algorithm hierarchical: dense inside a node, where the network is fast, and compressed between nodes.
 
-Dense reduce-scatter over the ranks of a node, then any algorithm over the nodes for each rank's share of the sum, then
-dense all-gather inside the node. Between nodes each rank sends what one share costs, so a node with Q ranks sends as
-much as a single rank would in a flat world of nodes. A rank keeps the residual of its own share alone.
+It is a dense reduce-scatter over the ranks of a node, then any algorithm between nodes for each rank's share of the
+sum, then a dense all-gather inside the node. Between nodes, each rank sends the bytes of one share. So a node with Q
+ranks sends as much as a single rank in a world with one rank for each node. A rank keeps the residual of its own share
+only.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,16 @@ from .stage import Outcome, Run, Stage
 
 
 def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Run], granule: int) -> Run:
-    """`stage` is on the operation between nodes; `inside` is the one of this rank's node."""
+    """Run `algorithm` between nodes, inside a dense all-reduce over the ranks of this node.
+
+    stage     the stage between nodes, with the tensor and residual of this rank.
+    inside    the operation inside this rank's node.
+    granule   the shares of the ranks of a node are cut at multiples of this number of elements.
+    """
     node = replace(stage, operation=inside, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     cut = shares(stage.tensor.numel(), granule, node.size)
     start, stop = cut[node.rank]
-    # What was kept when shares were cut otherwise, or by a run with other nodes, is sent in the dense stage.
+    # A residual outside this rank's share, kept with other shares or other nodes, is sent in the dense stage.
     residual = None if stage.residual is None else stage.residual[start:stop]
     strays = [] if stage.residual is None else [stage.residual[:start], stage.residual[stop:]]
     strays = [part for part in strays if bool(part.any())]
@@ -42,7 +48,7 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], R
     def keep(gradient: Tensor | None, update: Update | None) -> None:
         if update is not None and gradient is not None:
             with stage.clock("update"):
-                update.advance(gradient, None)  # what was compressed is the sum of the node, not this rank's update
+                update.advance(gradient, None)  # the compressed tensor is the sum of the node, not this rank's update
         between.keep(total, None)
         for part in strays:
             part.zero_()

@@ -1,12 +1,12 @@
-"""sharded: each rank owns a share; pieces go to their owner, who sums, compresses again, and sends the sum to all.
+"""The algorithm sharded: each rank owns a share of the elements, sums it, and sends the sum to all ranks.
 
-Reduce-scatter and all-gather, both compressed. Each rank sends (b1 + b2) (P - 1) / P bytes for payloads of b1 and b2
-bytes, whatever the world: flat where gather grows. What the second compression leaves behind stays with the owner, in a
-residual of the size of its share (Tang et al. 2019, DoubleSqueeze). Shares consist of whole records, so a piece is a
-slice of the payload.
+It is a compressed reduce-scatter, then a compressed all-gather. With P ranks and payloads of b1 and b2 bytes, each rank
+sends (b1 + b2) (P - 1) / P bytes. This is almost independent of P, where the bytes of gather grow with it. The error of
+the second compression is kept by the owner, in a residual with the numel of its share (Tang et al. 2019,
+DoubleSqueeze). Shares consist of whole records, so the piece for an owner is a slice of the payload.
 
-With no compression in both stages this is the plain all-reduce, `dense`: sums are made in float32, in the order of
-ranks.
+Without compression in both stages, this is the algorithm dense. Sums are made in float32 (float64 for float64), in the
+order of ranks.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,10 +23,11 @@ from ..transport.link import Seen
 from .stage import Exchange, Outcome, Run, Stage
 
 _SECOND = 2
-"""Mixed into the key of the second stage's draws."""
+"""Number that is mixed into the key of the second compression."""
 
 
 def sharded(stage: Stage) -> Run:
+    """Run a compressed reduce-scatter, then a compressed all-gather."""
     cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
     total, sent = yield from reduce_scatter(stage, cut)
     second = yield from all_gather(stage, cut, total)
@@ -39,7 +40,7 @@ def sharded(stage: Stage) -> Run:
 
 
 def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, Seen, tuple[Tensor, CompressedTensor]]:
-    """The sum of this rank's share, in float32 or float64, and what this rank sent."""
+    """Return the sum of this rank's share, in float32 or float64, and the payload that this rank encoded."""
     first, dtype, layout = stage.first, stage.tensor.dtype, stage.layout
     payload = stage.buffer(layout.nbytes)
     sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key)
@@ -64,7 +65,7 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
 
 
 def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
-    """The owner's sum, compressed against its own residual, to all ranks."""
+    """Compress the sum of this rank's share with the owner's residual, and send it to all ranks."""
     second = stage.second
     if isinstance(second, NoCompression) and stage.owner_residual is None:
         return (yield from _all_gather_dense(stage, cut, total))
@@ -92,9 +93,10 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
 
 
 def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
-    """The owner's sum as it is. Weighted before it is rounded: an average of 16-bit numbers does not overflow.
+    """Send the sum of this rank's share to all ranks, without compression.
 
-    A sum may, and is then Inf, as in torch's own all-reduce; NaN at the start of a share means that it was marked.
+    The sum is weighted before it is rounded, so that an average of 16-bit numbers does not overflow. A sum may overflow
+    to Inf, as in torch's own all-reduce. NaN at the start of a share means that an input was not finite.
     """
     dtype, width = stage.tensor.dtype, stage.tensor.itemsize
     everything = stage.buffer(cut[-1][1] * width)

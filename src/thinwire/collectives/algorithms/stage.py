@@ -1,9 +1,8 @@
-"""What the algorithms have in common: a part of a tensor to reduce over one group, and what came of it.
+"""Common parts of the algorithms: a tensor to reduce over one group, its exchanges, and the outcome.
 
-An algorithm is a generator. It encodes, yields what is to be sent and received, is given what came, and so on; what it
-returns is an `Outcome`, which has not changed anything yet. So whoever runs it decides in which thread each part is
-done: in training, the encoding is the caller's, the exchanges are the wire's, and the outcome is applied by the caller
-again.
+An algorithm is a generator. It encodes, yields the buffers to send and receive, and continues after their exchange. It
+returns an `Outcome`, and has not changed tensor and residuals by then. So encoding, exchange and application can run in
+different threads: in training the caller encodes, the wire exchanges, and the caller applies the outcome.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +25,7 @@ from ..transport.operation import Operation
 
 
 class Exchange(NamedTuple):
-    """What an algorithm asks for: to send these bytes and receive those, by rank of the operation's group."""
+    """The buffers to send and receive in one exchange, by rank in the group of the operation."""
 
     operation: Operation
     sends: Messages
@@ -34,21 +33,21 @@ class Exchange(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The state after the last exchange: nothing has been changed yet."""
+    """The result of an algorithm after its last exchange. No residual, moment or output has changed yet."""
 
     finite: bool
-    """Whether every rank's input, and every sum that an owner sent on, is finite; the same on all ranks."""
+    """Whether no payload is marked as made from an input that was not finite. It is the same on all ranks."""
     keep: Callable[[Tensor | None, Update | None], None]
-    """(gradient, update): update the residuals, and the moments by the gradient, if there is an update."""
+    """Function (gradient, update) that updates the residuals and, with an update, the moments."""
     write: Callable[[Tensor], None]
-    """Write the result, weighted, into a flat tensor."""
+    """Function (out) that writes the weighted result into a flat tensor."""
     settle: Callable[[Tensor, Update | None, Tensor], None] | None = None
-    """(gradient, update, out): `keep` and `write` in one pass over the memory, where a kernel can."""
+    """Function (gradient, update, out) for `keep` and `write` together, in one pass over memory if a kernel has one."""
 
     def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
 
-        gradient   what was encoded; or, with an update, what the update was made of. None: there is no residual.
+        gradient   the encoded tensor or, with an update, the gradient of that update. None: there is no residual.
         """
         if self.settle is not None and gradient is not None:
             self.settle(gradient, update, out)
@@ -58,14 +57,14 @@ class Outcome(NamedTuple):
 
 
 Run = Generator[Exchange, Seen, Outcome]
-"""An algorithm at work."""
+"""A running algorithm."""
 
 
 class Buffers:
-    """Memory for payloads. One that is used for every step gives each of them the same memory again.
+    """Memory for payloads. If it is used for many steps, every step gets the same memory.
 
-    On a GPU encoding may be replayed from a recording (`recording.py`): then what it made when it was recorded is what
-    it has made now.
+    On a GPU, encoding may be replayed from a recording (`recording.py`). Then `encoded` returns the objects that were
+    made when the work was recorded.
     """
 
     def __init__(self) -> None:
@@ -74,16 +73,17 @@ class Buffers:
         self._parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         self._next = self._next_made = 0
         self.is_replayed = False
-        """Whether what is encoded now has been, by a recording."""
+        """Whether a recording has already encoded the payloads of this step."""
 
     def rewind(self, *, is_replayed: bool = False) -> None:
-        """The next call of `take` is the first one of a step."""
+        """Begin a new step. The next call of `take` returns the first buffer again."""
         self._next = self._next_made = 0
         self.is_replayed = is_replayed
         if not is_replayed:
             self._made = []
 
     def take(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
+        """Return the next uint8 buffer of the step, on the device or in pinned CPU memory."""
         if self._next == len(self._kept):
             self._kept.append(_empty(shape, device, pinned))
         elif self._kept[self._next].shape != shape:
@@ -92,14 +92,14 @@ class Buffers:
         return self._kept[self._next - 1]
 
     def parts_of(self, taken: Tensor, cut: Callable[[Tensor], Sequence[Tensor]] = list) -> Sequence[Tensor]:
-        """Return the parts of what was taken last, by default its rows: views, which are made once."""
+        """Return views of the buffer that was taken last, by default its rows. The views are made once."""
         known = self._parts.get(self._next)
         if known is None or known[0] is not taken:
             known = self._parts[self._next] = taken, cut(taken)
         return known[1]
 
     def encoded(self, encode: Callable[[], CompressedTensor]) -> CompressedTensor:
-        """Encode, or return what a recording has encoded."""
+        """Call `encode` and return its result. In a replay, return the result from the recording instead."""
         if self.is_replayed:
             self._next_made += 1
             return self._made[self._next_made - 1]
@@ -117,39 +117,43 @@ class Stage:
 
     operation: Operation
     tensor: Tensor
-    """Read by `encode` alone: in training, other tensors use its memory after that."""
+    """Only encoding reads it. In training, its memory is reused after that."""
     residual: Tensor | None
     first: Compressor
     second: Compressor
     owner_residual: Tensor | None
-    """What this rank, as an owner, has not sent on so far: of its share, in units of the sum."""
+    """Part of the sum over its share that this rank, as the owner, has not sent."""
     key: int | None
     weight: float
     report: Report
     buffers: Buffers = field(default_factory=Buffers)
     through_host: bool = False
-    """Whether payloads of a GPU are sent from, and received in, pinned memory that is kept from step to step."""
+    """Whether payloads on a GPU are sent from, and received in, pinned memory that is kept between steps."""
 
     @property
     def rank(self) -> int:
+        """Return this rank in the group."""
         return self.operation.channel.rank
 
     @property
     def size(self) -> int:
+        """Return the number of ranks in the group."""
         return self.operation.channel.size
 
     @property
     def others(self) -> list[int]:
+        """Return all other ranks in the group."""
         return self.operation.channel.others
 
     @property
     def layout(self) -> Layout:
+        """Return the payload layout of the first compressor for the tensor."""
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
     def encode(
         self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor, key: int | None
     ) -> CompressedTensor:
-        """The payload, counted in the compressor's statistics; the residual is only read."""
+        """Encode into `out`, and count it in the compressor's statistics. The residual is only read."""
         with self.clock("encode"):
             made = self.buffers.encoded(lambda: compressor.encode(tensor, residual, key=key, out=out, counted=True))
         if self.buffers.is_replayed:
@@ -157,7 +161,10 @@ class Stage:
         return made
 
     def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return where payloads are sent from and received in; this rank's is there once the GPU has come so far."""
+        """Return the buffers to send from and to receive in: in pinned memory if `through_host`, else the payloads.
+
+        This rank's payload is copied to pinned memory asynchronously.
+        """
         if not self.through_host:
             return payloads
         host = self.buffers.parts_of(
@@ -170,7 +177,7 @@ class Stage:
     def keep(
         self, ct: CompressedTensor, gradient: Tensor | None, residual: Tensor | None, update: Update | None
     ) -> None:
-        """The second half of `encode`: the residual, and the moments of an update; all ranks were finite."""
+        """Update the residual after `encode` and, with an update, the moments. All ranks' inputs must be finite."""
         if update is not None and gradient is not None:
             with self.clock("update"):
                 update.advance(gradient, residual)
@@ -182,27 +189,30 @@ class Stage:
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 
     def exchange(self, sends: Messages, receives: Messages) -> Exchange:
+        """Return an exchange on the operation of this stage."""
         return Exchange(self.operation, sends, receives)
 
     def all_gather(self, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+        """Gather the parts of all ranks on the operation of this stage."""
         return all_gather(self.operation, parts)
 
     def clock(self, phase: str) -> AbstractContextManager[None]:
+        """Measure the time of a `with` block for the report."""
         return self.report.clock(phase)
 
     def judge(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-        """Tell whether every rank's input was finite, from the payloads that came from each; all ranks have all."""
+        """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
         return self.has_no_mark(payloads, layouts)
 
     def has_no_mark(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-        """Tell whether no payload is that of an input that was not finite."""
+        """Return whether no payload is marked as made from an input that was not finite."""
         return self.operation.once(lambda: _no_mark(payloads, layouts))
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-        """Raise an error that names the rank whose payload no compressor could have made: nothing has changed so far.
+        """Raise an error that names the rank if a payload is malformed. No tensor or residual has changed by then.
 
-        Ranks that are threads of this process need no judge; on a GPU, this rank's own payload needs none either.
+        Payloads of ranks that are threads of this process are not checked, nor is this rank's own payload on a GPU.
         """
         if self.operation.channel.group is None:
             return
@@ -215,23 +225,30 @@ class Stage:
                 raise self.operation.malformed(rank, str(error)) from None
 
     def check_sums(self, sums: Sequence[Tensor]) -> None:
-        """The same for sums of owners that are not compressed: NaN throughout or nowhere, but one may be infinite."""
+        """Raise an error if an owner's uncompressed sum is NaN in some elements and not in others. Inf is allowed."""
         if self.operation.channel.group is None:
             return
         for rank, part in enumerate(sums):
-            if bool(part.sum().isnan()) and 0 < int(part.isnan().sum()) < part.numel():  # one look is enough mostly
+            if bool(part.sum().isnan()) and 0 < int(part.isnan().sum()) < part.numel():  # mostly one test is enough
                 raise self.operation.malformed(rank, "some values are marked as not finite and others are not")
 
     def buffer(self, *shape: int) -> Tensor:
+        """Return a uint8 tensor from `buffers`, on the device of the tensor."""
         return self.buffers.take(shape, self.tensor.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As torch's, in memory of `buffers`: what is applied on another stream must not be freed on this one."""
+        """Return an uninitialized tensor in memory from `buffers`.
+
+        The outcome may be applied on another stream, so its memory must not be freed on this one.
+        """
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
 def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-    """Fill everybody's part; this rank's is there. All of them, where they can be read soonest."""
+    """Send this rank's part to all ranks, and receive their parts.
+
+    Return the parts of all ranks. If they were staged through pinned memory, these are the pinned copies.
+    """
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
     return [
@@ -240,7 +257,7 @@ def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Excha
 
 
 def _no_mark(payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-    """Whether none of the payloads is that of an input that was not finite: each begins with a float, or with NaN."""
+    """Return whether no payload is marked. A payload begins with a float, which is NaN if the input was not finite."""
     if all(payload.device.type == "cpu" for payload in payloads):
         return not any(
             _is_nan(payload.numpy()[: layout.leading_float.itemsize], layout.leading_float)
@@ -259,7 +276,7 @@ _NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: n
 
 
 def _is_nan(data: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: torch.dtype) -> bool:
-    """Of the bytes of one float. torch would take ten times as long, and this is asked for every payload."""
-    if dtype == torch.bfloat16:  # which numpy does not have
+    """Return whether the bytes of a float are NaN. Every payload needs this, and torch would take ten times as long."""
+    if dtype == torch.bfloat16:  # not a numpy dtype
         return (int(data[0]) | int(data[1]) << 8) & 0x7FFF > 0x7F80
     return bool(np.isnan(data.view(_NUMPY[dtype])[0]))

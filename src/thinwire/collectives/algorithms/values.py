@@ -1,4 +1,4 @@
-"""values: ranks that drew the same positions (RandomK) sum the kept values, by a plain all-reduce."""
+"""The algorithm values: ranks that drew the same positions (RandomK) sum the kept values by a dense all-reduce."""
 
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from .stage import Outcome, Run, Stage
 
 
 def values(stage: Stage) -> Run:
+    """Encode the tensor, and sum the values of all payloads by a dense all-reduce."""
     layout = stage.layout
     sent = stage.encode(stage.first, stage.tensor, stage.residual, stage.buffer(layout.nbytes), stage.key)
     kept = read_values(sent.payload, layout.dtype)

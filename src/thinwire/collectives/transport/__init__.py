@@ -1,1 +1,1 @@
-"""How bytes get from rank to rank, and how ranks learn of what went wrong."""
+"""Transport of messages between ranks, and of errors from one rank to all others."""

@@ -1,8 +1,8 @@
-"""The key-value store of torch.distributed, as a notice board: slow, but it reaches every rank that lives.
+"""The key-value store of torch.distributed as a notice board. It is slow, but every live rank can reach it.
 
-The store may die with the rank that holds it, or be cut off without a word, in which case torch would wait for its
-answer for ever: so a thread of our own does the asking, and whoever wants to know waits for a while. From then on the
-board is empty, and connections alone tell what happens.
+The store may die with the rank that runs it, or become unreachable without an error. torch would then wait for an
+answer for ever. So requests are made in a separate thread, and the caller waits a few seconds at most. After that the
+board is empty for this rank, which then detects failures by its connections alone.
 """
 
 import queue
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
-"""In which a store answers that ever will."""
+"""Seconds to wait for an answer of the store before it counts as lost."""
 
 
 class Clerk:
-    """Asks a store, one request after the other, in a thread that nobody has to wait for."""
+    """Makes requests to a store, one after the other, in a daemon thread."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -29,9 +29,9 @@ class Clerk:
         self._lock = threading.Lock()
 
     def ask(self, request: Callable[[], T]) -> T:
-        """The answer; RuntimeError if none comes."""
+        """Return the answer to a request. Raise RuntimeError if there is none in time."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # not yet begun, or left behind by a fork
+            if self._thread is None or not self._thread.is_alive():  # not started yet, or lost in a fork
                 self._requests = queue.SimpleQueue()
                 self._thread = threading.Thread(target=self._work, name="thinwire-board", daemon=True)
                 self._thread.start()
@@ -53,43 +53,46 @@ class Clerk:
 
 
 class Board:
-    """Texts by key, for the ranks of one group."""
+    """Texts by key, shared by the ranks of one group. Without an answer of the store, it is empty."""
 
     def __init__(self, prefix: str, rank: int, store: Any = None) -> None:
-        """On `store`, by default that of torch.distributed; `prefix` tells this group's keys from all others."""
+        """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`."""
         self._root, self._clerk = _client_of_torch() if store is None else (store, Clerk())
-        # A group may be made again under its old name on the same store, where the keys of the first one still are.
+        # A group may be created again with its old name on the same store, which still has the keys of the first group.
         life = self._clerk.ask(lambda: self._prefixed(f"{prefix}/lives").add(str(rank), 1))
         self._prefix = f"{prefix}/{life}"
         self._store = self._prefixed(f"{self._prefix}/board")
         self.lost: str | None = None
-        """Why the store does not answer any more."""
+        """Reason why the store does not answer any more, or None."""
 
     def store(self, name: str) -> "PatientStore":
-        """A store with keys of its own, to be given to torch."""
+        """Return a store with separate keys, for use by torch."""
         return PatientStore(self._prefixed(f"{self._prefix}/{name}"), self._clerk)
 
     def read(self, key: str) -> str | None:
-        there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for it
+        """Return the text of a key, or None."""
+        there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for the key
         text = self._ask(lambda: self._store.get(key), None) if there else None
         return None if text is None else bytes(text).decode()
 
     def write(self, key: str, text: str) -> None:
+        """Set the text of a key."""
         self._ask(lambda: self._store.set(key, text), None)
 
     def write_once(self, key: str, text: str) -> None:
-        """Unless another rank was first."""
+        """Set the text of a key, unless a rank has already set it."""
         self._ask(lambda: self._store.compare_set(key, "", text), None)
 
     def count(self, key: str) -> int:
-        """How many times all ranks together have called this for the key, now included."""
+        """Return the number of calls with this key on all ranks, this call included."""
         return self._ask(lambda: int(self._store.add(key, 1)), 0)
 
     def delete(self, key: str) -> None:
+        """Delete a key."""
         self._ask(lambda: self._store.delete_key(key), None)
 
     def _prefixed(self, prefix: str) -> Any:
-        """Keys of their own, on the same store."""
+        """Return a view of the same store with prefixed keys."""
         return dist.PrefixStore(prefix, self._root)  # type: ignore[attr-defined]
 
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
@@ -102,29 +105,35 @@ class Board:
 
 
 class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
-    """Waits by asking again and again: torch's own store would lock out our other threads while it waits."""
+    """A store that waits by polling. A wait in torch's own store would block the other threads of thinwire."""
 
     def __init__(self, store: Any, clerk: Clerk) -> None:
         super().__init__()
         self._store, self._clerk = store, clerk
 
     def set(self, key: str, value: bytes) -> None:
+        """Set the value of a key."""
         self._clerk.ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
         self.wait([key])
         return self._clerk.ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key and return the sum."""
         return self._clerk.ask(lambda: int(self._store.add(key, amount)))
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
         return self._clerk.ask(lambda: bool(self._store.check(keys)))
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
         return self._clerk.ask(lambda: bool(self._store.delete_key(key)))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        """Wait until all keys exist. Raise RuntimeError after the timeout."""
         end, pause = time.monotonic() + timeout.total_seconds(), 1e-4
         while not self.check(keys):
             if time.monotonic() > end:
@@ -136,14 +145,14 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
 
 _LOCK = threading.Lock()
 _client: tuple[object, Any, Clerk] | None = None
-"""(the default group, a connection of our own to its store, who asks it)"""
+"""(default group, separate connection to its store, clerk of that connection)"""
 
 
 def _client_of_torch() -> tuple[Any, Clerk]:
-    """The store of the default group, through one connection for all groups.
+    """Return a connection to the store of the default group, and its clerk. All groups share them.
 
-    Of our own, so that our threads never wait for a request of the program's. Only one, because torch looks up the name
-    of the host when it connects, which takes seconds where names are served badly.
+    The connection is separate, so that threads of thinwire never wait for a request of the program. There is only one,
+    because torch looks up the host name when it connects, which takes seconds if the name service is slow.
     """
     global _client
     with _LOCK:

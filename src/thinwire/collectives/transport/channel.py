@@ -1,4 +1,4 @@
-"""This rank's end of a group: it numbers the operations, and keeps the connections that they share."""
+"""This rank's end of a process group: it numbers the operations and holds their shared connections."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerE
 
 
 class Channel(ABC):
-    """One group, for tensors that one backend carries. Who carries its bytes is for subclasses to say."""
+    """One group with one backend. Subclasses implement the transport."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class Channel(ABC):
         wire: Wire | None,
     ) -> None:
         self.group, self.backend = group, backend
-        """`group` is None where torch knows of none: the ranks are threads."""
+        """`group` is None if the ranks are threads."""
         self.rank, self.size = rank, len(ranks)
         self.ranks = ranks
-        """Global rank of each member."""
+        """Global rank of each member of the group."""
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout = timeout
         self.board, self.wire = board, wire
-        """Without a wire an exchange is done at once, in the thread and on the stream of its caller."""
+        """If `wire` is None, exchanges run at once, in the thread and on the stream of the caller."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
 
     def next(self) -> tuple[int, "Connection"]:
-        """Number an operation; in the order of the program, which is the same on all ranks."""
+        """Return the number and the connection of a new operation. The order of calls is the same on all ranks."""
         with self._lock:
             number = next(self._numbers)
             if self._connection is None or self._connection.cause is not None:
@@ -55,26 +55,26 @@ class Channel(ABC):
             return number, self._connection
 
     def close(self) -> None:
-        """What is under way may end; nothing new begins."""
+        """Close the wire, unless NCCL groups share it, and drop the connection. Operations under way may finish."""
         if self.wire is not None and self.backend != "nccl":
             self.wire.close()
         self._connection = None
 
     def pause(self, seconds: float) -> None:
-        """Let the other ranks get on."""
+        """Sleep while other ranks make progress."""
         time.sleep(seconds)
 
     def once(self, number: int, look: Callable[[], bool]) -> bool:
-        """Return what `look` finds in operation `number`; ranks that share a device need not all look."""
+        """Return the result of `look` for operation `number`. Subclasses may call it on one rank only."""
         return look()
 
     @abstractmethod
     def connect(self, number: int, deadline: float) -> Link:
-        """New connections, for the operations from `number` on; all ranks are about to make theirs."""
+        """Return a new link for the operations from `number` on. All ranks are about to make theirs."""
 
 
 class ProcessChannel(Channel):
-    """Between processes, over gloo or NCCL."""
+    """A channel between processes, over gloo or NCCL."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
         rank = dist.get_rank(group)
@@ -85,22 +85,23 @@ class ProcessChannel(Channel):
             dist.get_process_group_ranks(group),
             _timeout_of(group, device),
             Board(f"thinwire/{group.group_name}/{backend}", rank),
-            # NCCL wants one order on every rank, over all groups; messages of gloo find their way by tag.
+            # NCCL needs one order on every rank, over all groups; gloo matches messages by tag.
             _ordered_wire() if backend == "nccl" else Wire(),
         )
 
     def connect(self, number: int, deadline: float) -> Link:
+        """Return a new link over gloo or NCCL."""
         timeout = max(1.0, deadline - time.monotonic())
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
-        # All ranks are about to connect, so it does not take long; if one dies right now, gloo tries five times.
+        # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
         return GlooLink(self.board.store(f"link/{number}"), self.rank, self.size, min(timeout, _CONNECT_SECONDS))
 
 
 class Connection:
-    """Connections that operations share from operation `number` on, and what ended them.
+    """Connections that operations share from operation `number` on, and the error that ended them.
 
-    Any error ends them on every rank: those who wait wake up, and the next operation makes new ones.
+    Any error ends the connections on every rank: all waits fail, and the next operation makes new connections.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -109,18 +110,22 @@ class Connection:
         self._link: Link | None = None
         self.cause: CollectiveError | None = None
         self.agreed: set[str] = set()
-        """Calls that were compared between ranks, or are about to be."""
+        """Calls, as JSON, that were compared between ranks or are about to be."""
 
     @property
     def connected(self) -> bool:
+        """Return whether the link exists."""
         return self._link is not None
 
     def link(self, deadline: float) -> Link:
-        """Made when every rank is about to; else a rank whose other operation failed would be waited for in vain."""
+        """Return the link. It is made when every rank is ready, so that no rank waits for one that has already failed.
+
+        Raise RuntimeError if the connections have ended or a rank does not come.
+        """
         with self._making:
             with self._lock:
                 link, cause = self._link, self.cause
-            if cause is not None:  # the others said long ago that they are about to connect, and would not come again
+            if cause is not None:  # the other ranks have already agreed to connect, and do not repeat it
                 raise RuntimeError(f"the connections have ended: {cause}")
             if link is None:
                 self._meet(deadline)
@@ -132,7 +137,10 @@ class Connection:
             return link
 
     def _meet(self, deadline: float) -> None:
-        """All ranks take the same decision: to connect, if the last one comes before the first one gives up."""
+        """Wait until all ranks are ready to connect. Raise RuntimeError if they are not.
+
+        All ranks take the same decision. They connect if the last rank is ready before the first one gives up.
+        """
         board, decision, pause = self._channel.board, f"connect/{self.number}", 1e-4
         if board.count(f"ready/{self.number}") == self._channel.size:
             board.write_once(decision, "yes")
@@ -145,7 +153,7 @@ class Connection:
             raise RuntimeError("not all ranks came to connect" if board.lost is None else board.lost)
 
     def fail(self, error: CollectiveError) -> CollectiveError:
-        """End everything under way, here and at the peers; the first cause is the one that counts."""
+        """End all operations under way, on this rank and its peers. Return the first cause, which is kept."""
         with self._lock:
             if self.cause is not None:
                 return self.cause
@@ -157,7 +165,7 @@ class Connection:
         return error
 
     def told(self) -> CollectiveError | None:
-        """What another rank, or this one, found."""
+        """Return the error that a rank has written on the board, or None."""
         text = self._channel.board.read(f"error/{self.number}")
         if text is None:
             return None
@@ -172,7 +180,7 @@ _wire: Wire | None = None
 
 
 def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> ProcessChannel:
-    """The channel of a group, made on first use and kept for as long as the default group lives."""
+    """Return the channel of a group. It is made on first use and kept until the default group is destroyed."""
     global _world
     with _LOCK:
         if dist.group.WORLD is not _world:
@@ -189,7 +197,7 @@ def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> 
 
 
 def _forget_destroyed() -> None:
-    """Connections and threads of groups that are no more."""
+    """Close the channels of destroyed groups, with their connections and threads."""
     living = dist.distributed_c10d._world.pg_map
     for key, channel in list(_channels.items()):
         if channel.group not in living:

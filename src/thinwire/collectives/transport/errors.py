@@ -1,25 +1,25 @@
-"""What can go wrong between ranks. Every error names the operation, the rank that reports it, and who is at fault."""
+"""Errors between ranks. Every error names the operation, the rank that reports it, and the ranks at fault."""
 
 from collections.abc import Iterable
 
 
 class CollectiveError(RuntimeError):
-    """An operation failed on every rank that took part in it. Tensors and residuals may be half done: restore both.
+    """An operation failed on every rank that took part in it. Restore tensors and residuals: they may be half updated.
 
-    After it, a call that all ranks make alike starts afresh, on new connections.
+    The next call that all ranks make with the same arguments works again, on new connections.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(sorted(set(ranks)))
-        """Global ranks: those that are late or lost, or that called with something else."""
+        """Global ranks at fault: late, lost, failed, or called with different arguments."""
         self.found: CollectiveError | None = None
-        """What was found, without the operation and the rank that reports it."""
+        """The same error without the operation and the reporting rank in its message."""
 
 
 class MismatchError(CollectiveError):
-    """Ranks called with different compressors, shapes, dtypes, …, or one of them refused its input."""
+    """Ranks called with different compressors, shapes, dtypes, …, or a rank refused its input."""
 
 
 class PeerError(CollectiveError):
-    """A rank is late or lost."""
+    """A rank is late or lost, or sent a malformed payload."""

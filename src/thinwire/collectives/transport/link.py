@@ -1,10 +1,10 @@
-"""The bytes' way from rank to rank: point-to-point messages on connections of thinwire's own.
+"""Point-to-point messages between ranks, on connections that only thinwire uses.
 
-Of its own, so that an operation may run in a thread beside the program's own collectives, in any order, and so that a
-failure leaves the program's group as it was. Point to point, because gloo then says which peer a wait is for, and
-because its messages carry a tag: ranks that call with different arguments never meet, where a collective would abort
-the process ("Received data size doesn't match expected size"). NCCL has no tags; there, operations are issued in one
-order.
+With separate connections, an operation can run in a thread beside the program's own collectives, in any order, and a
+failure does not harm the program's process group. Messages are point to point for two reasons. Each wait in gloo is for
+one peer, so an error can name it. And gloo's messages have a tag: ranks that call with different arguments use
+different tags, so their messages are not matched, where a collective of gloo would abort the process ("Received data
+size doesn't match expected size"). NCCL has no tags, so operations on NCCL are issued in one order.
 """
 
 import contextlib
@@ -20,23 +20,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 Buffers = Mapping[int, Tensor]
-"""A contiguous uint8 tensor for each peer, by its rank in the group. Empty ones are not sent."""
+"""A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
 
 
 class Seen(NamedTuple):
-    """What was sent and received, where it can be read soonest: in host memory, if it passed there."""
+    """Buffers that were sent and received. If they were staged through pinned memory, these are the pinned copies."""
 
     sent: Buffers
     received: Buffers
 
 
 Wait = Callable[[float, Callable[[int], None]], Seen]
-"""(deadline, waits_for): wait until everything is sent and received; `waits_for` is told which peer is waited for.
-`LinkBroken` if one fails."""
+"""Function (deadline, waits_for) that waits until everything is sent and received.
+
+It calls `waits_for` with each peer that it waits for, and raises `LinkBroken` if a message fails.
+"""
 
 
 class LinkBroken(Exception):
-    """A message did not arrive from, or could not be sent to, `peer`."""
+    """A message from `peer` did not arrive, or a message to `peer` could not be sent."""
 
     def __init__(self, peer: int, late: bool, reason: str) -> None:
         super().__init__(essence(reason))
@@ -51,22 +53,26 @@ class Link(ABC):
 
     @abstractmethod
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Begin to send and receive everything, and return what waits for it. `LinkBroken` if a peer is gone."""
+        """Start to send and receive all buffers, and return a function that waits for them.
+
+        Raise `LinkBroken` if a peer is gone.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End all that is under way, here and at the peers, with `LinkBroken`."""
+        """End all messages under way with `LinkBroken`, on this rank and on its peers."""
 
 
 class GlooLink(Link):
-    """Over gloo. Tensors of an accelerator are staged through pinned memory: only payloads cross."""
+    """A link over gloo. Payloads on an accelerator are staged through pinned memory."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one may be for all peers
+        """Start gloo's sends and receives, and return a function that waits for them."""
+        different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one can be for all peers
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
         incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
@@ -98,14 +104,15 @@ class GlooLink(Link):
         return wait
 
     def close(self) -> None:
-        # A wait that runs out of time makes gloo close every connection of its group.
+        """Close every connection of this link, by a receive that times out."""
+        # A wait that times out makes gloo close every connection of its group.
         peer = (self.rank + 1) % self.size
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 class NcclLink(Link):
-    """Over NCCL: grouped sends and receives on the current stream, which the host then waits for."""
+    """A link over NCCL. Sends and receives are grouped on the current stream, and the host waits for them."""
 
     def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
         super().__init__(rank, len(ranks))
@@ -115,6 +122,7 @@ class NcclLink(Link):
         )
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
+        """Queue grouped sends and receives, and return a function that waits for them. NCCL ignores `tag`."""
         todo = [
             dist.P2POp(function, buffer, self._ranks[peer], self._group)
             for function, buffers in ((dist.irecv, receives), (dist.isend, sends))
@@ -143,11 +151,12 @@ class NcclLink(Link):
         return wait
 
     def close(self) -> None:
+        """Abort the NCCL group of this link."""
         self._group.abort()
 
 
 def essence(message: str) -> str:
-    """Without the source file and the advice that gloo puts around.
+    """Return an error message of gloo without its source file and its advice.
 
     >>> essence("[/gloo/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by luck. GLHF!")
     'Connection closed by peer [::1]:9'
@@ -156,7 +165,7 @@ def essence(message: str) -> str:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """gloo or nccl: what carries tensors of this device in the group."""
+    """Return the group's backend for tensors of this device. Raise ValueError unless it is gloo or nccl."""
     for entry in str(dist.get_backend_config(group)).split(","):
         kind, _, backend = entry.rpartition(":")
         if kind in ("", device.type):
@@ -175,7 +184,7 @@ def _host_buffer(buffer: Tensor) -> Tensor:
 
 
 def _synchronize(outgoing: Buffers, sends: Buffers) -> None:
-    """Copies to pinned memory are asynchronous: gloo must not read before they have arrived."""
+    """Wait for the asynchronous copies to pinned memory, before gloo reads it."""
     if any(outgoing[peer] is not sends[peer] for peer in outgoing):
         arrived = torch.cuda.Event(blocking=True)
         arrived.record()

@@ -1,11 +1,12 @@
-"""Messages between threads of one process: copied straight from the sender's buffer into the receiver's.
+"""Messages between threads of one process, copied directly from the sender's buffer to the receiver's.
 
-Each rank posts what it sends and where it wants what it receives. Of two ranks that have messages for each other, the
-one that comes later copies them, all in one call; then both go on. So nothing is copied twice, and a buffer is free
-again when what `post` returns has waited, as with gloo.
+Each rank posts its send buffers and its receive buffers. Of two ranks with messages for each other, the later one
+copies them, all in one call. Then both continue. So nothing is copied twice. A buffer is free again after the wait for
+its post, as with gloo.
 
-On CUDA nobody waits for the device. Ranks on one stream need nothing more, since what is queued first runs first. Ranks
-on streams of their own leave an event with what they post; who copies waits for it, and leaves one for them.
+On CUDA, no thread waits for the device. Ranks on the same stream need no synchronization, because work runs in the
+order in which it is queued. Ranks on different streams record an event with their post. The stream of the rank that
+copies waits for this event, and the other rank's stream waits for an event after the copies.
 """
 
 import threading
@@ -22,24 +23,24 @@ from .turns import Turns
 
 @dataclass
 class Post:
-    """What one rank sends and receives under one tag."""
+    """The buffers that one rank sends and receives under one tag."""
 
     sends: dict[int, Tensor]
     receives: dict[int, Tensor]
     stream: torch.cuda.Stream | None
     filled: torch.cuda.Event | None
-    """Recorded behind what wrote the buffers that are sent, and behind what last read those that are received."""
+    """Event after the last write to the send buffers and the last read of the receive buffers."""
     waits_for: set[int] = field(default_factory=set)
-    """Peers whose messages have not been copied to this rank, or from it."""
+    """Peers whose messages to or from this rank have not been copied yet."""
     copied: list[torch.cuda.Event] = field(default_factory=list)
-    """Recorded on other ranks' streams behind their copies from and to this rank's buffers."""
+    """Events on the streams of other ranks, after their copies from and to this rank's buffers."""
     fault: LinkBroken | None = None
 
 
 class Switchboard:
-    """The posts of all ranks, which the links of one connection share. If one of them closes it, it is closed for all.
+    """The posts of all ranks, shared by the links of one connection. If one rank closes it, it is closed for all.
 
-    turns   who may run; by default everybody.
+    turns   decides which rank may run; by default, every rank may.
     """
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
@@ -48,10 +49,10 @@ class Switchboard:
         self.closed_by: int | None = None
         self._lock = threading.Lock()
         self._posts: dict[tuple[int, int], Post] = {}
-        """By tag and rank."""
+        """Posts by (tag, rank)."""
 
     def close(self, rank: int) -> None:
-        """End all that is under way."""
+        """End all messages under way."""
         with self._lock:
             if self.closed_by is None:
                 self.closed_by = rank
@@ -59,7 +60,7 @@ class Switchboard:
         self.turns.changed()
 
     def post(self, rank: int, tag: int, post: Post) -> None:
-        """Copy all messages between this rank and those that have posted before it."""
+        """Add a post, and copy all messages between this rank and the ranks that have posted before it."""
         with self._lock:
             if self.closed_by is not None:
                 return
@@ -84,19 +85,20 @@ class Switchboard:
         self.turns.changed()
 
     def take(self, rank: int, tag: int) -> None:
-        """Forget what was posted."""
+        """Remove a post."""
         with self._lock:
             self._posts.pop((tag, rank), None)
 
 
 class LocalLink(Link):
-    """One rank's end of a switchboard."""
+    """The link of one rank to a switchboard."""
 
     def __init__(self, board: Switchboard, rank: int) -> None:
         super().__init__(rank, board.size)
         self._board = board
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
+        """Add a post to the switchboard, and return a function that waits for its messages."""
         post = _post(sends, receives)
         self._board.post(self.rank, tag, post)
 
@@ -112,6 +114,7 @@ class LocalLink(Link):
         return wait
 
     def close(self) -> None:
+        """Close the switchboard for all ranks."""
         self._board.close(self.rank)
 
     def _wait(self, post: Post, deadline: float) -> None:
@@ -144,7 +147,7 @@ def _post(sends: Buffers, receives: Buffers) -> Post:
 
 
 def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:
-    """Tell whether a message has the length that its receiver expects; if not, the receiver gets an error."""
+    """Return whether a message has the length that its receiver expects. If not, set the receiver's error."""
     if source is None and target is None:
         return True
     if source is not None and target is not None and source.numel() == target.numel():
@@ -155,7 +158,7 @@ def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: 
 
 
 def _order(post: Post, theirs: Post) -> None:
-    """Let this rank's copies come after what the other has queued, and what the other queues next after the copies."""
+    """Order this rank's copies after the work that the other rank has queued, and before its later work."""
     if post.filled is not None and theirs.filled is not None and theirs.stream != post.stream:
         theirs.filled.wait(post.stream)
-        theirs.copied.append(post.filled)  # it is recorded anew behind the copies, before the other goes on
+        theirs.copied.append(post.filled)  # recorded again after the copies, before the other rank continues

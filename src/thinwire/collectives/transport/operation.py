@@ -1,14 +1,14 @@
-"""One call on one group, on which all ranks agree before they exchange the first byte.
+"""One call on one group. All ranks compare their arguments before they exchange the first byte.
 
-Ranks tell each other through the group's notice board:
+Ranks use these keys on the notice board of the group:
 
-    here/RANK/SLOT    "I am at operation N, called so": written on the first use of a call, and by whoever has waited
-                      for a second, so that the fast path never pays for it
-    verdict/N         on first use: whether all ranks called alike; written by the last one to arrive
-    error/N           what ended the connections that began with operation N; written by the first to find out
+    here/RANK/SLOT    the record of the operation that the rank is at; written on the first use of a call, and by a rank
+                      that has waited for a second, so that fast operations do not write it
+    verdict/N         on first use, whether all ranks called with the same arguments; written by the last rank to arrive
+    error/N           the error that ended the connections made at operation N; written by the first rank to find it
 
-So ranks that disagree get an error that names them, a late rank is told from one that waits itself, and a failure that
-one rank sees reaches the others at once.
+So ranks that disagree get an error that names them. A late rank can be distinguished from a waiting one. A failure on
+one rank reaches the others at once.
 """
 
 import itertools
@@ -26,12 +26,12 @@ from .link import Buffers, LinkBroken, Seen, Wait, essence
 from .records import Record, difference, rank_list, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
-_SLOTS = 64
-"""More than operations can be under way at once; the keys are used again, so that they do not become more and more."""
+_SLOTS = 4096
+"""Number of `here` keys for each rank. Keys are reused, so that their number does not grow."""
 
 
 class Operation:
-    """From its number to its last byte."""
+    """One call on one group, from its number to its last byte."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -46,13 +46,15 @@ class Operation:
         self.bytes_sent = self.bytes_received = self.messages = 0
 
     def limit(self, timeout: float | None) -> None:
-        """Seconds from `start` on; None leaves those of the group."""
+        """Set the timeout in seconds, counted from `start`. None keeps the timeout of the group."""
         self._timeout = self._timeout if timeout is None else timeout
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
-        """Say what all ranks must have called with. `draw` must agree too, but may change from call to call.
+        """Set the arguments that must be the same on all ranks.
 
-        text   the call as JSON.
+        call   the arguments by name.
+        text   the same as JSON.
+        draw   a key that must be the same on all ranks too, but may change from call to call; or None.
         """
         since = {"connected since operation": self._connection.number}
         self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
@@ -63,16 +65,16 @@ class Operation:
         )
 
     def refuse(self, reason: str) -> None:
-        """This rank will not take part; let the others know."""
+        """Notify the other ranks that this rank does not take part, with the reason."""
         if self.channel.size > 1:
             self._record = Record(self.number, refused=reason)
             self._arrive()
             self._connection.fail(MismatchError(f"it was refused by rank {self._me}: {reason}", [self._me]))
 
     def start(self, on_failure: Callable[[CollectiveError], object] | None = None) -> None:
-        """Agree if this is the first use; from here until `finish` or `give_up` the time-out runs.
+        """Start the timeout, and on first use compare the arguments with the other ranks.
 
-        on_failure   told of what goes wrong while another's collective runs, which cannot be woken.
+        on_failure   called with an error that occurs during torch's own collective, which cannot be interrupted.
         """
         self._deadline = time.monotonic() + self._timeout
         self._on_failure = on_failure
@@ -89,11 +91,11 @@ class Operation:
 
     @property
     def meets(self) -> bool:
-        """Whether this operation waits for all ranks before its first byte: to agree, or to connect."""
+        """Return whether this operation first waits for all ranks, to compare arguments or to connect."""
         return self.channel.size > 1 and (self._first_use or not self._connection.connected)
 
     def post(self, sends: Buffers, receives: Buffers) -> Wait:
-        """Begin to send and receive everything, and return what waits for it; or raise, as `collect`."""
+        """Start to send and receive all buffers. Return a function for `collect`, or raise the same errors."""
         tag = self._tag | next(self._exchanges) % 8 << 16
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
             return lambda deadline, waits_for: Seen(sends, receives)
@@ -105,10 +107,10 @@ class Operation:
         return wait
 
     def collect(self, wait: Wait) -> Seen:
-        """Wait for what was posted, or raise a `CollectiveError` on every rank."""
+        """Wait for a posted exchange. If it fails, raise a `CollectiveError` on every rank."""
         if self.channel.size == 1:
             return wait(self._deadline, self._note_peer)
-        watch.begin(self)  # only what is waited for: of many that are under way, one store is asked for one
+        watch.begin(self)  # only the exchange that is waited for, to limit the requests to the store
         try:
             with self._blaming():
                 return wait(self._deadline, self._note_peer)
@@ -117,7 +119,7 @@ class Operation:
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Find out, and let the others know, who is to blame if the link breaks."""
+        """If the link breaks, raise an error that names the ranks at fault, and notify the other ranks."""
         try:
             yield
         except LinkBroken as broken:
@@ -137,25 +139,26 @@ class Operation:
         return self._error(self._connection.fail(found))
 
     def once(self, look: Callable[[], bool]) -> bool:
-        """Return what `look` finds in what was just exchanged, which is the same on all ranks."""
+        """Return the result of `look` at the last exchange. The result is the same on all ranks."""
         return self.channel.once(self.number, look)
 
     def finish(self) -> None:
+        """End this operation after its last byte."""
         watch.end(self)
 
     def give_up(self, error: BaseException) -> CollectiveError:
-        """This rank cannot go on, for a reason of its own or of another group: let nobody wait for it."""
+        """End this operation with an error from this rank or from another group, and notify the other ranks."""
         watch.end(self)
         found = error.found if isinstance(error, CollectiveError) else None
         cause = found or CollectiveError(f"rank {self._me} gave up: {error!r}", [self._me])
         if self.channel.size > 1:
             cause = self._connection.fail(cause)
-            if not self._arrived:  # a rank that already starts afresh would wait for this one to arrive
+            if not self._arrived:  # a rank on new connections would wait for this one to arrive
                 self.refuse(str(cause))
         return self._error(cause)
 
     def explain(self, error: Exception) -> CollectiveError:
-        """The end of another's collective that failed: what it means, as far as anyone has found out."""
+        """End this operation after torch's own collective failed. Return an error that names lost ranks, if any."""
         wrapped = CollectiveError("")
         wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
         if self.channel.size > 1:
@@ -163,12 +166,15 @@ class Operation:
         return self.give_up(wrapped)
 
     def _named_by(self, error: RuntimeError) -> list[int]:
-        """The peer whose address gloo waited for in vain: its message ends with the key, and the key with the rank."""
+        """Return the peer that gloo could not connect to. Its message ends with a key, and the key with the rank."""
         key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
         return [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
 
     def _lost(self, found: CollectiveError) -> CollectiveError:
-        """Blame those who do not say within two seconds that they are here, where all ranks fail at the same time."""
+        """Return an error that names the ranks without a record after two seconds, or `found` if there are none.
+
+        This is for failures that all ranks see at the same time, so that live ranks write their records.
+        """
         self._write_here()
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (gone := self._absent()) and time.monotonic() < end and self.channel.board.lost is None:
@@ -181,7 +187,7 @@ class Operation:
         return [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
 
     def look_around(self) -> None:
-        """While the exchange takes long: say that this rank is here, and see whether something is wrong."""
+        """Write the record of this rank, and check for errors on other ranks, while the exchange takes long."""
         if not self._published:
             self._write_here()
             self._published = True
@@ -215,11 +221,11 @@ class Operation:
             board.delete(f"read/{self.number}")
         found = json.loads(verdict)
         cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.told()
-        if cause is not None:  # all called alike, but this rank so late that the others have given up
+        if cause is not None:  # a mismatch, or this rank is so late that the others have given up
             raise self._error(self._connection.fail(cause))
 
     def _arrive(self) -> None:
-        """Be counted among those that are at this operation; the last one compares what all of them called with."""
+        """Count this rank as arrived at this operation. The last rank to arrive compares the arguments of all ranks."""
         board, self._arrived = self.channel.board, True
         self._write_here()
         if board.count(f"arrived/{self.number}") != self.channel.size:
@@ -260,7 +266,7 @@ class Operation:
         self.channel.board.write(f"here/{self.channel.rank}/{self.number % _SLOTS}", self._record.text)
 
     def _read_here(self, rank: int) -> Record | None:
-        """What a rank said of this operation; None if nothing."""
+        """Return the record of a rank for this operation, or None."""
         text = self.channel.board.read(f"here/{rank}/{self.number % _SLOTS}")
         record = None if text is None else Record.read(text)
         return record if record is not None and record.number == self.number else None

@@ -1,4 +1,4 @@
-"""What a rank says of the operation it is at, and how those of several ranks differ."""
+"""Records of the operation that a rank is at, and the differences between the records of several ranks."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from .errors import MismatchError
 
 @dataclass(frozen=True)
 class Record:
-    """Operation `number`, called with `call`; or refused before it began.
+    """Operation `number` of a rank: the arguments `call`, or the reason why the rank `refused` it.
 
     >>> Record.read(Record(7, {"dtype": "float32"}).text).call
     {'dtype': 'float32'}
@@ -22,24 +22,27 @@ class Record:
 
     @property
     def text(self) -> str:
+        """Return this record as JSON."""
         return json.dumps([self.number, self.call, self.refused])
 
     @staticmethod
     def read(text: bytes | str) -> "Record":
+        """Return the record with this JSON text."""
         return Record(*json.loads(text))
 
 
 def tag_of(number: int, digest: int) -> int:
-    """31 bits for a message: 12 of the operation's number, 3 for the exchange in it, 16 of what it was called with.
+    """Return the 31-bit tag of a message: 12 bits of the operation's number, 3 for the exchange, 16 of `digest`.
 
-    Operations under way at once differ in the first, and so do the messages of one operation in the second; ranks that
-    called with something else differ in the third, and their messages never meet.
+    The 3 bits are 0 here, and set for each exchange. Operations under way at the same time differ in the first part,
+    and exchanges of one operation in the second. Calls with different arguments differ in the third, so their messages
+    are not matched.
     """
     return number % 4096 << 19 | digest & 0xFFFF
 
 
 def difference(records: Mapping[int, Record]) -> MismatchError:
-    """An error that says which ranks called with what.
+    """Return an error that lists the arguments that differ, and the ranks that called with each of them.
 
     >>> print(difference({0: Record(1, {"op": "SUM"}), 1: Record(1, {"op": "AVG"}), 2: Record(1, {"op": "SUM"})}))
     ranks called with different arguments: op 'SUM' on ranks 0, 2, 'AVG' on rank 1
@@ -62,7 +65,7 @@ def difference(records: Mapping[int, Record]) -> MismatchError:
 
 
 def rank_list(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 2 and 5 more`: a world can be large."""
+    """Return a text such as `rank 3` or `ranks 0, 2`. It names at most eight ranks, and the number of the others."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,8 +1,8 @@
-"""Threads that wait for each other, and, if they take turns, run one at a time.
+"""Threads that wait for each other and, if they take turns, run one at a time.
 
-Threads that all want Python's interpreter lock hand it over every few milliseconds, in any order. Ranks that are
-threads of one process mostly wait for each other, so they lose most of their time that way. Where they take turns, one
-rank runs until it has to wait; then the next one that can go on does. The order is the same in every run.
+Threads that compete for Python's interpreter lock pass it on every few milliseconds, in any order. Ranks that are
+threads of one process mostly wait for each other, and lose most of their time that way. With turns, one rank runs until
+it has to wait. Then the next rank that is ready runs. The order is the same in every run.
 """
 
 import threading
@@ -16,9 +16,9 @@ class _Waiter:
 
 
 class Turns:
-    """Lets the threads of `size` ranks wait until something holds.
+    """Lets the threads of `size` ranks wait for conditions.
 
-    A rank takes turns from `enter` to `leave`; those that never enter run whenever they are ready.
+    A rank takes turns between `enter` and `leave`. Other ranks run whenever they are ready.
     """
 
     def __init__(self, size: int) -> None:
@@ -27,38 +27,41 @@ class Turns:
         self._waiters: list[_Waiter] = []
         self._taking_turns: set[int] = set()
         self._turn: int | None = None
-        """The one rank that runs, of those that take turns."""
+        """Rank whose turn it is, or None."""
 
     def enter(self, rank: int) -> None:
-        """Take turns from now on, and wait for the first one."""
+        """Let a rank take turns from now on, and wait for its first turn."""
         with self._lock:
             self._taking_turns.add(rank)
         self.wait(rank, lambda: True, None)
 
     def leave(self, rank: int) -> None:
-        """Take no more turns."""
+        """Let a rank take no more turns."""
         with self._lock:
             self._taking_turns.discard(rank)
             self._hand_on(rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], timeout: float | None) -> None:
-        """Let others run until `ready` holds and it is this rank's turn, or the time is over."""
+        """Wait until `ready()` is true and it is this rank's turn, or until the timeout. Other ranks run meanwhile."""
         waiter = _Waiter(rank, ready)
         with self._lock:
             self._waiters.append(waiter)
             self._hand_on(rank)
         waiter.woken.wait(timeout)
         with self._lock:
-            if waiter in self._waiters:  # the time is over; it goes on out of turn
+            if waiter in self._waiters:  # timed out; this rank continues out of turn
                 self._waiters.remove(waiter)
 
     def changed(self) -> None:
-        """Wake those who are ready now, if it is nobody's turn."""
+        """Wake the ranks that are ready now. A rank that takes turns is woken only if no other rank has the turn."""
         with self._lock:
             self._hand_on(None)
 
     def _hand_on(self, rank: int | None) -> None:
-        """Wake the next rank that is ready, and whoever takes no turns. The lock is held."""
+        """End the turn of `rank`. Wake the next ready rank, and all ready ranks that take no turns.
+
+        The caller holds the lock.
+        """
         if self._turn == rank or self._turn not in self._taking_turns:
             self._turn = None
         first = 0 if rank is None else rank + 1

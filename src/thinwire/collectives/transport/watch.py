@@ -1,4 +1,4 @@
-"""A thread that looks around for operations which take long, so that those which do not never pay for it."""
+"""A thread that checks operations which take long. Operations that end within a second are never checked."""
 
 import threading
 import time
@@ -8,15 +8,17 @@ PATIENCE_SECONDS = 1.0
 
 
 class Watched(Protocol):
+    """An operation that `Watch` can check."""
+
     def look_around(self) -> None:
-        """Called again and again while the operation takes long."""
+        """Check for errors. This is called repeatedly while the operation takes long."""
 
     def give_up(self, error: BaseException) -> object:
-        """Called if the program ends first."""
+        """End the operation with an error. This is called if the program ends first."""
 
 
 class Watch:
-    """Calls `look_around` of everything that has been watched for longer than a second, twice a second."""
+    """Calls `look_around` twice a second on every operation that has been watched for a second or more."""
 
     def __init__(self) -> None:
         self._since: dict[Watched, float] = {}
@@ -25,6 +27,7 @@ class Watch:
         self._program_ended = False
 
     def begin(self, operation: Watched) -> None:
+        """Start to watch an operation. Raise RuntimeError if the program has ended."""
         self._since[operation] = time.monotonic()
         if self._program_ended:
             raise RuntimeError("the program ended before the operation began")
@@ -35,10 +38,11 @@ class Watch:
         self._work.set()
 
     def end(self, operation: Watched) -> None:
+        """Stop watching an operation."""
         self._since.pop(operation, None)
 
     def end_all(self) -> None:
-        """The program ends: what is still under way must not keep it, nor the other ranks, waiting."""
+        """Give up all operations when the program ends, so that neither this rank nor the others wait for them."""
         self._program_ended = True
         for operation in list(self._since):
             operation.give_up(RuntimeError("the program ended before the operation did"))
@@ -52,7 +56,10 @@ class Watch:
                 self._look()
 
     def _look(self) -> None:
-        """By itself, so that between two looks no variable of the thread keeps an operation, and all it belongs to."""
+        """Check every operation once.
+
+        This is a separate function, so that no local variable of the thread keeps an operation alive between two calls.
+        """
         now = time.monotonic()
         for operation, since in list(self._since.items()):
             if now - since >= PATIENCE_SECONDS:
@@ -60,5 +67,5 @@ class Watch:
 
 
 watch = Watch()
-# Before Python waits for the threads of executors, which an ordinary atexit function would come after.
+# Runs before Python waits for the threads of executors. An ordinary atexit function would run after that.
 threading._register_atexit(watch.end_all)  # type: ignore[attr-defined]

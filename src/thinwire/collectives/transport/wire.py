@@ -1,8 +1,8 @@
-"""The one thread that sends and receives for a group.
+"""The thread that sends and receives for a group.
 
-It takes reductions in the order in which they come. What the first of them sends is posted, then what the others send
-that have come meanwhile, and only then it waits, for the first: so a link that answers late is waited for once, not
-once for each. It waits for nothing while it holds a lock that a caller needs, and knows nothing of optimizers.
+It takes reductions in the order in which they are submitted. It posts the first reduction, then all others that have
+been submitted meanwhile, and only then waits for the first. So the latency of the network is paid once, not once for
+each reduction. The thread never waits while it holds a lock that a caller needs. It does not depend on optimizers.
 """
 
 import queue
@@ -17,45 +17,49 @@ from ..plan import AT_ONCE
 
 
 class Carried(Protocol):
-    """What goes over the wire: a `Reduction`."""
+    """The methods of a `Reduction` that the wire uses."""
 
     encoded: bool
-    """Whether its payload is there; if not, `post` makes it, which takes memory."""
+    """Whether the payload is already encoded. If not, `post` encodes it, which needs memory."""
 
     @property
     def meets(self) -> bool:
-        """Whether it waits for other ranks before its first byte."""
+        """Return whether this reduction waits for all ranks before its first byte."""
 
     @property
     def has_two_rounds(self) -> bool:
-        """Whether it exchanges twice at most, and its second round may wait for the first ones of others.
+        """Return whether there are at most two exchanges, so that other reductions may be posted between them.
 
-        Ranks need not have the same reductions under way. One that waits for the first round of a later reduction has
-        posted its second round of this one; a third it would not have, and ranks would wait for each other in a circle.
+        Ranks need not have the same reductions under way. A rank that waits for the first exchange of a later reduction
+        has already posted the second exchange of this one. It would not have posted a third one, and the ranks would
+        wait for each other in a circle.
         """
 
     def post(self) -> bool:
-        """Begin to send and receive; False if nothing is left to do."""
+        """Start to send and receive. Return False if nothing is left to do."""
 
     def collect(self) -> bool:
-        """Wait for what was posted and post what follows from it; False if nothing is left to do."""
+        """Wait for the posted exchange and post the next one. Return False if nothing is left to do."""
 
 
 class Wire:
-    """ordered: one reduction after the other, from its first byte to its last, as NCCL needs it."""
+    """The thread of one group, or of all NCCL groups together.
+
+    ordered   True: one reduction after the other, each from its first byte to its last, as NCCL needs it.
+    """
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
         self._waiting: queue.SimpleQueue[Carried] = queue.SimpleQueue()
-        # An executor, since Python waits for its threads when the program ends.
+        # An executor, because Python waits for its threads when the program ends.
         self._thread = ThreadPoolExecutor(1, "thinwire-wire")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._works = self._closed = False
-        """Whether the thread will look for what is waiting; whether nothing new may begin."""
+        """`_works`: the thread will look at the queue. `_closed`: new reductions are refused."""
 
     def submit(self, reduction: Carried) -> None:
-        """RuntimeError if it is closed, or the program ends: then the reduction does not begin."""
+        """Add a reduction to the queue. Raise RuntimeError if the wire is closed or the program ends."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the group is no more")
@@ -65,13 +69,13 @@ class Wire:
             self._waiting.put(reduction)
 
     def close(self) -> None:
-        """What is under way may end; nothing new begins."""
+        """Refuse new reductions. Those already submitted may finish."""
         with self._lock:
             self._closed = True
         self._thread.shutdown(wait=False)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream on which this thread works, for tensors of a GPU."""
+        """Return the CUDA stream of this thread for a device, or None if the device is not a GPU."""
         if device.type != "cuda":
             return None
         with self._lock:
@@ -80,7 +84,7 @@ class Wire:
             return self._streams[device]
 
     def _work(self) -> None:
-        """Carry all that has come."""
+        """Run reductions until the queue is empty."""
         under_way: deque[Carried] = deque()
         next_one: Carried | None = None
         while True:
@@ -104,13 +108,16 @@ class Wire:
             return None
 
     def _ends(self) -> bool:
-        """Whether nothing is waiting; then who submits next starts the work anew."""
+        """Return whether the queue is empty. If so, the next `submit` starts the work again."""
         with self._lock:
             self._works = not self._waiting.empty()
             return not self._works
 
     def _may_post(self, reduction: Carried, under_way: int) -> bool:
-        """Who meets the other ranks does so alone: they may be waiting for what is under way here."""
+        """Return whether a reduction may be posted now.
+
+        A reduction that waits for all ranks is posted alone, because they may wait for another one under way here.
+        """
         if not under_way:
             return True
         if self._ordered or reduction.meets:

@@ -1,6 +1,6 @@
-"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to write, 28 to advance.
+"""Adam's update in one pass over memory: `write` moves 16 bytes per element, `advance` 28. `reference.adam` defines it.
 
-`topk.settle` advances chunk by chunk, where what is read and written is in the cache for what it does itself.
+`topk.settle` advances the moments chunk by chunk, so that its own work finds the elements in the cache.
 """
 
 import math
@@ -21,6 +21,7 @@ def write(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
     out: Tensor,
 ) -> None:  # fmt: skip
+    """Write the update to `out`."""
     numbers = [beta1, (1 - beta1) * factor, scale, floor, limit, rate, reference.largest(m.dtype)]
     arrays = [as_array(tensor) for tensor in (g, m, v, out)]
     _spread(write_entries, arrays, typed(arrays[1], numbers))
@@ -30,12 +31,17 @@ def advance(
     g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
     floor: float, limit: float, rate: float,
 ) -> None:  # fmt: skip
+    """Advance the moments, and add the update to the residual."""
     arrays = [as_array(g), as_array(m), as_array(v), None if residual is None else as_array(residual)]
     numbers = advance_numbers(AdamUpdate(m, v, beta1, factor, scale, floor, limit, rate, beta2))
     _spread(advance_entries, arrays, numbers)
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
+    """Compute p <- keep p - rate u for every parameter p and its update u.
+
+    Tensors of 16 bits, of different dtypes or not contiguous use the reference.
+    """
     left = []
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
@@ -50,7 +56,7 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
 
 
 def advance_numbers(update: AdamUpdate) -> tuple[Any, ...]:
-    """What `advance_entries` takes behind the arrays."""
+    """Return the numbers that `advance_entries` takes after the arrays."""
     beta1, beta2, factor = update.beta1, update.beta2, update.factor
     made_of = [beta1, (1 - beta1) * factor, update.scale, update.floor, update.limit, update.rate]
     numbers = [*made_of, reference.largest(update.m.dtype), factor, beta2, 1 - beta2]
@@ -58,7 +64,7 @@ def advance_numbers(update: AdamUpdate) -> tuple[Any, ...]:
 
 
 def typed(array: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
-    """Else the arithmetic would be float64."""
+    """Convert the numbers to the dtype of the array. Otherwise the arithmetic would be float64."""
     return tuple(array.dtype.type(number) for number in numbers)
 
 
@@ -71,11 +77,13 @@ def _spread(function: Any, arrays: list[Any], numbers: tuple[Any, ...]) -> None:
 
 @kernel
 def momentum_of(own, m, beta1):  # type: ignore[no-untyped-def]
+    """Return the new momentum of one element."""
     return own + beta1 * m
 
 
 @kernel
 def update_of(own, momentum, v, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
+    """Return rate * momentum / (scale sqrt(v) + floor), cut to ±limit before the rate; ±Inf if |own| > largest."""
     update = momentum / (scale * np.sqrt(v) + floor)
     magnitude = abs(update)
     too_large = (magnitude > limit) & (magnitude < np.inf)
@@ -85,6 +93,7 @@ def update_of(own, momentum, v, scale, floor, limit, rate, largest):  # type: ig
 
 @kernel
 def write_entries(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
+    """Write the update of every element to `out`."""
     for i in range(m.size):
         own = gain * m.dtype.type(widen(g[i]))
         out[i] = update_of(own, momentum_of(own, m[i], beta1), v[i], scale, floor, limit, rate, largest)
@@ -94,6 +103,7 @@ def write_entries(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest)
 def advance_entries(  # type: ignore[no-untyped-def]
     g, m, v, r, beta1, gain, scale, floor, limit, rate, largest, factor, beta2, rest
 ):
+    """Advance the moments of every element, and add the update to r if there is one."""
     for i in range(m.size):
         gradient = m.dtype.type(widen(g[i]))
         own = gain * gradient
@@ -108,6 +118,6 @@ def advance_entries(  # type: ignore[no-untyped-def]
 
 @kernel
 def step_entries(p, u, keep, gain):  # type: ignore[no-untyped-def]
-    """Rounded as torch's two operations are: replicas of another backend must not drift apart."""
+    """Compute p <- keep p + gain u, rounded as torch does, so that replicas on other backends stay equal."""
     for i in range(p.size):
         p[i] = fused_add(gain, u[i], keep * p[i])

@@ -1,4 +1,4 @@
-"""Bit fields: codes of 1 to 16 bits packed into bytes, lowest bit first, and single fields of any width."""
+"""Bit fields: codes of 1 to 16 bits packed into bytes, lowest bit first, and fields of any width."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .jit import kernel
 
 @kernel
 def pack(codes: Any, bits: int, out: Any) -> None:
-    """codes -> out, at 1, 2, 4, 8 or 16 bits each; the bits behind the last code become zero."""
+    """Pack codes of 1, 2, 4, 8 or 16 bits into `out`. The bits after the last code become zero."""
     if bits == 16:
         for i in range(codes.size):
             out[2 * i] = codes[i] & 0xFF
@@ -40,7 +40,7 @@ def pack(codes: Any, bits: int, out: Any) -> None:
 
 @kernel
 def unpack(data: Any, bits: int, codes: Any) -> None:
-    """The inverse of `pack` for 1, 2 and 4 bits: as many codes as the array holds."""
+    """Unpack codes of 1, 2 or 4 bits until `codes` is full; the inverse of `pack`."""
     per_byte = 8 // bits
     mask = np.uint8((1 << bits) - 1)
     whole = codes.size // per_byte
@@ -62,7 +62,7 @@ def unpack(data: Any, bits: int, codes: Any) -> None:
 
 @kernel
 def pack_low_bits(values: Any, width: int, out: Any) -> None:
-    """The lowest `width` bits of each value, one field after the other."""
+    """Pack the lowest `width` bits of each value, one field after the other."""
     mask = (1 << width) - 1
     waiting, filled, byte = 0, 0, 0
     for j in range(values.size):

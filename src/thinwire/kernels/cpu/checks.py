@@ -1,7 +1,7 @@
-"""Whether a compressor can have written these bytes: the verdicts of the reference, quick enough for every step.
+"""Checks of payloads with the same results as those of the reference, but fast enough for every step.
 
-Each kernel looks at a run of records and returns the number of the first bad one, or `NONE`. What is wrong with it is
-then said by the reference, to which that record is shown alone.
+Each kernel checks a range of records and returns the number of the first bad one, or `NONE`. The reference then checks
+this record alone and raises the error.
 """
 
 import functools
@@ -26,32 +26,33 @@ INFINITE_SCALE = 0x7F80
 INFINITE = INFINITY_BITS[4]
 SEVEN_BYTES = np.uint64((1 << 56) - 1)
 MANY = np.uint64(0xFF)
-"""Up to eight low-bit fields are compared with the next one at a time."""
+"""Mask for the up to eight low-bit fields that are compared with the next field at a time."""
 
 
 SMALLEST_SHARED = 1 << 19
-"""Numbers to look at, below which it takes as long to wake another thread as to look at them: about 0.4 ms."""
+"""With fewer numbers to check, waking another thread takes as long as the check: about 0.4 ms."""
 
 PREFETCH_RECORDS = 16
-"""Quantize: scales this many records ahead are asked for, as they lie too far apart for the hardware to foresee."""
+"""Quantize: scales are prefetched this many records ahead, because the hardware does not foresee their addresses."""
 
 
 class Compare(NamedTuple):
-    """How to compare neighbouring fields inside a word, several pairs at a time."""
+    """Masks that compare neighbouring fields inside a word, several pairs at a time."""
 
     pairs: int
-    """How many; 0 if two fields do not fit into what one load of eight bytes is sure to hold."""
+    """Number of pairs; 0 if two fields do not fit into the bits that one load of eight bytes is sure to contain."""
     even: Any
     odd: Any
     even_flags: Any
     odd_flags: Any
-    """The bits of every other field, and the bit above each."""
+    """Masks of every other field (`even`, `odd`), and of the bit above each of these fields."""
     flags: Any
-    """For each set of pairs, as bits of an integer: their flags."""
+    """The flags of each set of pairs. The index is the set, as bits of an integer."""
 
 
 @functools.cache
 def compare_fields(width: int) -> Compare:
+    """Return the masks for fields of `width` bits."""
     pairs = min(8, 57 // width - 1) if width else 0
 
     def word(bits: int, chosen: Iterable[int]) -> Any:
@@ -70,7 +71,7 @@ def compare_fields(width: int) -> Compare:
 
 
 def _followed() -> Any:
-    """For eight bits and the next: which of the ones among the eight have a one right above, and how many ones."""
+    """Return a table by nine bits: how many of the low eight are ones, and which of these have a one right above."""
     table = np.zeros(512, np.uint16)
     for bits in range(512):
         ones = [i for i in range(8) if bits >> i & 1]
@@ -82,7 +83,10 @@ FOLLOWED = _followed()
 
 
 def readable(payload: Tensor, layout: Layout) -> Any:
-    """The payload as an array, with zeros behind it if it is very small: the kernels load eight bytes at a time."""
+    """Return the payload as an array of at least eight bytes, because the kernels load eight bytes at a time.
+
+    A shorter payload is padded with zeros. Raises ValueError if its size does not match the layout.
+    """
     if payload.numel() != layout.nbytes:
         raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} entries")
     data = payload.contiguous().numpy()
@@ -90,14 +94,14 @@ def readable(payload: Tensor, layout: Layout) -> Any:
 
 
 def is_marked(data: Any, dtype: torch.dtype) -> bool:
-    """Whether the first float, of this dtype, is the mark of an input that was not finite. Then all must be."""
+    """Return whether the first float, of this dtype, is the mark. If it is, all others must be the mark too."""
     if dtype == torch.bfloat16:
         return int(data[0]) | int(data[1]) << 8 == MARK
     return bool(np.isnan(data[:4].view(np.float32)[0]))
 
 
 def first_bad(find: Callable[[int, int], int], rows: int, numbers_per_row: int) -> int:
-    """What `find(first, last)` finds among all records, on as many threads as that much work is worth."""
+    """Return the first bad record that `find(first, last)` finds, on several threads if there is enough work."""
     if rows * numbers_per_row < SMALLEST_SHARED:
         return int(find(0, rows))
     found = threads.run(find, threads.shares(rows, numbers_per_row, per_thread=2))
@@ -107,7 +111,7 @@ def first_bad(find: Callable[[int, int], int], rows: int, numbers_per_row: int) 
 def refuse(
     check: Callable[[Tensor, L], None], number: int, record: Tensor, alone: L, payload: Tensor, layout: L
 ) -> NoReturn:
-    """Raise the reference's ValueError for this record, or, if it is only wrong beside the others, for all of them."""
+    """Raise the reference's ValueError for this record, or for the whole payload if the record alone is valid."""
     try:
         check(record, alone)
     except ValueError as error:
@@ -116,13 +120,14 @@ def refuse(
 
 
 def refuse_all(check: Callable[[Tensor, L], None], payload: Tensor, layout: L) -> NoReturn:
+    """Raise the reference's ValueError for this payload."""
     check(payload, layout)
     raise AssertionError("a payload is refused, but the reference accepts it: a bug in thinwire")
 
 
 @functools.cache
 def largest_scale(bits: int) -> int:
-    """The largest bfloat16, as bits, whose highest level in codes of this many bits is finite in float32."""
+    """Return the bits of the largest bfloat16 scale whose levels, for codes of `bits` bits, are finite in float32."""
     top = max(1, (1 << (bits - 1)) - 1)
     scales = np.arange(SMALLEST_SCALE, INFINITE_SCALE, dtype=np.uint32)
     with np.errstate(over="ignore"):
@@ -138,11 +143,11 @@ FORMATS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float32: (np.int32(0x7FFFFFFF), INFINITY_BITS[4]),
     torch.float64: (np.int64(0x7FFFFFFFFFFFFFFF), INFINITY_BITS[8]),
 }
-"""By dtype: the bits below the sign, and what they are in infinity; above it is NaN."""
+"""For each dtype: the mask of the bits below the sign, and these bits of infinity. Larger ones are NaN."""
 
 
 def values_are_good(payload: Tensor, layout: Layout) -> bool:
-    """Whether a payload of values and nothing else is finite numbers, or, for an input that was not, NaN throughout."""
+    """Return whether a payload that consists of values only has finite numbers or, as the mark, only NaN."""
     data = readable(payload, layout)
     magnitude, infinite = FORMATS[layout.dtype]
     size, count = layout.dtype.itemsize, layout.nbytes // layout.dtype.itemsize
@@ -155,13 +160,16 @@ def values_are_good(payload: Tensor, layout: Layout) -> bool:
 
 @kernel
 def bad_values(data: Any, size: int, magnitude: Any, infinite: int, marked: bool, first: int, last: int) -> int:
-    """`first` if not every value from there to `last` is finite (with a mark: NaN), else NONE."""
+    """Return `first` if a value from there to `last` is not finite (if marked: not NaN), else NONE."""
     return NONE if floats_are_good(data, first * size, last - first, magnitude, infinite, marked) else first
 
 
 @part_of_kernel
 def floats_are_good(data: Any, at: int, count: int, magnitude: Any, infinite: int, marked: bool) -> Any:
-    """Every float finite; with a mark, every one NaN. `magnitude`: the bits below the sign, in a float's own width."""
+    """Return whether every float is finite or, if marked, NaN.
+
+    `magnitude` is the mask of the bits below the sign, an integer of the float's width.
+    """
     smallest, largest = magnitude, magnitude ^ magnitude
     for j in range(count):
         bits = load_as(data, at, j, magnitude) & magnitude
@@ -174,7 +182,10 @@ def floats_are_good(data: Any, at: int, count: int, magnitude: Any, infinite: in
 
 @kernel
 def bad_topk_record(data: Any, start: int, record: Any, compare: Any, marked: bool, first: int, last: int) -> int:
-    """Among records first to last of those from data[start] on. marked: each must have the mark, else none may."""
+    """Return a bad record among the records `first` to `last` that begin at data[start], or NONE.
+
+    If `marked`, every record must have the mark, else none may.
+    """
     for row in range(first, last):
         at = start + row * record.nbytes
         if record.bits == 32:
@@ -191,7 +202,7 @@ def bad_topk_record(data: Any, start: int, record: Any, compare: Any, marked: bo
 
 @part_of_kernel
 def codes_are_good(data: Any, at: int, record: Any, marked: bool) -> Any:
-    """Every scale a number (or the mark), no level infinite, and zeros behind the codes."""
+    """Return whether the scales are valid (if marked: the mark), no level is infinite, and zeros follow the codes."""
     bits = record.bits
     low = np.int64(load_as(data, at, 0, np.uint16(0)))
     step = np.int64(load_as(data, at, 1, np.uint16(0))) if bits > 1 else low
@@ -215,21 +226,22 @@ def codes_are_good(data: Any, at: int, record: Any, marked: bool) -> Any:
 
 @part_of_kernel
 def is_scale(bits: int) -> bool:
+    """Return whether these bfloat16 bits are 0 or a positive normal number."""
     return bits == 0 or SMALLEST_SCALE <= bits < INFINITE_SCALE
 
 
 @part_of_kernel
 def has_padding(data: Any, end: int, used_bits: int) -> Any:
-    """Whether a bit behind the last field is set, in the last byte before data[end]."""
+    """Return whether a bit after the last field is set, in the last byte before data[end]."""
     return used_bits & 7 != 0 and data[end - 1] >> (used_bits & 7) != 0
 
 
 @part_of_kernel
 def positions_are_good(data: Any, at: int, record: Any, compare: Any) -> Any:
-    """Exactly k positions, strictly rising, all below n, and zeros behind them.
+    """Return whether there are exactly k ascending positions below n, followed by zeros.
 
-    Ones of the bitmap with a zero between them belong to positions that rise. Where two stand side by side, the low
-    bits of the second position must be larger than those of the first.
+    If there is a zero between two ones of the bitmap, their positions ascend. If two ones are adjacent, the low bits of
+    the second position must be larger than those of the first.
     """
     k, low_bits = record.k, record.low_bits
     low_at, high_at, end = at + record.low_at, at + record.high_at, at + record.nbytes
@@ -264,7 +276,7 @@ def positions_are_good(data: Any, at: int, record: Any, compare: Any) -> Any:
 
 @part_of_kernel
 def neighbours_not_rising(data: Any, at: int, record: Any, compare: Any, first: int, followed: Any) -> Any:
-    """Not 0 if, for a bit r of `followed`, the low bits of position first + r are not below those of the next one."""
+    """Return 0 if, for each bit r of `followed`, the low bits of position first + r are below those of the next one."""
     low_bits, low_at = record.low_bits, at + record.low_at
     offset, wrong = first * low_bits, np.uint64(0)
     if compare.pairs > 0 and record.nbytes - record.high_at >= 8:  # so that every load ends inside the record
@@ -284,7 +296,7 @@ def neighbours_not_rising(data: Any, at: int, record: Any, compare: Any, first: 
 
 @part_of_kernel
 def ones_followed(word: Any, own: Any) -> Any:
-    """Bit r: whether right above the r-th one of `own` there is another in `word`, of which `own` is the lower part."""
+    """Return a word: bit r is set if `word` has a one right above the r-th one of `own`, which is its lower part."""
     result, count = np.uint64(0), np.uint64(0)
     for i in range(8):
         part = word if i < 7 else own
@@ -296,9 +308,10 @@ def ones_followed(word: Any, own: Any) -> Any:
 
 @part_of_kernel
 def not_rising(low: Any, after: Any, compare: Any) -> Any:
-    """The flag above each field of `low` that is not below the one of `after` at its place.
+    """Return the flag above each field of `low` that is not below the field of `after` at the same place.
 
-    Only every other field is taken, so that a difference has room: field + flag - other has the flag if field >= other.
+    Only every other field is taken, to make room for the difference: field + flag - other has the flag if field >=
+    other.
     """
     even = ((low & compare.even) | compare.even_flags) - (after & compare.even)
     odd = ((low & compare.odd) | compare.odd_flags) - (after & compare.odd)
@@ -312,7 +325,7 @@ def not_rising(low: Any, after: Any, compare: Any) -> Any:
 def bad_quantize_record(
     data: Any, start: int, nbytes: int, blocks: int, code_bits: int, largest: int, marked: bool, first: int, last: int
 ) -> int:
-    """As `bad_topk_record`. Every code stands for a level, so it is only the scales, and the bits behind the codes."""
+    """Return a bad record like `bad_topk_record`. Only scales and padding can be bad, because every code is a level."""
     span = np.uint16(largest - SMALLEST_SCALE)
     for row in range(first, last):
         at = start + row * nbytes

@@ -1,4 +1,4 @@
-"""Every entry as it is. Torch's own copy runs at the speed of the memory, so all but the check is the reference."""
+"""Every element as it is. torch's copy runs at memory bandwidth, so everything but the check is the reference."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from ..reference.dense import encode as encode
 
 
 def check(payload: Tensor, layout: DenseLayout) -> None:
-    """Raise ValueError for bytes that no compressor can have written: what `reference.dense.check` says, quickly."""
+    """Raise ValueError for bytes that no compressor can have written; a faster `reference.dense.check`."""
     from . import checks  # loads Numba, which nothing else here needs
 
     if not checks.values_are_good(payload, layout):

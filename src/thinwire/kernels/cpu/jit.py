@@ -1,8 +1,8 @@
-"""What the kernels share: the compiler's settings, float formats as integers, and bit masks of comparisons.
+"""Shared parts of the kernels: compiler settings, float formats as integers, and bit masks of comparisons.
 
-Numba has no bfloat16 and no vectorised float16, so such tensors come in as 16-bit integers: float16 as int16, bfloat16
-as uint16. `widen` tells them apart by that type and makes float32 with a few integer operations, which the compiler
-vectorises. Nothing here writes 16-bit floats.
+Numba has no bfloat16 and no vectorised float16, so such tensors are passed as 16-bit integers: float16 as int16,
+bfloat16 as uint16. `widen` distinguishes them by this type. It converts them to float32 with a few integer operations,
+which the compiler vectorises. No function here writes 16-bit float tensors.
 """
 
 import hashlib
@@ -55,14 +55,14 @@ _VIEWS = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
 
 
 def as_array(tensor: Tensor) -> Any:
-    """The tensor's memory as a flat NumPy array; 16-bit floats as integers."""
+    """Return the tensor's memory as a flat NumPy array, with 16-bit floats as integers."""
     flat = tensor.detach().view(-1)
     return flat.view(_VIEWS.get(flat.dtype, flat.dtype)).numpy()
 
 
 @contextmanager
 def staged(out: Tensor, *, keep: bool) -> Iterator[Any]:
-    """`out` as an array to add to: itself, or for 16-bit floats a float32 copy that is rounded into it at the end."""
+    """Yield `out` as an array to add to; for 16-bit floats a float32 copy, which is rounded into `out` at the end."""
     if out.dtype.itemsize > 2:
         yield as_array(out)
         return
@@ -72,12 +72,12 @@ def staged(out: Tensor, *, keep: bool) -> Iterator[Any]:
 
 
 def stage_limit(out: Tensor) -> int:
-    """How many entries of `out` to take at a time, so that `staged` copies stay in the cache."""
+    """Return how many elements of `out` to process at a time, so that the copies of `staged` stay in the cache."""
     return out.numel() if out.dtype.itemsize > 2 else 1 << 18
 
 
 def widen(x: Any) -> Any:
-    """An entry as float32 or float64, whatever it is stored as."""
+    """Return an element as float32 or float64, for any storage type."""
     raise TypeError("only inside a kernel")
 
 
@@ -101,7 +101,7 @@ def _widen_half(x: Any) -> Any:
 
 
 def magnitude_bits(x: Any) -> Any:
-    """|x| as a signed integer of the same width: it orders as |x| does, and NaN comes out above infinity."""
+    """Return |x| as a signed integer of the same width. It has the order of |x|, and NaN is above infinity."""
     raise TypeError("only inside a kernel")
 
 
@@ -113,7 +113,7 @@ def _magnitude_bits(x: Any) -> Any:
 
 
 def from_magnitude_bits(bits: Any) -> Any:
-    """The inverse of `magnitude_bits`."""
+    """Return the number with these `magnitude_bits`."""
     raise TypeError("only inside a kernel")
 
 
@@ -125,7 +125,7 @@ def _from_magnitude_bits(bits: Any) -> Any:
 
 
 def sign_of(x: Any) -> Any:
-    """-1 (all bits set) or 0, as a signed integer of the same width; -1 for -0.0 too."""
+    """Return -1 (all bits set) for negative x and -0.0, else 0, as a signed integer of the same width."""
     raise TypeError("only inside a kernel")
 
 
@@ -137,10 +137,10 @@ def _sign_of(x: Any) -> Any:
 
 
 def nearest_integer(x: Any) -> Any:
-    """0 <= x < 2**16 to the nearest integer, halves to the even one.
+    """Round 0 <= x < 2**16 to the nearest integer, halves to even.
 
-    Adding 2**23 (float64: 2**52) leaves no room for a fraction, so the sum's lowest bits are the rounded number: two
-    operations that the compiler vectorises, where a conversion from float to integer would not be.
+    Adding 2**23 (float64: 2**52) leaves no bits for a fraction, so the lowest bits of the sum are the rounded number.
+    The compiler vectorises these two operations, but not a conversion from float to integer.
     """
     raise TypeError("only inside a kernel")
 
@@ -153,12 +153,15 @@ def _nearest_integer(x: Any) -> Any:
 
 
 INFINITY_BITS = {4: 0x7F800000, 8: 0x7FF0000000000000}
-"""`magnitude_bits` of infinity, by the width of the float; everything finite is below."""
+"""`magnitude_bits` of infinity, by the width of the float in bytes. All finite numbers are below."""
 
 
 @_intrinsic
 def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
-    """Bit i says whether values[start + i] >= threshold, for i in 0..63: four compares and no branch with AVX-512."""
+    """Return a word: bit i is set if values[start + i] >= threshold, for i in 0..63.
+
+    With AVX-512 this takes four comparisons and no branch.
+    """
     signature = types.uint64(values, types.intp, values.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -177,7 +180,7 @@ def mask64(context: Any, values: Any, start: Any, threshold: Any) -> Any:
 
 @_intrinsic
 def fused_add(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -187,7 +190,7 @@ def fused_add(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @_intrinsic
 def lowest_one(context: Any, mask: Any) -> Any:
-    """The place of the lowest set bit."""
+    """Return the index of the lowest set bit."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -197,7 +200,7 @@ def lowest_one(context: Any, mask: Any) -> Any:
 
 @_intrinsic
 def count_ones(context: Any, mask: Any) -> Any:
-    """How many bits are set."""
+    """Return the number of set bits."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -207,10 +210,10 @@ def count_ones(context: Any, mask: Any) -> Any:
 
 @_intrinsic
 def read_field(context: Any, data: Any, at: Any, offset: Any, width: Any) -> Any:
-    """`width` <= 56 bits from bit `offset` behind data[at], out of one load of eight bytes.
+    """Return `width` <= 56 bits from bit `offset` after data[at], with one load of eight bytes.
 
-    Near the end the load begins earlier and the shift is longer, so no byte behind the end is touched; `data` needs
-    eight bytes at least. An intrinsic, because a call for every field cost four times as much as the field.
+    Near the end the load begins earlier and the shift is longer, so no byte after the end is read. `data` needs at
+    least eight bytes. This is an intrinsic, because a call for every field cost four times as much as the field.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -230,7 +233,7 @@ def read_field(context: Any, data: Any, at: Any, offset: Any, width: Any) -> Any
 
 @_intrinsic
 def load_as(context: Any, data: Any, at: Any, index: Any, number: Any) -> Any:
-    """Of the numbers from data[at] on, of the type of `number`, the one at `index`; aligned or not, but inside."""
+    """Return the number at `index` among those from data[at] on, of the type of `number`, aligned or not."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -269,30 +272,33 @@ prefetch_soon = _prefetcher(for_writing=False, level=2)
 
 @kernel
 def cut_bfloat16(x: float) -> Any:
-    """The 16 bits of the bfloat16 next towards zero, for x >= 0; denormal ones become 0."""
+    """Return the 16 bits of the next bfloat16 towards zero, for x >= 0; denormal ones become 0."""
     bits = np.uint32(np.float32(x).view(np.uint32) >> np.uint32(16))
     return bits if bits >= np.uint32(SMALLEST_SCALE) else np.uint32(0)
 
 
 @kernel
 def from_bfloat16(bits: Any) -> Any:
+    """Return the float32 value of bfloat16 bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @kernel
 def read_bfloat16(data: Any, at: int) -> Any:
+    """Return the float32 value of the bfloat16 at data[at]."""
     return from_bfloat16(np.uint32(data[at]) | np.uint32(data[at + 1]) << np.uint32(8))
 
 
 @kernel
 def write_bfloat16(data: Any, at: int, bits: Any) -> None:
+    """Write bfloat16 bits to data[at] and data[at + 1]."""
     data[at] = bits & np.uint32(0xFF)
     data[at + 1] = bits >> np.uint32(8)
 
 
 @kernel
 def draw(key: Any, counter: int) -> Any:
-    """63 random bits: splitmix64, a pure function of (key, counter)."""
+    """Return 63 random bits (splitmix64), a pure function of (key, counter)."""
     z = key + np.uint64(counter) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

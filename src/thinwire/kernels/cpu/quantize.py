@@ -1,4 +1,4 @@
-"""Quantize on the CPU: block by block, each in the first-level cache (`reference.quantize` defines the numbers)."""
+"""Quantize on the CPU, block by block in the L1 cache. `reference.quantize` defines the numbers."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from .selection import total_at
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for entries, part in layout.parts(layout.numel):
         r_part = None if r is None else r[part.entries]
@@ -61,6 +62,7 @@ def _encode_part(g: Any, r: Any, entries: int, layout: QuantizeLayout, key: int,
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     g, r, data = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for entries, part in layout.parts(layout.numel):
         g_part, r_part = g[part.entries], r[part.entries]
@@ -68,6 +70,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, p
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for entries, part in layout.parts(stage_limit(out)):
         with staged(out.view(-1)[part.entries], keep=add) as target:
@@ -101,7 +104,7 @@ def _decode_part(
 
 
 def check(payload: Tensor, layout: QuantizeLayout) -> None:
-    """Raise ValueError for bytes that no compressor can have written: what `reference.quantize.check` says, quickly."""
+    """Raise ValueError for bytes that no compressor can have written; a faster `reference.quantize.check`."""
     data = checks.readable(payload, layout)
     marked, largest = checks.is_marked(data, layout.leading_float), checks.largest_scale(layout.bits)
     for entries, part in layout.parts(layout.numel):
@@ -119,9 +122,9 @@ def encode_records(
     g: Any, r: Any, entries: int, block: int, bits: int, stochastic: bool,
     key: Any, position: int, limit: float, infinity: int, total: Any, codes: Any, out: Any,
 ) -> bool:  # fmt: skip
-    """Every record of g + r; False at the first block that is not finite. Only reads g and r.
+    """Encode every record of g + r, which are only read. Return False at the first block that is not finite.
 
-    `total` holds one block of g + r, `codes` one record's codes, a byte each.
+    `total` is scratch for one block of g + r, `codes` for the codes of one record, one byte each.
     """
     blocks = (entries + block - 1) // block
     nbytes = 2 * blocks + (entries * bits + 7) // 8
@@ -154,7 +157,7 @@ def encode_records(
 
 @kernel
 def add_block(g: Any, r: Any, first: int, size: int, limit: float, total: Any) -> Any:
-    """total <- g + r, up to ±limit; returns the largest magnitude before that, as `magnitude_bits`."""
+    """Compute total <- g + r, cut to ±limit. Return the largest magnitude before the cut, as `magnitude_bits`."""
     bound = total.dtype.type(limit)
     largest = magnitude_bits(total.dtype.type(0))
     for i in range(size):
@@ -166,7 +169,7 @@ def add_block(g: Any, r: Any, first: int, size: int, limit: float, total: Any) -
 
 @kernel
 def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic: bool, limit: float) -> Any:
-    """The block's scale as bfloat16 bits."""
+    """Return the scale of the block as bfloat16 bits."""
     number = total.dtype.type
     if stochastic or bits > 2:
         largest = min(from_magnitude_bits(largest_bits), number(limit))
@@ -186,7 +189,7 @@ def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic:
 
 @summing_kernel
 def sum_above(total: Any, size: int, threshold: Any) -> float:
-    """The sum, in float64, of the magnitudes above the threshold."""
+    """Return the sum, in float64, of the magnitudes above the threshold."""
     result = 0.0
     number = total.dtype.type
     for i in range(size):
@@ -197,6 +200,7 @@ def sum_above(total: Any, size: int, threshold: Any) -> float:
 
 @kernel
 def count_above(total: Any, size: int, threshold: Any) -> Any:
+    """Return the number of magnitudes above the threshold."""
     count = np.int32(0)
     for i in range(size):
         count = np.int32(count + np.int32(abs(total[i]) > threshold))
@@ -205,6 +209,7 @@ def count_above(total: Any, size: int, threshold: Any) -> Any:
 
 @kernel
 def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start: int) -> None:
+    """Write the codes of one block, rounded to the nearest level."""
     number = total.dtype.type
     top, sign = number((1 << (bits - 1)) - 1), np.int32(1 << (bits - 1))
     inverse = number(1) / number(step) if step > 0 else number(0)
@@ -218,7 +223,10 @@ def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start
 def codes_stochastic(
     total: Any, size: int, step: Any, bits: int, key: Any, position: int, codes: Any, start: int
 ) -> None:
-    """Round up with the odds that make the mean right; one draw serves four entries, 15 bits each."""
+    """Write the codes of one block, rounded up with the probability that preserves the mean.
+
+    One draw serves four elements, 15 bits each.
+    """
     number = total.dtype.type
     top = number((1 << (bits - 1)) - 1)
     inverse = number(1) / number(step) if step > 0 else number(0)
@@ -242,9 +250,9 @@ def decode_records(
     payloads: Any, offset: int, nbytes: int, entries: int, block: int, bits: int,
     g: Any, weight: float, add: bool, codes: Any, out: Any,
 ) -> None:  # fmt: skip
-    """out <- (out + g, or out, or 0) + weight * each payload, record after record, while it is in the cache.
+    """Compute out <- (out + g, or out, or 0) + weight * each payload, record by record, while it is in the cache.
 
-    With g there is one payload: it is what was made of out + g.
+    With g there is one payload, which was encoded from out + g.
     """
     factor = out.dtype.type(weight)
     blocks = (entries + block - 1) // block
@@ -271,7 +279,7 @@ def decode_records(
 def add_levels(
     codes: Any, start: int, size: int, step: Any, bits: int, weight: Any, g: Any, g_start: int, out: Any
 ) -> None:
-    """One block: out += g, if there is one, and then out += weight * levels."""
+    """Compute out += g, if there is a g, and then out += weight * levels, for one block."""
     number = out.dtype.type
     if bits == 1:
         # ±step: the same products as below, with only two outcomes
@@ -290,7 +298,7 @@ def add_levels(
 
 @kernel
 def entry(out: Any, i: int, g: Any, g_i: int) -> Any:
-    """out[i], with g[g_i] added if there is a g."""
+    """Return out[i], plus g[g_i] if there is a g."""
     if g is None:
         return out[np.uintp(i)]
     return out[np.uintp(i)] + widen(g[np.uintp(g_i)])

@@ -1,7 +1,7 @@
-"""RandomK on the CPU: one entry out of each stratum (`reference.randomk` defines the draw).
+"""RandomK on the CPU: one element from each stratum. `reference.randomk` defines the draw.
 
-Strata are taken in batches of about 4,096 entries. While such a batch is in the first-level cache all of it is read for
-`encode` (is it finite?) or written for `commit`, and the drawn entries cost next to nothing.
+Strata are processed in batches of about 4,096 elements. While a batch is in the L1 cache, `encode` reads all of it to
+check that it is finite, or `commit` writes all of it. The drawn elements cost almost nothing in addition.
 """
 
 from typing import Any
@@ -18,12 +18,13 @@ from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch
 from .selection import total_at
 
 BATCH = 4096
-"""Entries in a batch of strata."""
+"""Elements in a batch of strata."""
 AHEAD = 64
-"""Strata whose entries are on their way from the memory while those before are added."""
+"""Number of strata whose elements are prefetched while earlier ones are added."""
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r = as_array(tensor), None if residual is None else as_array(residual)
     values = torch.empty(layout.k, dtype=residual_dtype(layout.dtype))
     chosen, infinity, scale = values.numpy(), INFINITY_BITS[values.itemsize], residual is None
@@ -39,10 +40,12 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: 
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     _start(payload.unsqueeze(0), layout, key, as_array(tensor), -1.0, residual)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype.itemsize == 2:  # k entries only: torch does as well
         reference.decode(payloads, layout, key, out, weight, add)
     elif not add:
@@ -58,13 +61,13 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
 
 
 def check(payload: Tensor, layout: RandomKLayout) -> None:
-    """Raise ValueError for bytes that no compressor can have written: values, as those of `dense.check`."""
+    """Raise ValueError for bytes that no compressor can have written; a faster `reference.randomk.check`."""
     if not checks.values_are_good(payload, layout):
         checks.refuse_all(reference.check, payload, layout)
 
 
 def _start(payloads: Tensor, layout: RandomKLayout, key: int, g: Any, weight: float, out: Tensor) -> None:
-    """out <- (out + g, or 0 if there is no g) + weight * each payload."""
+    """Compute out <- (out + g, or 0 without g) + weight * each payload."""
     target, values = as_array(out), np.stack(_values(payloads, layout, out))
 
     def share(first: int, last: int) -> None:
@@ -83,12 +86,13 @@ def _shares(layout: RandomKLayout) -> list[tuple[int, int]]:
 
 @kernel
 def stratum_start(numel: int, k: int, stratum: int) -> int:
+    """Return the position of the first element of a stratum."""
     return stratum * (numel // k) + min(stratum, numel % k)
 
 
 @kernel
 def place_in(numel: int, k: int, key: Any, stratum: int) -> Any:
-    """The position drawn in this stratum."""
+    """Return the position drawn in this stratum."""
     start = stratum_start(numel, k, stratum)
     width = stratum_start(numel, k, stratum + 1) - start
     return start + (np.int64(draw(key, stratum) >> np.uint64(32)) * width >> 31)
@@ -96,7 +100,10 @@ def place_in(numel: int, k: int, key: Any, stratum: int) -> Any:
 
 @kernel
 def gather_strata(g: Any, r: Any, k: int, key: Any, first: int, scale: bool, infinity: int, values: Any) -> bool:
-    """The drawn entries of g + r; False if any entry of these strata, drawn or not, is not finite."""
+    """Write the drawn elements of g + r to `values`, times the width of the stratum if `scale`.
+
+    Return False if any element of these strata, drawn or not, is not finite.
+    """
     strata = max(1, BATCH * k // g.size)
     for j in range(0, values.size, strata):
         stop = min(j + strata, values.size)
@@ -118,7 +125,7 @@ def gather_strata(g: Any, r: Any, k: int, key: Any, first: int, scale: bool, inf
 
 @kernel
 def start_strata(values: Any, k: int, key: Any, first: int, last: int, g: Any, weight: Any, out: Any) -> None:
-    """For strata first to last: out <- (out + g, or 0) + weight * each row of values."""
+    """Compute out <- (out + g, or 0) + weight * each row of values, for the strata `first` to `last`."""
     strata = max(1, BATCH * k // out.size)
     for j in range(first, last, strata):
         stop = min(j + strata, last)
@@ -137,7 +144,7 @@ def start_strata(values: Any, k: int, key: Any, first: int, last: int, g: Any, w
 
 @kernel
 def add_strata(values: Any, k: int, key: Any, first: int, weight: Any, out: Any) -> None:
-    """out += weight * values, each at its place; the next places are asked for before they are needed."""
+    """Compute out += weight * values at the drawn positions, which are prefetched before they are needed."""
     positions = np.empty(AHEAD, np.int64)
     for j in range(values.size + AHEAD):
         slot = j % AHEAD

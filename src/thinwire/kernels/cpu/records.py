@@ -1,4 +1,4 @@
-"""One TopK record: k positions and values to bytes, and back (`TopKRecord`; 84 bytes for 64 of 4,096)."""
+"""One TopK record: k positions and values to bytes and back (`TopKRecord`; 84 bytes for 64 of 4,096 in 2 bits)."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from .jit import (
 
 @kernel
 def write_record(positions: Any, values: Any, record: Any, codes: Any, out: Any) -> None:
-    """positions[:k], rising, and values[:k] -> out[:nbytes]. `codes` is scratch for k integers."""
+    """Write positions[:k], ascending, and values[:k] to out[:nbytes]. `codes` is scratch for k integers."""
     k, low_bits = record.k, record.low_bits
     if record.bits == 32:
         write_floats(values, out)
@@ -40,6 +40,7 @@ def write_record(positions: Any, values: Any, record: Any, codes: Any, out: Any)
 
 @kernel
 def write_floats(values: Any, out: Any) -> None:
+    """Write the values to `out` as little-endian float32."""
     for j in range(values.size):
         raw = np.float32(values[j]).view(np.uint32)
         for byte in range(4):
@@ -79,7 +80,7 @@ def write_codes(values: Any, bits: int, codes: Any, out: Any) -> None:
 
 @kernel
 def extremes(values: Any) -> Any:
-    """The smallest and the largest magnitude."""
+    """Return the smallest and the largest magnitude."""
     smallest, biggest = np.float64(np.inf), np.float64(0)
     for j in range(values.size):
         magnitude = np.float64(abs(values[j]))
@@ -89,7 +90,7 @@ def extremes(values: Any) -> Any:
 
 @summing_kernel
 def sum_from(values: Any, split: Any) -> Any:
-    """Sum, in float64, and number of the magnitudes from `split` up."""
+    """Return the sum, in float64, and the number of the magnitudes >= `split`."""
     total, count = 0.0, np.int32(0)
     number = values.dtype.type
     for j in range(values.size):
@@ -101,6 +102,7 @@ def sum_from(values: Any, split: Any) -> Any:
 
 @summing_kernel
 def sum_below(values: Any, split: Any) -> float:
+    """Return the sum, in float64, of the magnitudes below `split`."""
     total = 0.0
     number = values.dtype.type
     for j in range(values.size):
@@ -113,10 +115,10 @@ def sum_below(values: Any, split: Any) -> float:
 def read_record(
     data: Any, record: Any, first_byte: int, last_byte: int, rank: int, positions: Any, values: Any, out: Any
 ) -> int:
-    """Positions and values of the entries whose ones stand in these bytes of the bitmap; returns how many.
+    """Read positions and values for the ones in these bytes of the bitmap. Return their number.
 
-    `rank` ones come before them; those after the k-th are passed over. What will be added to is fetched into the cache
-    on the way: the positions are too scattered for the hardware to foresee.
+    `rank` ones come before them. Ones after the k-th are skipped. The elements of `out` at these positions are
+    prefetched, because they are too scattered for the hardware to foresee.
     """
     if data.size < 8:  # of a very small tensor: `read_field` needs eight bytes
         padded = np.zeros(8, np.uint8)
@@ -151,7 +153,7 @@ def read_record(
 
 @kernel
 def add_entries(positions: Any, values: Any, count: int, weight: Any, out: Any) -> None:
-    """out += weight * values, each at its place. A position outside, as only a damaged payload has, is passed over."""
+    """Compute out += weight * values at the positions. Positions outside (of a damaged payload) are skipped."""
     for j in range(count):
         if positions[j] < out.size:
             out[np.uintp(positions[j])] += weight * out.dtype.type(values[j])
@@ -159,6 +161,7 @@ def add_entries(positions: Any, values: Any, count: int, weight: Any, out: Any) 
 
 @kernel
 def count_bitmap(data: Any, first_byte: int, last_byte: int) -> int:
+    """Return the number of ones in data[first_byte:last_byte]."""
     total = 0
     for byte in range(first_byte, last_byte):
         total += count_ones(np.uint64(data[byte]))

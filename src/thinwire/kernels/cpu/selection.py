@@ -1,9 +1,9 @@
 """The exact k largest of a chunk, in about one pass over it.
 
-Neighbouring chunks look alike, so the last chunk's threshold, lowered by a few percent, is a good guess for this one:
-the pass that adds gradient and residual also counts how many magnitudes reach the guess. If that is at least k and not
-many more, they are collected (64 compares at a time) and the k-th largest is searched among those few only. Otherwise a
-bisection over the whole chunk finds it. The guess decides how long it takes, never what is selected.
+Neighbouring chunks are similar, so the threshold of the last chunk, lowered by a few percent, is a good guess for the
+next one. The pass that adds gradient and residual also counts the magnitudes that reach the guess. If at least k and
+not many more reach it, these are collected (64 comparisons at a time), and only they are searched for the k-th largest.
+Otherwise a bisection over the whole chunk finds it. The guess changes the time, but never the result.
 
 Magnitudes are compared as integers (`magnitude_bits`): float32 in 31 bits, float64 in 63.
 """
@@ -15,12 +15,12 @@ import numpy as np
 from .jit import CACHE_LINE, kernel, lowest_one, magnitude_bits, mask64, prefetch_soon, widen
 
 CROWD = 8
-"""Up to this many times k candidates are cheaper to search than the chunk."""
+"""Up to this many times k, candidates are cheaper to search than the chunk."""
 
 
 @kernel
 def total_at(g: Any, r: Any, i: Any) -> Any:
-    """Entry i of tensor + residual."""
+    """Return element i of tensor + residual."""
     if r is None:
         return widen(g[i])
     return widen(g[i]) + r[i]
@@ -28,7 +28,7 @@ def total_at(g: Any, r: Any, i: Any) -> Any:
 
 @kernel
 def fill_magnitudes(g: Any, r: Any, start: int, size: int, guess: Any, magnitudes: Any) -> Any:
-    """Write the magnitudes of `size` entries of g + r from `start` on, and count those that reach the guess."""
+    """Write the magnitudes of `size` elements of g + r from `start` on. Return how many reach the guess."""
     count = np.int32(0)
     for i in range(size):
         bits = magnitude_bits(total_at(g, r, np.uintp(start + i)))
@@ -39,6 +39,7 @@ def fill_magnitudes(g: Any, r: Any, start: int, size: int, guess: Any, magnitude
 
 @kernel
 def largest(values: Any) -> Any:
+    """Return the largest value."""
     result = values[0]
     for i in range(values.size):
         result = max(result, values[i])
@@ -47,6 +48,7 @@ def largest(values: Any) -> Any:
 
 @kernel
 def smallest(values: Any) -> Any:
+    """Return the smallest value."""
     result = values[0]
     for i in range(values.size):
         result = min(result, values[i])
@@ -55,6 +57,7 @@ def smallest(values: Any) -> Any:
 
 @kernel
 def count_reaching(values: Any, threshold: Any) -> Any:
+    """Return how many values are >= `threshold`."""
     count = np.int32(0)
     for i in range(values.size):
         count = np.int32(count + np.int32(values[i] >= threshold))
@@ -63,9 +66,9 @@ def count_reaching(values: Any, threshold: Any) -> Any:
 
 @kernel
 def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
-    """A threshold that k values or more reach, and no higher one does unless exactly k reach it.
+    """Return a threshold that exactly k values reach, if the search meets one, else the k-th largest value.
 
-    Needs: at least k values reach `low`, fewer than k reach `high`.
+    At least k values must reach `low`, and fewer than k must reach `high`.
     """
     while high - low > 1:
         middle = values.dtype.type(low + (high - low) // 2)
@@ -81,10 +84,10 @@ def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
 
 @kernel
 def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any, g: Any, r: Any, ahead: int) -> int:
-    """Positions and magnitudes of all that reach the threshold, in rising order. Reads whole groups of 64.
+    """Write positions and magnitudes of all elements that reach the threshold, in ascending order. Return their number.
 
-    On the way it asks for the entries of g and r from `ahead` on, where the next chunk begins: the memory works while
-    this chunk is computed. A request beyond the end does nothing.
+    Magnitudes are read in whole groups of 64. The elements of g and r from `ahead` on, where the next chunk begins, are
+    prefetched meanwhile. A prefetch beyond the end does nothing.
     """
     count = 0
     for start in range(0, magnitudes.size, 64):
@@ -105,7 +108,7 @@ def collect(magnitudes: Any, threshold: Any, positions: Any, found: Any, g: Any,
 
 @kernel
 def keep_k(k: int, threshold: Any, positions: Any, found: Any, count: int) -> None:
-    """Drop what is below the threshold, and of those just on it the last ones beyond k."""
+    """Keep the k largest: drop elements below the threshold, and the last ones equal to it."""
     ties = k
     for j in range(count):
         ties -= found[j] > threshold
@@ -121,9 +124,9 @@ def keep_k(k: int, threshold: Any, positions: Any, found: Any, count: int) -> No
 
 @kernel
 def fill_up(k: int, magnitudes: Any, positions: Any, found: Any, count: int) -> None:
-    """Add the first entries that are missing in `positions` until there are k; all of them are zeros.
+    """Add the first elements that are missing in `positions` until there are k. All of them are zeros.
 
-    What lies below some end is then taken without a gap: only that end has to be found.
+    The result contains all positions below some end, so only this end has to be found.
     """
     missing, taken, end = k - count, 0, 0
     while missing > 0:
@@ -144,10 +147,10 @@ def fill_up(k: int, magnitudes: Any, positions: Any, found: Any, count: int) -> 
 def select(
     magnitudes: Any, k: int, guess: Any, reached: int, positions: Any, found: Any, g: Any, r: Any, ahead: int
 ) -> None:
-    """Put the k largest into positions[:k], rising, and their magnitudes into found[:k].
+    """Write the ascending positions of the k largest to positions[:k], and their magnitudes to found[:k].
 
-    `reached` magnitudes reach `guess`; their array is filled up with -1 to a multiple of 64. For g, r and ahead see
-    `collect`. Fewer than k may differ from zero, as in a sum of sparse tensors: then no search is needed.
+    `reached` magnitudes reach `guess`. The magnitudes are padded with -1 to a multiple of 64. `g`, `r` and `ahead` are
+    those of `collect`. If fewer than k differ from zero, as in a sum of sparse tensors, no search is needed.
     """
     if reached < k:
         threshold = magnitudes.dtype.type(1)

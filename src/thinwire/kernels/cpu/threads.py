@@ -1,7 +1,7 @@
-"""Spread a kernel over threads: plain Python threads, since the kernels run without the GIL.
+"""Runs a kernel on several plain Python threads, because the kernels run without the GIL.
 
-Numba's own parallel loops were not taken: their default scheduler aborts the process when two Python threads use it at
-once, as the caller and the wire do, and their thread count is a setting of its own beside torch's.
+Numba's own parallel loops are not used. Their default scheduler aborts the process if two Python threads use it at
+once, as the caller and the wire thread do, and their thread count is a separate setting from torch's.
 """
 
 import os
@@ -14,13 +14,13 @@ import torch
 T = TypeVar("T")
 
 SMALLEST_SHARE = 1 << 16
-"""Entries below which waking another thread costs more than it saves."""
+"""With fewer elements, waking another thread costs more than it saves."""
 
 _pool: ThreadPoolExecutor | None = None
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
+    """Drop the pool in a forked child, which has none of its parent's threads."""
     global _pool
     _pool = None
 
@@ -31,8 +31,8 @@ os.register_at_fork(after_in_child=_forget_pool)
 def shares(items: int, entries_per_item: int = 1, per_thread: int = 4) -> list[tuple[int, int]]:
     """Cut `items` into even ranges, several for each thread that is worth waking.
 
-    A thread that is held up, as by torch's own threads, which keep spinning for some milliseconds after an operation,
-    then leaves its share of the ranges to the others.
+    If a thread is delayed, the others take over its ranges. torch's own threads cause such delays, because they spin
+    for some milliseconds after an operation.
     """
     threads = min(torch.get_num_threads(), items * entries_per_item // SMALLEST_SHARE)
     count = max(1, min(items, per_thread * threads)) if threads > 1 else 1
@@ -40,7 +40,7 @@ def shares(items: int, entries_per_item: int = 1, per_thread: int = 4) -> list[t
 
 
 def run(function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-    """function(*each) for every tuple of arguments, spread over the threads; the results in order."""
+    """Call function(*each) for every tuple of arguments, on several threads. Return the results in order."""
     global _pool
     if len(arguments) == 1:
         return [function(*arguments[0])]

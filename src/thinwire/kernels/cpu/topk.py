@@ -1,6 +1,6 @@
 """TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`.
 
-`settle` brings moments and residual up to date and decodes, chunk by chunk, while the entries are in the cache.
+`settle` updates moments and residual and decodes, chunk by chunk, while the elements are in the cache.
 """
 
 from functools import partial
@@ -19,13 +19,14 @@ from .records import add_entries, read_record, write_record
 from .selection import fill_magnitudes, largest, select, smallest, total_at
 
 LARGEST_CHUNK = 1 << 16
-"""Above it (only with chunk=None) a record does not fit the cache, and `topk_global` takes over."""
+"""Largest record that fits the cache. `topk_global` handles larger ones, which only chunk=None makes."""
 
 GUESS_MARGIN = {4: 1 << 19, 8: 1 << 48}
-"""How far the next guess lies below the last chunk's threshold, in units of `magnitude_bits`: 3 to 6 percent."""
+"""Distance of the next guess below the last chunk's threshold, in units of `magnitude_bits`: 3 to 6 percent."""
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for record, part in layout.parts(layout.numel):
         g_part, r_part = g[part.entries], None if r is None else r[part.entries]
@@ -61,6 +62,7 @@ def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     g, r, payloads = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for record, part in layout.parts(layout.numel):
         if record.n > LARGEST_CHUNK:
@@ -74,10 +76,11 @@ def settle(
     gradient: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
     update: Update | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """What was encoded is added to the residual, payloads[own] subtracted, and out <- weight * each payload.
+    """Compute residual += encoded tensor - payloads[own], and out <- weight * each payload.
 
-    What was encoded: the gradient, or the update, whose moments advance in the same pass if it is Adam's. In one pass,
-    unless `out` is of 16 bits or chunks do not fit the cache. `out` may be the gradient itself.
+    The encoded tensor is the gradient or, if there is one, the update, whose moments advance. Everything happens in one
+    pass, unless `out` has 16 bits or chunks do not fit the cache; only updates other than Adam's need a pass of their
+    own. `out` may be the gradient itself.
     """
     vectors = {"r": as_array(residual), "g": as_array(gradient)}
     numbers = None
@@ -116,6 +119,7 @@ def _settle_part(
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for record, part in layout.parts(stage_limit(out)):
         with staged(out.view(-1)[part.entries], keep=add) as target:
@@ -141,7 +145,7 @@ def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight:
 
 
 def check(payload: Tensor, layout: TopKLayout) -> None:
-    """Raise ValueError for bytes that no compressor can have written: what `reference.topk.check` says, but quickly."""
+    """Raise ValueError for bytes that no compressor can have written; a faster `reference.topk.check`."""
     data = checks.readable(payload, layout)
     marked = checks.is_marked(data, layout.leading_float)
     for record, part in layout.parts(layout.numel):
@@ -159,9 +163,9 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
 def encode_chunks(
     g: Any, r: Any, record: Any, magnitudes: Any, values: Any, infinity: int, margin: int, limit: float, out: Any
 ) -> bool:
-    """Every chunk of g + r into its record; False at the first that is not finite. Only reads g and r.
+    """Encode every chunk of g + r, which are only read. Return False at the first chunk that is not finite.
 
-    `magnitudes` (filled with -1 behind the chunk) and `values` are scratch; their types say in which precision to work.
+    `magnitudes` (padded with -1 after the chunk) and `values` are scratch. Their dtypes set the precision.
     """
     n, k = record.n, record.k
     bound = values.dtype.type(limit)
@@ -184,7 +188,7 @@ def encode_chunks(
 
 @kernel
 def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, weight: Any, out: Any) -> None:
-    """out <- (out + g, or 0 if there is no g) + weight * each payload, chunk after chunk in the first-level cache."""
+    """Compute out <- (out + g, or 0 without g) + weight * each payload, chunk by chunk in the L1 cache."""
     n = record.n
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
     for row in range(out.size // n):
@@ -205,9 +209,9 @@ def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, w
 def settle_chunks(
     payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any, out: Any
 ) -> None:
-    """r <- r + g - payload[own] and out <- weight * each payload.
+    """Compute r <- r + g - payloads[own], and out <- weight * each payload.
 
-    With `moments` (m, v, numbers) Adam's update takes the place of g, and they advance. Without g it is in r already.
+    With `moments` (m, v, numbers), Adam's update replaces g, and the moments advance. Without g, r already contains it.
     """
     n = record.n
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
@@ -234,7 +238,7 @@ def settle_chunks(
 
 @kernel
 def add_chunks(payloads: Any, offset: int, record: Any, bitmap: int, weight: Any, out: Any) -> None:
-    """out += weight * each payload. One record is read while the entries of the last one come from the memory."""
+    """Compute out += weight * each payload. One record is read while the elements for the last one are prefetched."""
     n = record.n
     positions, values = np.empty((2, record.k), np.int64), np.empty((2, record.k), np.float32)
     waiting, waiting_chunk, turn = 0, out, 0

@@ -1,8 +1,8 @@
 """The exact top-k of a whole tensor: radix selection, 16 bits of the magnitude at a time.
 
 Each pass counts, per thread, how often each value of the next 16 bits occurs among the magnitudes that share the upper
-bits found so far; the sum of the counts tells which value the k-th largest has. Two passes settle float32, four
-float64. The counts per thread then say where each thread writes its entries, and how many of the ties it may take.
+bits found so far. The sum of the counts gives these 16 bits of the k-th largest. float32 takes two passes, float64
+four. From the counts per thread follows where each thread writes its elements, and how many of the ties it takes.
 """
 
 import functools
@@ -17,17 +17,17 @@ from .records import add_entries, count_bitmap, read_record, write_record
 from .selection import collect, fill_magnitudes, total_at
 
 DIGITS = {4: [(15, 16), (0, 15)], 8: [(47, 16), (31, 16), (15, 16), (0, 15)]}
-"""(shift, bits) of each pass, by the width of the float."""
+"""(shift, bits) of each pass, by the width of the float in bytes."""
 
 STRIDE = 4096
-"""Entries at a time when the chosen ones are collected."""
+"""Elements at a time when the chosen ones are collected."""
 
 PIECE = 32
-"""Bytes of the bitmap at a time when a record is read: up to 256 entries wait for the memory."""
+"""Bytes of the bitmap at a time when a record is read. Up to 256 elements are prefetched meanwhile."""
 
 
 class Selection(NamedTuple):
-    """The k-th largest magnitude; per share, how many entries lie above it and how many on it are taken."""
+    """The k-th largest magnitude and, for each share, how many elements above it and equal to it are taken."""
 
     threshold: int
     above: list[int]
@@ -35,7 +35,7 @@ class Selection(NamedTuple):
 
 
 def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: float) -> bool:
-    """One record for the whole tensor; False if it is not finite."""
+    """Write one record for the whole tensor. Return False if the tensor is not finite."""
     ranges = threads.shares(g.size, per_thread=1)  # each has tables of its own
     shares = [(g[start:stop], None if r is None else r[start:stop]) for start, stop in ranges]
     selection = find_threshold(shares, record.k, width)
@@ -59,7 +59,7 @@ def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: floa
 
 
 def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selection | None:
-    """None if an entry is not finite."""
+    """Return the k-th largest magnitude and the counts of each share, or None if an element is not finite."""
     above, on_it = [0] * len(shares), [0] * len(shares)
     threshold, wanted = 0, k
     for shift, bits in DIGITS[width]:
@@ -83,13 +83,17 @@ def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selecti
 
 
 def digit_counts(shift: int, bits: int, prefix: int, g: Any, r: Any) -> Any:
+    """Return the counts of `count_digits` for one share."""
     counts = np.zeros(1 << bits, np.int32 if g.size < 1 << 31 else np.int64)
     count_digits(g, r, shift, bits, prefix, counts)
     return counts
 
 
 def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: Any) -> None:
-    """out += weight * each payload. The bitmap is cut into a piece per thread; counting ones gives each its rank."""
+    """Compute out += weight * each payload.
+
+    Each thread takes a piece of the bitmap. Counting ones gives the rank of its first element.
+    """
     for payload in payloads:
         data = payload[offset : offset + record.nbytes]
         ranges = threads.shares(record.nbytes - record.high_at, 8)
@@ -106,13 +110,14 @@ def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: A
 
 @kernel
 def add_from_the_end(counts: Any) -> None:
-    """Each count becomes the sum of itself and all behind it."""
+    """Replace each count by the sum of itself and all counts after it."""
     for i in range(counts.size - 1, 0, -1):
         counts[i - 1] += counts[i]
 
 
 @kernel
 def count_digits(g: Any, r: Any, shift: int, bits: int, prefix: int, counts: Any) -> None:
+    """Count each value of the `bits` bits from `shift` on, among magnitudes whose upper bits are `prefix`."""
     mask = (1 << bits) - 1
     for i in range(g.size):
         magnitude = np.int64(magnitude_bits(total_at(g, r, i)))
@@ -124,7 +129,7 @@ def count_digits(g: Any, r: Any, shift: int, bits: int, prefix: int, counts: Any
 def gather_chosen(
     g: Any, r: Any, threshold: int, ties: int, base: int, buffer: Any, positions: Any, values: Any
 ) -> None:
-    """Positions (counted from `base`) and values of all above the threshold, and of the first `ties` that equal it."""
+    """Write positions (plus `base`) and values of all elements above the threshold and of the first `ties` on it."""
     places = np.empty(buffer.size, np.int64)
     found = np.empty_like(buffer)
     kept = 0
@@ -146,7 +151,7 @@ def gather_chosen(
 
 @kernel
 def add_pieces(data: Any, record: Any, first_byte: int, last_byte: int, rank: int, weight: Any, out: Any) -> None:
-    """out += weight * the entries whose ones stand in these bytes of the bitmap, a piece at a time."""
+    """Compute out += weight * values for the ones in these bytes of the bitmap, a piece at a time."""
     positions, values = np.empty((2, 8 * PIECE), np.int64), np.empty((2, 8 * PIECE), np.float32)
     waiting = turn = 0
     for byte in range(first_byte, last_byte, PIECE):

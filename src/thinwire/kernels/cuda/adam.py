@@ -1,7 +1,8 @@
-"""Adam's update in one pass over memory (`reference.adam` defines it): 16 bytes an entry to write, 28 to advance.
+"""Adam's update in one pass over memory: `write` moves 16 bytes per element, `advance` 28. `reference.adam` defines it.
 
-Gradients of 16 bits save 2 of these. Divisions and roots are those of IEEE, as torch's, and no product is fused into a
-sum: `write` and `advance` make the same bits. Moments in float64 go to the reference.
+Gradients of 16 bits save 2 of these bytes. Divisions and square roots are rounded correctly (IEEE 754), as torch does,
+and no product is fused into a sum, so `write` and `advance` compute the same bits. Moments in float64 use the
+reference.
 """
 
 import torch
@@ -15,13 +16,13 @@ from .launch import REFERENCE_DTYPES, launch
 _TILE = 4096
 
 NUMBERS = 9
-"""How many the kernels read; `numbers_of` makes them."""
+"""How many numbers the kernels read; `numbers_of` returns them."""
 
 
 def numbers_of(
     beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
 ) -> tuple[float, ...]:
-    """Return what the kernels read. The first two are what a gradient is multiplied by."""
+    """Return the numbers that the kernels read. The first two are factors of the gradient."""
     return (1 - beta1) * factor, factor, beta1, scale, floor, limit, rate, beta2, 1 - beta2
 
 
@@ -29,7 +30,11 @@ def write(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
     out: Tensor, numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """numbers: the same as given, on the device already; a recording finds those of its step there."""
+    """Write the update to `out`.
+
+    numbers   the result of `numbers_of` on the device, for a recording, which reads the numbers of its step there. It
+              replaces the other numbers.
+    """
     if m.dtype in REFERENCE_DTYPES:
         return reference.write(g, m, v, beta1, factor, scale, floor, limit, rate, out)
     if numbers is None:
@@ -43,6 +48,7 @@ def advance(
     g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
     floor: float, limit: float, rate: float, numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Advance the moments, and add the update to the residual. `numbers` is that of `write`."""
     if m.dtype in REFERENCE_DTYPES:
         return reference.advance(g, m, v, residual, beta1, beta2, factor, scale, floor, limit, rate)
     if numbers is None:
@@ -57,7 +63,7 @@ step = reference.step  # bound by the memory as it is
 
 
 def step_by_numbers(parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]) -> None:
-    """`step` with numbers that are on the device, as a recording needs them; a kernel for each parameter."""
+    """Compute p <- keep p - rate u with numbers on the device, as a recording needs; one kernel per parameter."""
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         n = parameter.numel()
         if n:
@@ -70,9 +76,9 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 @triton.jit
 def update_of(own, momentum, v, scale, floor, limit, rate):  # type: ignore[no-untyped-def]
-    """rate * momentum / (scale sqrt(v) + floor), cut to ±limit before the rate. Inf and NaN stay.
+    """Return rate * momentum / (scale sqrt(v) + floor), cut to ±limit before the rate. Inf and NaN stay.
 
-    What is so large that its square would be infinite becomes Inf.
+    If `own` is so large that its square would be infinite, the result is ±Inf.
     """
     update = tl.div_rn(momentum, scale * tl.sqrt_rn(v) + floor)
     cut = tl.where(update > 0, limit, -limit)
@@ -84,6 +90,7 @@ def update_of(own, momentum, v, scale, floor, limit, rate):  # type: ignore[no-u
 
 @triton.jit
 def write_entries(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the update of TILE elements to `out`."""
     gain, beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 2)
     scale, floor = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
     limit, rate = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
@@ -98,6 +105,7 @@ def write_entries(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constex
 def advance_entries(  # type: ignore[no-untyped-def]
     g_ptr, m_ptr, v_ptr, r_ptr, numbers_ptr, n, HAS_R: tl.constexpr, FOLLOWED: tl.constexpr, TILE: tl.constexpr
 ):
+    """Advance the moments of TILE elements (v only if FOLLOWED), and add the update to the residual if HAS_R."""
     gain, factor, beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
     scale, floor = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
     limit, rate = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
@@ -119,6 +127,7 @@ def advance_entries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def step_entries(p_ptr, u_ptr, keep_ptr, rate_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute p <- keep p - rate u for TILE elements."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     p = tl.load(p_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     moved = tl.load(keep_ptr) * p - tl.load(rate_ptr) * tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Every entry as it is, without waiting for the device: `reference.dense` defines it and, reading, does it.
+"""Every element as it is, without waiting for the device. `reference.dense` defines the payload, and decodes it.
 
-A copy that looks for NaN and Inf on its way: 8 bytes an entry for float32, 12 with a residual, which takes another 16
-to be kept.
+Encoding is a copy that also looks for NaN and Inf: 8 bytes per element for float32, 12 with a residual. Updating the
+residual takes another 16.
 """
 
 import torch
@@ -21,7 +21,7 @@ _TILE = 4096
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    """Encode without waiting for the device. The flag, an int32 that was 0, becomes 1 if the input was not finite."""
     values = reference.read_values(payload, layout.dtype)
     g, r = tensor.view(-1), (tensor if residual is None else residual).view(-1)
     launch(
@@ -37,7 +37,7 @@ encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor, flag: Tensor) -> None:
-    """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
+    """Encode and commit. The flag, an int32 on the device, is 1 afterwards if the input was not finite, else 0."""
     flag.zero_()
     encode_flagged(tensor, residual, layout, key, payload, flag)
     launch(
@@ -47,15 +47,18 @@ def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, pa
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     reference.commit(tensor, residual, layout, key, payload)
 
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     reference.decode(payloads, layout, key, out, weight, add)
 
 
 @triton.jit(do_not_specialize=["limit"])
 def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write TILE elements of g + r, cut to ±limit, and set the flag if one is not finite."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     if HAS_R:
@@ -68,7 +71,7 @@ def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr,
 
 @triton.jit
 def keep_rest(g_ptr, r_ptr, sent_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """r <- r + g - sent, unless the flag is raised."""
+    """Compute r <- r + g - sent, unless the flag is set."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)
     kept = tl.load(r_ptr + at, mask=inside, other=0.0)

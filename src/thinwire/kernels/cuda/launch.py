@@ -1,4 +1,4 @@
-"""How kernels are started: on the device of their tensors, without fused multiply-adds."""
+"""Launches of kernels: on the device of their tensors, without fused multiply-adds."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 REFERENCE_DTYPES = (torch.float64,)
-"""Tensors of these go to the reference: the device has few units for them, and nobody sends gradients in float64."""
+"""Tensors of these dtypes use the reference: a GPU has few float64 units, and gradients are not sent in float64."""
 
 GUARDS = 1024
-"""Programs of a launch that usually finds its flag not raised, and does nothing."""
+"""Programs of a launch that usually finds its flag not set, and does nothing."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    """Start a Triton kernel on the current stream of the first tensor's device.
+    """Launch a Triton kernel on the current stream of the first tensor's device.
 
-    A product and a sum are rounded one after the other, as torch does, or backends would differ in the last bit.
+    Products and sums are rounded one after the other, as torch does. Otherwise backends would differ in the last bit.
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
@@ -25,7 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
 
 
 def waiting_for(encode_flagged: Callable[..., None]) -> Callable[[Tensor, Tensor | None, Any, int, Tensor], bool]:
-    """A kernel's `encode`, which waits for the device to say whether the input was finite."""
+    """Return a kernel's `encode`, which waits for the device and returns whether the input was finite."""
 
     def encode(tensor: Tensor, residual: Tensor | None, layout: Any, key: int, payload: Tensor) -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)

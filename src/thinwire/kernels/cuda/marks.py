@@ -1,7 +1,8 @@
-"""The mark: what a payload becomes if its input was not finite, decided on the device.
+"""The mark, written on the device: the payload of an input that was not finite.
 
-`compress` cannot know on the host. Its kernels raise a flag; this one, launched behind them, does nothing but read it,
-unless it is raised: then every record is overwritten with the bytes that the reference marks a payload with.
+`compress` does not wait for the device, so its kernels set a flag there if they find a NaN or Inf. A kernel of this
+module is launched after them. It only reads the flag, unless the flag is set. Then it overwrites every record with the
+bytes that the reference writes as the mark.
 """
 
 from functools import lru_cache
@@ -20,7 +21,10 @@ _PROGRAMS = 256
 
 
 def mark_if(flag: Tensor, payload: Tensor, marked: Tensor, record_nbytes: int, rows: int) -> None:
-    """`marked` holds a marked record, and behind it the marked tail, if any."""
+    """Overwrite the payload with the mark if the flag is set.
+
+    `marked` contains a marked record, followed by the marked tail, if any.
+    """
     programs = min(_PROGRAMS, triton.cdiv(payload.numel(), _BLOCK))
     launch(
         mark_records, (programs,), payload, marked, flag, payload.numel(), rows * record_nbytes, max(record_nbytes, 1),
@@ -30,7 +34,7 @@ def mark_if(flag: Tensor, payload: Tensor, marked: Tensor, record_nbytes: int, r
 
 @lru_cache(maxsize=256)
 def marked_by(reference: Any, layout: Layout, device: torch.device) -> Tensor:
-    """The payload that the reference kernel makes of an input of this layout that is not finite."""
+    """Return the mark that the reference kernel writes for this layout."""
     payload = torch.empty(layout.nbytes, dtype=torch.uint8)
     reference.mark(layout, payload)
     return payload.to(device)
@@ -38,13 +42,16 @@ def marked_by(reference: Any, layout: Layout, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def nan_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The bytes of one value of a marked payload that holds values and nothing else."""
+    """Return the bytes of one NaN, for the mark of a payload that consists of values only."""
     return torch.full((1,), torch.nan, dtype=dtype).view(torch.uint8).to(device)
 
 
 @triton.jit(do_not_specialize=["nbytes", "full", "record", "tail_at"])
 def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_at, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """payload <- marked: byte i of the first `full` is byte i % record of it, the others follow from tail_at on."""
+    """Copy the mark to the payload if the flag is set.
+
+    Byte i of the first `full` bytes is byte i % record of the mark. The bytes after them are those from `tail_at` on.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     stop = tl.where(tl.load(flag_ptr) != 0, nbytes, 0).to(tl.int64)
     while first < stop:
@@ -56,7 +63,7 @@ def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_a
 
 @triton.jit
 def add_unless(out_ptr, g_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out += g, unless the flag is raised."""
+    """Compute out += g, unless the flag is set."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)
     given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)

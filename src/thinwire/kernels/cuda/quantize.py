@@ -1,4 +1,4 @@
-"""Quantize on the GPU: blocks of up to 8,192 entries, which the registers of one program hold."""
+"""Quantize on the GPU, for blocks of up to 8,192 elements, which fit into the registers of one program."""
 
 import triton
 from torch import Tensor
@@ -11,13 +11,13 @@ from .quantize_kernels import decode_blocks, encode_blocks
 from .topk_decode import ADD, KEEP, SUBTRACT, ZERO
 
 _TILE = 4096
-"""Entries of a program, if a record has as many."""
+"""Elements of a program, if a record has as many."""
 
 
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    """Encode without waiting for the device. The flag, an int32 that was 0, becomes 1 if the input was not finite."""
     _encode(tensor, residual, layout, key, payload, flag, update=False)
     _mark(layout, payload, flag)
 
@@ -26,9 +26,9 @@ encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor, flag: Tensor) -> None:
-    """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
+    """Encode and commit in one pass. The flag is 1 afterwards if the input was not finite, else 0.
 
-    If anything is not finite the residual is taken back, as for TopK: it is what it was to the rounding of an addition.
+    If the input is not finite, the residual is restored, up to the rounding of an addition, as for TopK.
     """
     flag.zero_()
     _encode(tensor, residual, layout, key, payload, flag, update=True)
@@ -37,10 +37,12 @@ def compress(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int,
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual, None)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
         reference.decode(payloads, layout, key, out, weight, add)
     else:
@@ -84,7 +86,7 @@ def _decode(
 
 
 def _rows(layout: QuantizeLayout) -> int:
-    """Blocks of a program."""
+    """Return the number of blocks of a program."""
     return min(BLOCKS_PER_RECORD, max(1, _TILE // layout.block))
 
 

@@ -1,14 +1,14 @@
-"""Quantize, one pass each way. A program takes a few blocks of one record, and all of it stays in its registers.
+"""Quantize kernels, one pass each way. A program takes a few blocks of one record and keeps them in its registers.
 
-Memory. To compress, each entry of gradient and residual is read once, its code of `bits` bits and the new residual are
-written once: 13 bytes an entry for 8 bits and float32. To decode, the codes of all payloads are read and `out` is
-written once. Scales stand in front of the codes of their record, two bytes for each block.
+Memory: to compress, each element of gradient and residual is read once, and its code of `bits` bits and the new
+residual are written once: 13 bytes per element for 8 bits and float32. To decode, the codes of all payloads are read
+and `out` is written once. The scales are stored before the codes of their record, two bytes for each block.
 
-The one thing a block has to find out together is its scale, a maximum (or a mean, for 1 and 2 bits): a single
-reduction, so these kernels wait for the memory and for nothing else. `reference.quantize` defines the numbers.
+The scale is the only number that depends on a whole block. It is a maximum (or a mean, for 1 and 2 bits): a single
+reduction, so memory bandwidth alone limits these kernels. `reference.quantize` defines the numbers.
 
-Blocks that are not finite leave their residual as it is, raise the flag and get scales of NaN, and with them the others
-of their program.
+If a block is not finite, its program leaves the residual unchanged, sets the flag and writes NaN as the scales of all
+its blocks.
 """
 
 import triton
@@ -34,7 +34,7 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 @triton.jit
 def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One bfloat16 scale, as bits, for each row."""
+    """Return one bfloat16 scale, as bits, for each row."""
     magnitudes = tl.where(present, tl.abs(values), 0.0)
     if STOCHASTIC or BITS > 2:
         top: tl.constexpr = 1.0 * max(1, (1 << (BITS - 1)) - 1)
@@ -60,7 +60,7 @@ def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constex
 def codes_of(  # type: ignore[no-untyped-def]
     values, step, key, position, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Codes for rows of values; `position` is that of the first in the tensor, a multiple of 4."""
+    """Return the codes of rows of values. `position` is that of the first value in the tensor, a multiple of 4."""
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
     if STOCHASTIC:
@@ -85,6 +85,7 @@ def codes_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def level_of(codes, step, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values that the codes represent."""
     return signed_level(codes, step if BITS == 1 else 0.0 * step, 0.0 * step if BITS == 1 else step, BITS)
 
 
@@ -94,9 +95,11 @@ def encode_blocks(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
     HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks of a record of `blocks` blocks. MASKED: the last record, of `numel` entries; else all have 16 blocks.
+    """Encode ROWS blocks of a record of `blocks` blocks. UPDATE: also write the new residual.
 
-    position is where the first entry of g stands in the tensor: draws depend on it.
+    MASKED: this is the last record, of `numel` elements. Otherwise all records have 16 blocks.
+
+    `position` is the place of the first element of g in the tensor. The random draws depend on it.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -151,7 +154,7 @@ def decode_tile(  # type: ignore[no-untyped-def]
     tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks of every payload."""
+    """Decode ROWS blocks of every payload; see `decode_blocks`."""
     first = tile.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -212,9 +215,9 @@ def decode_blocks(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
+    """Compute out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
 
-    GUARDED: only if the flag is raised, and then with fewer programs than tiles.
+    GUARDED: runs only if the flag is set, and with fewer programs than tiles if there are many tiles.
     """
     tile = tl.program_id(0)
     if GUARDED:

@@ -1,7 +1,7 @@
-"""RandomK on the GPU: one entry out of each stratum (`reference.randomk` defines the draw).
+"""RandomK on the GPU: one element from each stratum. `reference.randomk` defines the draw.
 
-`encode` reads all of gradient and residual once, 8 bytes an entry, only to know whether they are finite; drawing the k
-entries costs next to nothing beside it. `commit` is `residual.add_(tensor)`, and k entries corrected.
+`encode` reads gradient and residual once, 8 bytes per element, only to check that they are finite. Drawing the k
+elements costs almost nothing in addition. `commit` is `residual.add_(tensor)` and a correction of k elements.
 """
 
 import torch
@@ -23,7 +23,7 @@ _STRATA = 256
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    """Encode without waiting for the device. The flag, an int32 that was 0, becomes 1 if the input was not finite."""
     has_r = residual is not None
     g, r = tensor.view(-1), (tensor if residual is None else residual).view(-1)
     tiles = triton.cdiv(layout.numel, _TILE)
@@ -41,7 +41,7 @@ encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
-    """`encode` and `commit`. flag: an int32 on the device; 1 afterwards if something was not finite, or 0."""
+    """Encode and commit. The flag, an int32 on the device, is 1 afterwards if the input was not finite, else 0."""
     flag.zero_()
     encode_flagged(tensor, residual, layout, key, payload, flag)
     values = read_values(payload.unsqueeze(0), layout.dtype)
@@ -54,11 +54,13 @@ def compress(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, 
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
     decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
         return reference.decode(payloads, layout, key, out, weight, add)
     if not add:
@@ -71,13 +73,13 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
 
 
 def _strata(layout: RandomKLayout, key: int) -> tuple[int, int, int, int]:
-    """(k, width, how many are one wider, the key as a signed number)."""
+    """Return (k, width, number of strata that are one element wider, key as a signed integer)."""
     return layout.k, *divmod(layout.numel, layout.k), key - (1 << 64) if key >> 63 else key
 
 
 @triton.jit
 def place_in(stratum, width, wider, key):  # type: ignore[no-untyped-def]
-    """(the position drawn in each stratum, its width)."""
+    """Return (the position drawn in each stratum, the width of the stratum)."""
     start = stratum * width + tl.minimum(stratum, wider)
     mine = width + (stratum < wider).to(tl.int64)
     return start + ((draw(key, stratum) >> 32) * mine >> 31), mine
@@ -85,6 +87,7 @@ def place_in(stratum, width, wider, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def find_not_finite(g_ptr, r_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Set the flag if one of TILE elements of g + r is not finite."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     if HAS_R:
@@ -97,7 +100,7 @@ def find_not_finite(g_ptr, r_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.con
 def gather_strata(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, values_ptr, k, width, wider, key, HAS_R: tl.constexpr, STRATA: tl.constexpr
 ):
-    """With a residual as they are; without, times the width of the stratum, so that the expectation is right."""
+    """Write the drawn elements: g + r or, without a residual, g times the width of the stratum, which is unbiased."""
     stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
     at, mine = place_in(stratum, width, wider, key)
     value = tl.load(g_ptr + at, mask=stratum < k, other=0.0).to(tl.float32)
@@ -110,7 +113,7 @@ def add_strata(  # type: ignore[no-untyped-def]
     values_ptr, out_ptr, flag_ptr, payloads, stride, weight, k, width, wider, key,
     GUARDED: tl.constexpr, STRATA: tl.constexpr,
 ):  # fmt: skip
-    """GUARDED: nothing happens if the flag is raised."""
+    """Compute out += weight * each payload at the drawn positions. GUARDED: does nothing if the flag is set."""
     stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
     if GUARDED:
         k = tl.where(tl.load(flag_ptr) == 0, k, 0)

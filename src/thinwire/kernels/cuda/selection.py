@@ -1,61 +1,63 @@
-"""The exact k-th largest magnitude of a chunk that lies in registers.
+"""The exact k-th largest magnitude of a chunk that is in registers.
 
-Counting how many magnitudes reach a threshold costs two instructions an entry and one reduction over the block, with
-its barriers. Searching bit by bit takes 31 such rounds, and the kernel would wait for them instead of for the memory.
-Here a round ends the search as soon as exactly k reach its threshold: any threshold between the k-th and the next
-magnitude will do, and that gap is some 2^14 bit patterns wide. The first guess is the threshold of the chunk before,
-the next ones interpolate the logarithm of the count, which falls about evenly with the logarithm of the threshold
-(regula falsi, Illinois variant). That takes five rounds on average for chunks that look alike, eight where each has a
-scale of its own (64 of 4,096).
+Counting how many magnitudes reach a threshold costs two instructions per element and one reduction over the block, with
+its barriers. A search bit by bit takes 31 such rounds, and these would take longer than the memory accesses.
 
-Where many entries are equal no threshold gives k. Then the search ends at the tied magnitude, and the ties are counted
-off in the order of their positions. The guess decides how long it takes, never what is selected.
+Here the search ends as soon as exactly k magnitudes reach the threshold. Any threshold between the k-th and the next
+magnitude will do, and this gap is about 2^14 bit patterns wide. The first guess is the threshold of the last chunk. The
+next ones interpolate the logarithm of the count, which falls about linearly with the logarithm of the threshold (regula
+falsi, Illinois variant). This takes five rounds on average for similar chunks, and eight if each chunk has its own
+scale (64 of 4,096).
+
+If many elements are equal, no threshold gives k. The search then ends at the tied magnitude, and the ties are counted
+in the order of their positions. The guess changes the time, but never the result.
 """
 
 import triton
 import triton.language as tl
 
 _FIRST_STEP = tl.constexpr(1 << 21)
-"""Where the search has no bound below, it goes down from the largest magnitude by this, then twice this ..."""
+"""Without a lower bound, the search goes down from the largest magnitude in steps of this size, doubled each time."""
 _LARGEST_STEP = tl.constexpr(1 << 29)
 _PULL = tl.constexpr(0.7)
-"""If a bound stays where it is twice, its count is drawn this far towards k, so that the next probe passes k."""
+"""If a bound does not move twice in a row, the distance of its count to k is multiplied by this (Illinois variant)."""
 _ENOUGH = tl.constexpr(24)
-"""Then the rest is halved, round after round, whatever the distribution."""
+"""After this many rounds the rest is bisected, for any distribution."""
 
 
 @triton.jit
 def over_all(values):  # type: ignore[no-untyped-def]
-    """The sum of [lanes, steps, 4]."""
+    """Return the sum of a tensor of shape [lanes, steps, 4]."""
     return tl.sum(tl.sum(tl.sum(values, axis=2), axis=1), axis=0)
 
 
 @triton.jit
 def largest(values):  # type: ignore[no-untyped-def]
+    """Return the maximum of a tensor of shape [lanes, steps, 4]."""
     return tl.max(tl.max(tl.max(values, axis=2), axis=1), axis=0)
 
 
 @triton.jit
 def just_below(threshold):  # type: ignore[no-untyped-def]
-    """What every magnitude that reaches the threshold exceeds: the float before it; for 0, something above -1."""
+    """Return the float before the threshold, so that a magnitude reaches the threshold if it is larger; -0.5 for 0."""
     return tl.where(threshold > 0, (threshold - 1).to(tl.float32, bitcast=True), -0.5)
 
 
 @triton.jit
 def reaches(magnitudes, below):  # type: ignore[no-untyped-def]
-    """1 where a magnitude is above, else 0: a subtraction and its sign are cheaper to add up than a comparison."""
+    """Return 1 where a magnitude is above `below`, else 0. A subtraction and its sign cost less than a comparison."""
     return ((below - magnitudes).to(tl.int32, bitcast=True) >> 31) & 1
 
 
 @triton.jit
 def logarithm(number):  # type: ignore[no-untyped-def]
-    """2^23 times the logarithm, about: the bits of a float are its logarithm, with straight lines in between."""
+    """Return about 2^23 times the logarithm: the bits of a float are a piecewise linear logarithm."""
     return number.to(tl.int32, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def slots_of(ones, LANES: tl.constexpr, STEPS: tl.constexpr, FIELD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For each entry of [LANES, STEPS, 4] how many ones have a lower position (step, lane, place)."""
+    """Return, for each element of [LANES, STEPS, 4], how many ones have a lower position (step, lane, place)."""
     each: tl.constexpr = 64 // FIELD if STEPS * FIELD > 64 else STEPS
     every: tl.constexpr = 0x0101010101010101 if FIELD == 8 else 0x0001000100010001
     shifts = FIELD * tl.arange(0, each)[None, None, :]
@@ -73,10 +75,10 @@ def slots_of(ones, LANES: tl.constexpr, STEPS: tl.constexpr, FIELD: tl.constexpr
 
 @triton.jit
 def find_threshold(magnitudes, n, k, top, guess, LANES: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(magnitudes, threshold): exactly k reach the threshold. Ties that are not taken are replaced by -1.
+    """Return (magnitudes, threshold) such that exactly k reach the threshold. Ties that are not taken become -1.
 
-    magnitudes   [lanes, steps, 4]; what is no entry has the magnitude -1, which reaches nothing.
-    top, guess   the largest magnitude and a guess, as bits; so is the threshold.
+    magnitudes   [lanes, steps, 4]. Missing elements have the magnitude -1, which reaches no threshold.
+    top, guess   the largest magnitude and a guess, as bits. The threshold is returned as bits, too.
     """
     zero = top - top
     low, reach_low = zero, n  # at least k reach `low`, fewer than k reach `high`

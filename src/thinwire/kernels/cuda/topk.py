@@ -1,7 +1,7 @@
 """TopK on the GPU: chunk by chunk in one pass, over the whole tensor in `topk_global`.
 
-Chunks of up to 16,384 entries fit the registers of one block (`topk_encode`, `topk_decode`). Longer records take the
-way of `chunk=none`, one after the other.
+Chunks of up to 16,384 elements fit into the registers of one block (`topk_encode`, `topk_decode`). Longer records are
+handled one after the other, like `chunk=none`.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ LARGEST_CHUNK = 1 << 14
 
 _ENTRIES_PER_LANE = 32
 _REGISTERS = 128
-"""Per thread, for the usual records: four chunks of 4,096 at a time on a multiprocessor hide each other's waiting."""
+"""Registers per thread for usual records: four chunks of 4,096 on a multiprocessor hide each other's latency."""
 _CHUNKS_PER_PROGRAM = 8
-"""One after the other, if there are enough of them: the threshold of one is the first guess for the next."""
+"""Chunks of a program, one after the other, if there are enough: one's threshold is the first guess for the next."""
 _PROGRAMS = 2048
 _SUM_WARPS = 4
-"""For a chunk of 4,096."""
+"""Warps of `sum_chunks` for a chunk of 4,096."""
 _TILE = 2048
 """Bits of a bitmap at a time."""
 _WIDE_LIMIT = 1 << 26
-"""Sums of several payloads in 16 bits are added up in float32, this many entries at a time."""
+"""Elements at a time when several payloads are summed into 16 bits, because the sum needs a float32 tensor."""
 
 
 def encode_flagged(
     tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """`encode` without waiting for the device: flag, an int32 that was 0, becomes 1 if the input was not finite."""
+    """Encode without waiting for the device. The flag, an int32 that was 0, becomes 1 if the input was not finite."""
     _encode(tensor, residual, layout, payload, flag, update_residual=False)
     _mark(layout, payload, flag)
 
@@ -47,10 +47,10 @@ encode = waiting_for(encode_flagged)
 
 
 def compress(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
-    """`encode` and `commit` in one pass. flag: an int32 on the device; 1 afterwards if something was not finite, or 0.
+    """Encode and commit in one pass. The flag is 1 afterwards if the input was not finite, else 0.
 
-    A chunk that is not finite leaves its residual as it is. The others have written theirs when that is found, so it is
-    taken back: the residual is then what it was, to the rounding of an addition (`numbers.is_drowned`).
+    A chunk that is not finite leaves its residual unchanged. The other chunks have written theirs by then, so these are
+    restored, up to the rounding of an addition (`numbers.is_drowned`).
     """
     flag.zero_()
     _encode(tensor, residual, layout, payload, flag, update_residual=True)
@@ -59,12 +59,14 @@ def compress(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, pay
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     for record, part in layout.parts(layout.numel):
         g, r = tensor.view(-1)[part.entries], residual.view(-1)[part.entries]
         _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.ADD, -1.0, r)
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
         return reference.decode(payloads, layout, key, out, weight, add)
     flat, start = out.view(-1), topk_decode.KEEP if add else topk_decode.ZERO
@@ -73,7 +75,7 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
 
 
 def _narrow(payloads: Tensor, out: Tensor) -> bool:
-    """Sums of several payloads are made in float32, and rounded once."""
+    """Return whether several payloads are summed into 16 bits. Such sums are computed in float32 and rounded once."""
     return out.dtype.itemsize == 2 and payloads.shape[0] > 1
 
 
@@ -96,7 +98,7 @@ def _encode(
 
 
 def _long_records(record: TopKRecord, rows: int) -> Iterator[tuple[slice, slice]]:
-    """(entries, bytes) of each of some records that are too long for `topk_encode`."""
+    """Yield (elements, bytes) of each record, for records that are too long for `topk_encode`."""
     for row in range(rows):
         yield slice(row * record.n, (row + 1) * record.n), slice(row * record.nbytes, (row + 1) * record.nbytes)
 
@@ -124,7 +126,7 @@ def _encode_chunks(
 
 
 def _finish(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
-    """If the flag is raised, take back what `_encode` has updated; else update what it has left, the long records."""
+    """Restore the residual that `_encode` has updated if the flag is set. Otherwise commit the long records."""
     for record, part in layout.parts(layout.numel):
         g, r = tensor.view(-1)[part.entries], residual.view(-1)[part.entries]
         if record.n <= LARGEST_CHUNK:
@@ -138,7 +140,10 @@ def _decode(
     payloads: Tensor, offset: int, record: TopKRecord, g: Tensor | None, start: int, weight: float, out: Tensor,
     flag: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out <- (its start) + weight * the records of this kind that lie `offset` bytes into each payload."""
+    """Compute out <- start + weight * the records that lie `offset` bytes into each payload.
+
+    `start` is ZERO, KEEP, ADD or SUBTRACT of `topk_decode`.
+    """
     rows, size = out.numel() // record.n, max(16, triton.next_power_of_2(record.n))
     bits = triton.next_power_of_2(8 * (record.nbytes - record.high_at))
     tile = min(bits, _TILE)
@@ -174,12 +179,12 @@ def _decode(
 
 
 def _sums_up(out: Tensor, record: TopKRecord, tile: int, at_once: int) -> bool:
-    """Whether the sums of a chunk fit into shared memory, which only a device has."""
+    """Return whether the sums of a chunk fit into shared memory, which only a GPU has."""
     return out.is_cuda and topk_sum.shared_bytes(record.n, record.nbytes, tile, at_once) <= SHARED_LIMIT
 
 
 def _mark(layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
-    """The payload of an input that was not finite, if the flag says so."""
+    """Overwrite the payload with the mark if the flag is set."""
     rows = min(layout.rows, 1)
     tail = layout.tail.n if layout.tail else 0
     pattern = TopKLayout(rows * layout.record.n + tail, layout.dtype, rows, layout.record, layout.tail)

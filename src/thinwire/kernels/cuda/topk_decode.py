@@ -1,18 +1,18 @@
-"""TopK, the way back: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
+"""TopK decoding: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
 
-The positions are in a bitmap and in low bits (Elias-Fano): the j-th one of the bitmap stands for the j-th entry, the
-upper part of its position is the bit's place less j, the rest and the code are the j-th fields. Payloads are added one
-after the other, with a barrier in between, so that every rank gets the same bits.
+Positions are stored as a bitmap and low bits (Elias-Fano). The j-th one of the bitmap stands for the j-th element. The
+upper part of its position is the index of the bit minus j. The lower part and the code are the j-th fields. Payloads
+are added one after the other, with a barrier in between, so that every rank gets the same bits.
 
-Two kernels, each with one chunk a program:
+There are two kernels, which decode one chunk at a time:
 
-- `sum_chunks` for sums from zero. It adds up the chunk in the multiprocessor's shared memory and writes it once, so
-  that the caches see little more than one write of the result, however many payloads there are.
+- `sum_chunks` for sums from zero. It sums a chunk in the multiprocessor's shared memory and writes it once, so that the
+  caches see little more than one write of the result, for any number of payloads.
 - `decode_chunks` for everything else, and for Triton's interpreter, which has no shared memory to scatter into. It adds
-  the few entries of each payload to the chunk in global memory, where the cache keeps them until all are done. With
-  `add` only the entries that are sent are read and written.
+  the few elements of each payload to the chunk in global memory, where the cache keeps them until all are done. With
+  `add` only the elements that are sent are read and written.
 
-What a damaged payload says about entries that do not exist is passed over.
+Elements of a damaged payload that lie outside the chunk are skipped.
 """
 
 import triton
@@ -25,7 +25,7 @@ SIZES = [
     "weight", "base",
 ]  # fmt: skip
 ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
-"""What the payloads are added to: nothing, out, or out + g. SUBTRACT: to out, and then g is subtracted."""
+"""The start of a sum of payloads: 0, out, or out + g. SUBTRACT: the start is out, and g is subtracted at the end."""
 
 
 # In global memory --------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
 
 @triton.jit
 def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`bits` bits from this bit on, which SPAN bytes hold. Of those none is read that lies behind the record."""
+    """Read `bits` bits from this bit on, which SPAN bytes contain. No byte after the record is read."""
     byte = at + (bit >> 3)
     word = tl.load(record + byte, mask=mask, other=0).to(tl.int64 if SPAN > 3 else tl.int32)
     for i in tl.static_range(1, SPAN):
@@ -47,12 +47,12 @@ def read_entries(  # type: ignore[no-untyped-def]
     record, live, first, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
     BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
 ):  # fmt: skip
-    """(positions, value bits, ranks behind) of the ones in TILE bits of the bitmaps of some records, from `first` on.
+    """Return (positions, value bits, ranks after them) for the ones in TILE bits of some bitmaps, from `first` on.
 
-    A lane takes one bit; a scan over the bits of all records at once gives each one its rank.
+    A lane takes one bit. A scan over the bits of all records at once gives each one its rank. Position -1 means no
+    element.
 
-    record, live, rank   [1, payloads]: where each begins, whether there is one, and the ones before `first`.
-    Position -1 stands for no entry.
+    record, live, rank   [1, payloads]: the address of each record, whether it exists, and the ones before `first`.
     """
     place = first + tl.arange(0, TILE)[:, None].to(POSITION)
     byte = high_at + (place >> 3)
@@ -80,15 +80,15 @@ def read_entries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def column_of(values, column, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One column of an integer tensor. A lane has all columns of its row, so that the compiler makes this a choice."""
+    """Return one column of an integer tensor. Each lane has all columns of its row, so this compiles to a selection."""
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, values, 0), axis=1)
 
 
 @triton.jit
 def add_entries(out, g, positions, value_bits, weight, read, START: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out += weight * values. Where it is known to be zero it need not be read.
+    """Compute out += weight * values. `out` is not read where it is known to be zero.
 
-    START 3: where the residual has drowned, g is left, which `fill` then takes back.
+    START 3: where the residual was lost in rounding (`is_drowned`), the result is g, which `fill` then subtracts.
     """
     there = positions >= 0
     values = tl.load(out + positions, mask=there & read, other=0.0).to(tl.float32)
@@ -104,7 +104,7 @@ def add_entries(out, g, positions, value_bits, weight, read, START: tl.constexpr
 def fill(  # type: ignore[no-untyped-def]
     out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out <- 0, out + g or out - g, one chunk."""
+    """Compute out <- 0, out + g or out - g for one chunk."""
     entries = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
@@ -127,7 +127,7 @@ def fill(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a record begins with NaN."""
+    """Return whether a record begins with NaN."""
     at: tl.constexpr = 2 if BITS == 32 else 0
     high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
     return (high_half & 0x7FFF) > 0x7F80
@@ -137,7 +137,7 @@ def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 def add_columns(  # type: ignore[no-untyped-def]
     out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """One payload after the other, with a barrier in between; `before` have been added already."""
+    """Add one payload after the other, with a barrier in between. `before` payloads have been added already."""
     for i in tl.static_range(AT_ONCE):
         read = (START > 0) | (before + i > 0)
         add_entries(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
@@ -151,7 +151,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The records of one row, of all payloads."""
+    """Decode the records of one row, of all payloads."""
     out = out_ptr + row * CHUNK
     first = payload_ptr + row * nbytes
     skip = row < 0
@@ -185,10 +185,12 @@ def decode_chunks(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, GUARDED: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """AT_ONCE payloads are read together, if one tile holds their bitmaps; else tile after tile, one payload at a time.
+    """Compute out <- (0, out, out + g or out - g) + weight * each payload, chunk by chunk.
 
-    MASKED: n is below CHUNK, and there is one record. The chunk is filled in rows of WIDTH entries.
-    GUARDED: only if the flag is raised.
+    AT_ONCE: payloads that are read together, if one tile holds their bitmaps. Otherwise they are read tile by tile, one
+    payload at a time.
+    MASKED: n is below CHUNK, and there is one record. The chunk is filled in rows of WIDTH elements.
+    GUARDED: runs only if the flag is set.
     """
     index = tl.program_id(0) * per_program
     last = tl.minimum(index + per_program, rows)
@@ -208,7 +210,7 @@ def decode_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)
 def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many ones each TILE bits of one record's bitmap have: the first step of reading a record that is too long."""
+    """Count the ones in each TILE bits of a record's bitmap: the first step of reading a long record."""
     tile = tl.program_id(0)
     byte = high_at.to(tl.int64) + tile.to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
     bits = tl.load(payload_ptr + base + byte, mask=byte < nbytes, other=0).to(tl.int32)
@@ -222,9 +224,9 @@ def decode_tiles(  # type: ignore[no-untyped-def]
     payload_ptr, ranks_ptr, flag_ptr, out_ptr, base, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
     BITS: tl.constexpr, GUARDED: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out += weight * one long record, each program TILE bits of its bitmap; `ranks` are the ones before each tile.
+    """Compute out += weight * one long record. Each program takes TILE bits of its bitmap.
 
-    GUARDED: nothing happens if the flag is raised.
+    `ranks_ptr` points to the number of ones before each tile. GUARDED: does nothing if the flag is set.
     """
     if GUARDED:
         n = tl.where(tl.load(flag_ptr) == 0, n, 0)

@@ -1,22 +1,22 @@
-"""TopK, one pass: gradient + residual -> the k largest of each chunk -> packed records, and the rest into the residual.
+"""TopK encoding in one pass: gradient + residual -> the k largest of each chunk -> packed records and new residual.
 
-Memory. A program takes a few chunks, one after the other. A chunk is [steps, lanes, 4] entries: each lane reads 16
-bytes at a time, and its entries stay in its registers, so that sums over `steps` and the 4 need no other lane. For
-4,096 float32 that is 16 KiB read twice (gradient, residual) and written once, 12 bytes an entry; with a bfloat16
-gradient 10. The record of 84 bytes and the scratch, which stays in the cache, are nothing beside that.
+Memory: a program takes a few chunks, one after the other. A chunk is [steps, lanes, 4] elements. Each lane reads 16
+bytes at a time and keeps its elements in registers, so that sums over `steps` and the 4 need no other lane. For 4,096
+float32 elements, 16 KiB are read twice (gradient, residual) and written once, 12 bytes per element; with a bfloat16
+gradient 10. The record of 84 bytes is negligible, and the scratch stays in the cache.
 
-How a chunk goes through:
- 1. x = g + r goes back to the residual as it is, before anything else: the memory works while the rest is computed.
-    (A chunk that is not finite is not written; it raises the flag, and its record starts with a NaN.)
+Each chunk takes these steps:
+ 1. x = g + r is written to the residual before anything else, so that the write overlaps with the computation.
+    (A chunk that is not finite is not written. It sets the flag, and its record begins with a NaN.)
  2. `find_threshold` finds the k-th largest magnitude in the registers.
- 3. Each chosen entry gets its slot, the number of those at lower positions. The counts of all steps are fields of one
-    64-bit number: one scan over lanes serves all, and one multiplication adds up the steps.
- 4. The chosen positions go to the scratch, from where k lanes take them: now they are dense and in order.
- 5. Those k lanes fetch the values, which are still in the cache, work out scales and codes, correct their entries of
+ 3. Each chosen element gets its slot, the number of chosen elements at lower positions. The counts of all steps are
+    fields of one 64-bit number: one scan over lanes serves all, and one multiplication adds up the steps.
+ 4. The chosen positions are written to the scratch, from where k lanes read them: now they are dense and in order.
+ 5. These k lanes load the values, which are still in the cache, compute scales and codes, correct their elements of
     the residual, and write the record.
 
-Triton has no addressable shared memory; the scratch is global, a KiB or so per program, and is read by the block that
-wrote it, with barriers in between.
+Triton has no addressable shared memory. The scratch is global memory, about 1 KiB per program. The block that wrote it
+reads it, with barriers in between.
 """
 
 import triton
@@ -35,12 +35,12 @@ from .numbers import (
 from .selection import find_threshold, just_below, largest, reaches, slots_of
 
 _ONE_BIT_EACH = tl.constexpr(0x0102040810204080)
-"""Eight bytes of 0 or 1, times this: the highest byte has them as bits, the first one lowest."""
+"""Eight bytes of 0 or 1, multiplied by this, give a highest byte with these bits, the first one lowest."""
 
 
 @triton.jit
 def quantize(values, chosen, k, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(low, step, codes), the scales as bfloat16 bits: `reference.topk.quantize`."""
+    """Return (low, step, codes) as defined by `reference.topk.quantize`, with the scales as bfloat16 bits."""
     magnitudes = tl.where(chosen, tl.abs(values), 0.0)
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
     if BITS <= 2:
@@ -68,14 +68,14 @@ def quantize(values, chosen, k, BITS: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def write_bytes(out, words, rows, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The lowest BYTES bytes of words[:rows], at any address."""
+    """Write the lowest BYTES bytes of words[:rows], at any address."""
     row, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     tl.store(out + row * BYTES + byte, ((words[:, None] >> (8 * byte)) & 0xFF).to(tl.uint8), mask=row < rows)
 
 
 @triton.jit
 def write_codes(out, codes, k, BITS: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """k codes of BITS bits; those behind must be 0."""
+    """Write k codes of BITS bits. The codes after them must be 0."""
     if BITS >= 8:
         write_bytes(out, codes, k, K, BITS // 8)
     else:
@@ -89,7 +89,7 @@ def write_codes(out, codes, k, BITS: tl.constexpr, K: tl.constexpr):  # type: ig
 def write_low_bits(  # type: ignore[no-untyped-def]
     out, scratch, origin, k, low_bits, nbytes, BYTES: tl.constexpr, FIELDS: tl.constexpr
 ):
-    """The lowest bits of each position. Up to FIELDS positions have a share in a byte."""
+    """Write the lowest bits of each position. Up to FIELDS positions share a byte."""
     byte = tl.arange(0, BYTES)[:, None]
     field = 8 * byte // low_bits + tl.arange(0, FIELDS)[None, :]
     position = (tl.load(scratch + field, mask=field < k, other=origin) - origin) & ((1 << low_bits) - 1)
@@ -113,8 +113,9 @@ def encode_chunks(  # type: ignore[no-untyped-def]
     STEPS: tl.constexpr, LANES: tl.constexpr, FIELD: tl.constexpr,
     K: tl.constexpr, LOW_BYTES: tl.constexpr, LOW_FIELDS: tl.constexpr, BITMAP: tl.constexpr,
 ):  # fmt: skip
-    """K, LOW_BYTES and BITMAP are k and the bytes of the last two fields, up to the next power of two.
+    """Encode chunks of g + r into records. UPDATE: also write the new residual.
 
+    K, LOW_BYTES and BITMAP are k and the sizes in bytes of the last two fields, rounded up to powers of two.
     MASKED: n is below STEPS * LANES * 4, and there is one row.
     """
     program = tl.program_id(0)

@@ -1,18 +1,19 @@
 """The exact top-k of a whole tensor, or of any record too long for the registers of a block.
 
-First the field is narrowed. A random sample of a million magnitudes gives a bound that a little more than k entries
-reach, nearly for sure. One pass over gradient and residual (8 bytes an entry) counts, tile by tile, who reaches it; the
-sums of that tell a second pass where each tile writes its candidates. If fewer than k reach the bound, or far more, as
-where many entries are equal, there are no candidates and everything that follows reads the whole tensor instead: `ok`,
-a number on the device, says which. So the result is exact whatever the sample.
+The search is narrowed first. A random sample of a million magnitudes gives a bound that a little more than k elements
+almost surely reach. One pass over gradient and residual (8 bytes per element) counts, tile by tile, the elements that
+reach it. The cumulative sums of these counts are the places where the tiles write their candidates in a second pass. If
+fewer than k elements reach the bound, or far more, as when many elements are equal, there are no candidates, and all
+later passes read the whole tensor instead. A number on the device, `ok`, selects between the two. So the result is
+exact for any sample.
 
-Then radix selection, 8 bits of the magnitude at a time: four passes count how often each value of the next 8 bits
-occurs among the magnitudes that share the bits found so far; after each a single block picks the value of the k-th
-largest. Two more passes collect what lies above the threshold, and the first of those on it, in the order of positions.
-None of these passes waits for the host.
+Radix selection follows, 8 bits of the magnitude at a time. Four passes count how often each value of the next 8 bits
+occurs among the magnitudes that share the bits found so far. After each pass a single block picks the value of the k-th
+largest. Two more passes collect the elements above the threshold, and the first ones equal to it, in the order of
+positions. The CPU does not wait for any of these passes.
 
-The k entries then are a small tensor. It is quantised and packed by the reference's own functions, in torch. Those copy
-a few constants from the host and wait for that, so this way cannot be captured into a CUDA graph.
+The k elements are then a small tensor. The reference's own functions quantise and pack it, in torch. They copy a few
+constants from the CPU and wait for that, so this path cannot be captured into a CUDA graph.
 """
 
 from typing import NamedTuple
@@ -40,13 +41,13 @@ _DIGITS = (8, 8, 8, 7)
 _BITMAP_TILE = 2048
 _SAMPLE = 1 << 20
 _WORTH_SAMPLING = 16
-"""Tensors of fewer samples than this are searched as a whole."""
+"""Tensors with fewer elements than this many samples are searched as a whole."""
 _SURE = 5.0
-"""Standard deviations between what the sample says and what is relied upon."""
+"""Safety margin for estimates from the sample, in standard deviations."""
 
 
 class Source(NamedTuple):
-    """Where to look: among `size` candidates if `ok`, else in the whole tensor."""
+    """The elements to search: `size` candidates if `ok`, else the whole tensor."""
 
     g: Tensor
     r: Tensor
@@ -58,7 +59,7 @@ class Source(NamedTuple):
 
 
 def encode(g: Tensor, r: Tensor | None, record: TopKRecord, limit: float, out: Tensor, flag: Tensor) -> None:
-    """One record; the flag is raised if an entry is not finite, and then the record means nothing."""
+    """Write one record. If an element is not finite, the flag is set and the record is invalid."""
     has_r = r is not None
     source = _narrowed(g, g if r is None else r, record.k, flag, has_r)
     state = torch.zeros(2, dtype=torch.int64, device=g.device)  # bits of the threshold so far, how many are wanted
@@ -83,7 +84,7 @@ def encode(g: Tensor, r: Tensor | None, record: TopKRecord, limit: float, out: T
 
 
 def _narrowed(g: Tensor, r: Tensor, k: int, flag: Tensor, has_r: bool) -> Source:
-    """Candidates for the k largest, if a sample can tell."""
+    """Return the candidates for the k largest. Small tensors are not sampled, and have none."""
     numel, device = g.numel(), g.device
     if numel < _WORTH_SAMPLING * _SAMPLE:
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
@@ -108,7 +109,7 @@ def _narrowed(g: Tensor, r: Tensor, k: int, flag: Tensor, has_r: bool) -> Source
 
 
 def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
-    """`reference.topk.pack_record` of finite values: that function asks the device whether they are."""
+    """Return `reference.topk.pack_record` of finite values, without its check for NaN, which waits for the device."""
     if record.bits == 32:
         parts = [values.contiguous().view(torch.uint8)]
     else:
@@ -122,7 +123,7 @@ def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
 
 
 def commit(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor, flag: Tensor) -> None:
-    """r <- r + g - decode, unless the flag is raised."""
+    """Compute r <- r + g - decoded record, unless the flag is set."""
     launch(add_unless, (triton.cdiv(g.numel(), _TILE),), r, g, flag, g.numel(), TILE=_TILE, num_warps=4)
     _add(out, 0, record, -1.0, r, flag)
 
@@ -130,7 +131,7 @@ def commit(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor, flag: Tensor) 
 def decode(
     payloads: Tensor, offset: int, record: TopKRecord, g: Tensor | None, start: int, weight: float, out: Tensor
 ) -> None:
-    """out <- (0, or out, or out + g) + weight * the records that lie from `offset` on in each payload."""
+    """Compute out <- (0, or out, or out + g) + weight * the records from `offset` on in each payload."""
     if start == topk_decode.ZERO:
         out.zero_()
     elif start == topk_decode.ADD and g is not None:
@@ -144,7 +145,7 @@ def decode(
 
 
 def _add(payload: Tensor, offset: int, record: TopKRecord, weight: float, out: Tensor, flag: Tensor | None) -> None:
-    """out += weight * one record."""
+    """Compute out += weight * one record, unless there is a flag and it is set."""
     tiles = triton.cdiv(8 * (record.nbytes - record.high_at), _BITMAP_TILE)
     ranks = torch.zeros(tiles + 1, dtype=torch.int64, device=out.device)
     launch(topk_decode.count_tiles, (tiles,), payload, ranks, offset, record.high_at, record.nbytes,
@@ -162,6 +163,7 @@ def _add(payload: Tensor, offset: int, record: TopKRecord, weight: float, out: T
 
 @triton.jit
 def total_at(g_ptr, r_ptr, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the elements of g + r at these positions, and 0 at positions from n on."""
     total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     if HAS_R:
         total += tl.load(r_ptr + at, mask=at < n, other=0.0)
@@ -170,7 +172,7 @@ def total_at(g_ptr, r_ptr, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The entries of a `Source`; of n of them."""
+    """Return elements of a `Source` of n elements: candidates if `ok`, else g + r."""
     if ok:
         total = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     else:
@@ -180,7 +182,7 @@ def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type
 
 @triton.jit(do_not_specialize=["width", "wider"])
 def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One entry out of each of m strata, drawn, so that no pattern in the tensor can mislead; bits of magnitudes."""
+    """Write the magnitude bits of one element from each of m strata, drawn at random to avoid patterns."""
     stratum = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     at, _ = place_in(stratum, width, wider, stratum * 0)
     tl.store(out_ptr + stratum, magnitude_bits(total_at(g_ptr, r_ptr, at, at + 1, HAS_R)), mask=stratum < m)
@@ -188,7 +190,7 @@ def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexp
 
 @triton.jit
 def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """counts[tile + 1] <- entries of a tile whose magnitude reaches the bound; the flag, if one is not finite."""
+    """Write how many elements of a tile reach the bound to counts[tile + 1]. Set the flag if one is not finite."""
     tile = tl.program_id(0)
     at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     bits = magnitude_bits(total_at(g_ptr, r_ptr, at, n, HAS_R))
@@ -202,7 +204,7 @@ def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.c
 def gather_reaching(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, bound_ptr, before_ptr, ok_ptr, positions_ptr, values_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr
 ):
-    """Positions and values of all that reach the bound, in order."""
+    """Write positions and values of all elements that reach the bound, in order, if `ok`."""
     if tl.load(ok_ptr) != 0:
         tile = tl.program_id(0)
         at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -218,7 +220,7 @@ def count_digits(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, counts_ptr,
     SHIFT: tl.constexpr, DIGITS: tl.constexpr, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bins 0 to 255: how many magnitudes with the bits found so far have this digit. Bin 256: all others."""
+    """Count each digit, in bins 0 to 255, among magnitudes with the bits found so far. Bin 256 has all others."""
     ok = tl.load(ok_ptr) != 0
     n = tl.where(ok, size, numel)
     prefix = tl.load(state_ptr).to(tl.int32)
@@ -236,7 +238,7 @@ def count_digits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The digit of the k-th largest: the highest with which enough are reached."""
+    """Find the digit of the k-th largest: the highest digit that enough magnitudes reach. Add it to the state."""
     digit = 255 - tl.arange(0, 256)
     counts = tl.load(counts_ptr + digit)
     prefix, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
@@ -254,6 +256,7 @@ def count_chosen(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
     HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Write the numbers of elements of a tile that are above the threshold and equal to it."""
     ok = tl.load(ok_ptr) != 0
     n = tl.where(ok, size, numel)
     tile = tl.program_id(0)
@@ -270,7 +273,7 @@ def gather_chosen(  # type: ignore[no-untyped-def]
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
     chosen_positions_ptr, chosen_values_ptr, k, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Positions and values of all above the threshold, and of the first that equal it, in the order of positions."""
+    """Write positions and values of all elements above the threshold and of the first ones equal to it, in order."""
     ok = tl.load(ok_ptr) != 0
     n = tl.where(ok, size, numel)
     tile = tl.program_id(0)

@@ -1,8 +1,8 @@
-"""TopK, the way back for several payloads at once: each chunk is summed up on the chip and written once.
+"""TopK decoding of several payloads at once: each chunk is summed in shared memory and written once.
 
-Adding the few entries of each payload to a chunk in global memory, as `topk_decode` does, moves little to and from the
-memory but much to and from the L2 cache: a sector to read and a sector to write for every entry, which for 8 payloads
-took 2.9 times as long as writing the result. Here sums are in shared memory until all payloads are in.
+`topk_decode` adds the few elements of each payload to a chunk in global memory. This moves little to and from memory,
+but much to and from the L2 cache: a sector to read and a sector to write for every element, which for 8 payloads took
+2.9 times as long as writing the result. Here the sums stay in shared memory until all payloads are added.
 """
 
 import triton
@@ -24,7 +24,7 @@ from .shared import (
 
 @triton.jit
 def shared_field(record, AT: tl.constexpr, j, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The j-th of the fields of BITS bits that begin AT bytes into a record in shared memory."""
+    """Return the j-th field of BITS bits after the first AT bytes of a record in shared memory."""
     bit = 8 * AT + j * BITS
     if (32 % BITS == 0) and (8 * AT % BITS == 0):  # none lies across two words
         word = read_shared(record + 4 * (bit >> 5), "b32") >> (bit & 31)
@@ -37,7 +37,7 @@ def shared_field(record, AT: tl.constexpr, j, BITS: tl.constexpr):  # type: igno
 def copy_records(  # type: ignore[no-untyped-def]
     records, live, staged, NBYTES: tl.constexpr, PITCH: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Some records to shared memory, PITCH bytes apart, with zeros behind them and for those that are not live."""
+    """Copy records to shared memory, PITCH bytes apart. Zeros follow them, and replace records that are not live."""
     SIZE: tl.constexpr = 4 if ALIGNED else 1
     unit = tl.arange(0, PITCH // SIZE)[None, :]
     source = records.to(tl.pointer_type(tl.int32)) if ALIGNED else records
@@ -52,11 +52,11 @@ def sum_chunks(  # type: ignore[no-untyped-def]
     CODES_AT: tl.constexpr, LOW_AT: tl.constexpr, HIGH_AT: tl.constexpr, NBYTES: tl.constexpr,
     TILE: tl.constexpr, SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """out <- weight * payloads. The sums of a chunk are in shared memory until all payloads are in.
+    """Compute out <- weight * the sum of all payloads. The sums of a chunk stay in shared memory until all are added.
 
-    AT_ONCE payloads are read together. Their records are copied to shared memory. Then a lane takes a byte of a bitmap,
-    TILE bits in all, and lists the upper parts of the positions that it stands for. Then a lane takes an entry, SLOTS
-    in all, at least as many as there are lanes: it has everything about the j-th entry of each payload.
+    AT_ONCE payloads are read together. First their records are copied to shared memory. Then each lane takes a byte of
+    a bitmap, TILE bits in all, and lists the upper parts of the positions of its ones. Then each lane takes an element,
+    SLOTS in all, at least as many as there are lanes, and adds the j-th element of each payload.
     """
     PITCH: tl.constexpr = max(4, triton.next_power_of_2(NBYTES))
     total = shared_room(shared_bytes(CHUNK, NBYTES, TILE, AT_ONCE))
@@ -106,5 +106,5 @@ def sum_chunks(  # type: ignore[no-untyped-def]
 
 @triton.constexpr_function
 def shared_bytes(chunk, nbytes, tile, at_once):  # type: ignore[no-untyped-def]
-    """What `sum_chunks` needs: the sums, the lists, the records; and the rest of a word behind the last field."""
+    """Return the shared memory for `sum_chunks`: sums, lists, records, and the rest of a word after the last field."""
     return 4 * chunk + at_once * (2 * tile + max(4, triton.next_power_of_2(nbytes))) + 16

@@ -1,5 +1,6 @@
-"""Plain torch operations, on any device: the specification of every payload, and the oracle of the tests.
+"""Plain torch operations on any device: the specification of every payload, which the tests compare with.
 
-Written to be read and to be right; the other backends are written to be fast. Besides `encode`, `commit` and `decode`
-each module has `check(payload, layout)`, which raises ValueError for bytes that `encode` could not have made.
+These modules are written to be clear and correct. The other backends are written to be fast. Besides `encode`, `commit`
+and `decode`, the module of each layout has `check(payload, layout)`, which raises ValueError for bytes that `encode`
+could not have written.
 """

@@ -1,4 +1,4 @@
-"""Adam's update of a gradient that is only read, and its moments once the step counts: plain torch, block by block.
+"""Adam's update in plain torch, block by block. The gradient is only read; `advance` updates the moments.
 
     own = (1 - beta1) factor g;   momentum = own + beta1 m;   u = momentum / (sqrt(v) scale + floor), cut to ±limit
 
@@ -6,11 +6,11 @@
     advance   residual <- residual + rate u;   v <- beta2 v + (1 - beta2) (factor g)^2;   m <- momentum
     step      p <- keep p - rate u, for many parameters, each with its own rate
 
-`advance` makes the update from the moments as they were, with the same bits as `write`: what was sent is then taken
-from the residual, and what is left must be what was not sent. The moments follow the gradient itself, not the cut
-update. With beta2 = 1 the second moment stays as it is; without a residual only the moments change. A gradient of
-another dtype is converted to that of the moments first. Inf and NaN are not cut, but left for the compressor to find;
-where `own` is so large that its square would be infinite, the update is Inf, too.
+`advance` computes the update from the old moments, with the same bits as `write`. The sent part is subtracted from the
+residual afterwards, and the rest must be exactly the part that was not sent. The moments follow the gradient itself,
+not the cut update. With beta2 = 1 the second moment does not change. Without a residual only the moments change. A
+gradient of another dtype is first converted to the dtype of the moments. Inf and NaN are not cut, so that the
+compressor finds them. Where `own` is so large that its square would be infinite, the update is also Inf.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 22
-"""Entries at a time: the temporary tensors stay this small."""
+"""Elements in a block. Temporary tensors stay this small."""
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -32,6 +32,7 @@ def write(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
     out: Tensor,
 ) -> None:  # fmt: skip
+    """Write the update to `out`."""
     for g_part, m_part, v_part, out_part in _blocks(g, m, v, out):
         out_part.copy_(_update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)[0])
 
@@ -40,6 +41,7 @@ def advance(
     g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
     floor: float, limit: float, rate: float,
 ) -> None:  # fmt: skip
+    """Advance the moments, and add the update to the residual."""
     for g_part, m_part, v_part, kept in _blocks(g, m, v, residual):
         update, momentum = _update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)
         if kept is not None:
@@ -51,7 +53,7 @@ def advance(
 
 
 def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The same entries of each; None stays None."""
+    """Yield the same block of elements of every tensor. None stays None."""
     flat = [None if tensor is None else tensor.view(-1) for tensor in (first, *others)]
     for start in range(0, first.numel(), _BLOCK):
         yield tuple(None if each is None else each[start : start + _BLOCK] for each in flat)
@@ -60,7 +62,7 @@ def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
 def _update_of(
     g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
 ) -> tuple[Tensor, Tensor]:
-    """(update, momentum) of some entries."""
+    """Return (update, momentum) of some elements."""
     own = g.to(m.dtype) * ((1 - beta1) * factor)
     momentum = own.add(m, alpha=beta1)
     update = momentum / v.sqrt().mul_(scale).add_(floor)
@@ -69,6 +71,7 @@ def _update_of(
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
+    """Compute p <- keep p - rate u for every parameter p and its update u."""
     torch._foreach_mul_(parameters, keep)
     if len(set(rates)) == 1:
         torch._foreach_add_(parameters, updates, alpha=-rates[0])

@@ -1,4 +1,4 @@
-"""Every entry in the tensor's dtype; what does not fit that dtype saturates, and with a residual the rest is kept."""
+"""Every element in the tensor's dtype. Values beyond its range saturate, and a residual keeps the difference."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from ..layout import DenseLayout, Layout, residual_dtype
 from .numbers import check_floats
 
 _SEGMENT = 1 << 20
-"""16-bit floats are widened this many entries at a time, to bound the memory; the others are not widened at all."""
+"""Elements of 16-bit floats that are widened at a time, to limit the memory. Other floats are not widened."""
 
 
 def _segments(layout: DenseLayout, *others: torch.dtype) -> Iterator[slice]:
@@ -22,12 +22,13 @@ def _bytes(part: slice, layout: DenseLayout) -> slice:
 
 
 def read_values(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes at any address -> numbers: the same memory where it is aligned, else a copy."""
+    """Return bytes at any address as numbers: the same memory if it is aligned, else a copy."""
     aligned = payload.storage_offset() % dtype.itemsize == 0 and payload.data_ptr() % dtype.itemsize == 0
     return (payload if aligned else payload.clone()).view(dtype)
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> bool:
+    """Write tensor + residual to the payload. If the sum is not finite, write the mark and return False."""
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     wide = residual_dtype(layout.dtype)
     limit = torch.finfo(layout.dtype).max
@@ -49,13 +50,14 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: in
 
 
 def mark(layout: Layout, payload: Tensor) -> None:
-    """The payload, of values and nothing else, of an input that was not finite: every value NaN."""
+    """Write the mark to a payload that consists of values only: every value becomes NaN."""
     count = layout.nbytes // layout.dtype.itemsize
     nan = torch.full((count,), torch.nan, dtype=layout.dtype, device=payload.device)
     payload.copy_(nan.view(torch.uint8))
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     flat, kept = tensor.view(-1), residual.view(-1)
     for part in _segments(layout, residual.dtype):
         kept[part].add_(flat[part])
@@ -63,6 +65,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payl
 
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     wide = residual_dtype(out.dtype)
     for part in _segments(layout, wide, out.dtype):
@@ -77,4 +80,5 @@ def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight:
 
 
 def check(payload: Tensor, layout: DenseLayout) -> None:
+    """Raise ValueError for bytes that `encode` could not have written."""
     check_floats(read_values(payload, layout.dtype))

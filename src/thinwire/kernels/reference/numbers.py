@@ -1,8 +1,9 @@
-"""The number formats of a payload: bit fields, bfloat16 scales, level codes and counter-based draws.
+"""Number formats of a payload: bit fields, bfloat16 scales, level codes and counter-based random draws.
 
-A value of `bits` bits is a sign (the highest bit) and the index i of a level: it stands for ±(low + i * step), where
-`low` and `step` are the record's scales. Scales are stored as bfloat16, cut towards zero, so that no level exceeds what
-came in; with 8 significant bits, i * step is exact in float32, so every backend decodes the same bits.
+A value of `bits` bits is a sign (the highest bit) and the index i of a level. It represents ±(low + i * step), where
+`low` and `step` are the record's scales. Scales are stored as bfloat16 and cut towards zero, so that no level exceeds
+the input (`quantize` rounds them up for stochastic rounding). With 8 significant bits, i * step is exact in float32, so
+every backend decodes the same bits.
 """
 
 import torch
@@ -17,20 +18,21 @@ SMALLEST_SCALE = 0x0080
 
 
 def add_residual(tensor: Tensor, residual: Tensor | None) -> Tensor:
-    """tensor + residual, flat, in the dtype of the arithmetic."""
+    """Return tensor + residual, flat, in the dtype of the arithmetic."""
     flat = tensor.reshape(-1).to(residual_dtype(tensor.dtype))
     return flat if residual is None else flat + residual.reshape(-1)
 
 
 def is_finite(tensor: Tensor) -> bool:
+    """Return whether every element is finite."""
     return bool(torch.isfinite(tensor).all())
 
 
 def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
-    """Means of the chosen entries along the last dimension; 0 where none is chosen.
+    """Return the means of the chosen elements along the last dimension; 0 where none is chosen.
 
-    Summed in float64 where the device has it: there the sum of equal numbers is exact, so that cutting the mean loses
-    nothing, and backends which add in another order agree.
+    The sum is in float64 if the device supports it. There the sum of equal numbers is exact, so that cutting the mean
+    loses nothing, and backends that add in another order get the same result.
     """
     dtype = torch.float32 if magnitudes.device.type == "mps" else torch.float64
     return torch.where(chosen, magnitudes, 0).sum(-1, dtype=dtype) / chosen.sum(-1).clamp(min=1)
@@ -40,7 +42,7 @@ def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, width: int) -> Tensor:
-    """Rows of unsigned integers -> rows of bytes, `width` bits each, lowest bit first."""
+    """Pack rows of unsigned integers into rows of bytes, `width` bits each, lowest bit first."""
     rows, count = values.shape
     shifts = torch.arange(width, device=values.device)
     bits = ((values.unsqueeze(-1) >> shifts) & 1).to(torch.uint8).view(rows, count * width)
@@ -50,19 +52,20 @@ def pack(values: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of `pack`: rows of `count` int64."""
+    """Unpack rows of bytes to rows of `count` int64; the inverse of `pack`."""
     rows = packed.shape[0]
     bits = unpack_bits(packed)[:, : count * width].view(rows, count, width)
     return (bits.to(torch.int64) << torch.arange(width, device=packed.device)).sum(-1)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
-    """Rows of bytes -> rows of 0 and 1."""
+    """Convert rows of bytes to rows of 0 and 1."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).view(packed.shape[0], -1)
 
 
 def check_padding(packed: Tensor, used_bits: int) -> None:
+    """Raise ValueError if a bit after the first `used_bits` bits of a row is set."""
     if bool(unpack_bits(packed)[:, used_bits:].any()):
         raise ValueError("a bit beyond the last field is set, expected zeros")
 
@@ -71,17 +74,18 @@ def check_padding(packed: Tensor, used_bits: int) -> None:
 
 
 def to_bfloat16_bits(values: Tensor) -> Tensor:
-    """Non-negative numbers -> the 16 bits of the bfloat16 next towards zero, as int64; denormal ones become 0."""
+    """Return the 16 bits, as int64, of the next bfloat16 towards zero, for numbers >= 0; denormal ones become 0."""
     bits = values.to(torch.float32).contiguous().view(torch.int32).to(torch.int64) >> 16
     return torch.where(bits >= SMALLEST_SCALE, bits, 0)
 
 
 def from_bfloat16_bits(bits: Tensor) -> Tensor:
+    """Return the float32 values of bfloat16 bits."""
     return (bits << 16).to(torch.int32).view(torch.float32)
 
 
 def check_scales(bits: Tensor) -> None:
-    """Either every scale is a finite number >= 0, or every one is the mark."""
+    """Raise ValueError unless every scale is 0 or a positive normal number, or every scale is the mark."""
     marked = bits == MARK
     if bool(marked.any()) and not bool(marked.all()):
         raise ValueError("some scales are marked as not finite and others are not, expected all or none")
@@ -90,7 +94,7 @@ def check_scales(bits: Tensor) -> None:
 
 
 def check_floats(values: Tensor) -> None:
-    """Either every value is finite, or every one is NaN."""
+    """Raise ValueError unless every value is finite, or every value is NaN."""
     nan = torch.isnan(values)
     if bool(nan.any()) and not bool(nan.all()):
         raise ValueError("some values are marked as not finite and others are not, expected all or none")
@@ -99,23 +103,23 @@ def check_floats(values: Tensor) -> None:
 
 
 def nearest_level(magnitudes: Tensor, low: Tensor, step: Tensor, levels: int) -> Tensor:
-    """Index of the level next to each magnitude, halves to the even one. `low` and `step` have one entry per row."""
+    """Return the index of the level nearest to each magnitude, halves to even; `low` and `step` are per row."""
     share = (magnitudes - low.unsqueeze(-1)).clamp(min=0) * inverse(step, magnitudes.dtype).unsqueeze(-1)
     return share.clamp(max=levels - 1).round().to(torch.int64)
 
 
 def sign_bit(values: Tensor, bits: int) -> Tensor:
-    """The highest bit of each value's code; -0.0 counts as negative, as its bits do."""
+    """Return the sign as the highest bit of a code of `bits` bits. -0.0 is negative, as its bits are."""
     return torch.signbit(values).to(torch.int64) << (bits - 1)
 
 
 def inverse(step: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / step in the precision of the values, and 0 for a step of 0. Multiplying by it is quicker than dividing."""
+    """Return 1 / step in the precision of the values, and 0 for a step of 0: multiplying is faster than dividing."""
     return torch.where(step > 0, 1 / step.to(dtype), 0)
 
 
 def signed_levels(codes: Tensor, bits: int, low: Tensor, step: Tensor) -> Tensor:
-    """±(low + i * step) for each code, in float32."""
+    """Return ±(low + i * step) for each code, in float32."""
     index = codes & ((1 << (bits - 1)) - 1)
     level = low.unsqueeze(-1) + index.to(torch.float32) * step.unsqueeze(-1)
     return torch.where((codes >> (bits - 1)) == 1, -level, level)
@@ -128,7 +132,7 @@ MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def draw(key: int, counters: Tensor) -> Tensor:
-    """63 random bits for each counter: splitmix64, a pure function of (key, counter)."""
+    """Return 63 random bits for each counter (splitmix64), a pure function of (key, counter)."""
     z = counters.to(torch.int64) * _signed(GOLDEN) + _signed(key)
     for shift, factor in zip((30, 27), MIX, strict=True):
         z = (z ^ _shift_right(z, shift)) * _signed(factor)
@@ -136,7 +140,7 @@ def draw(key: int, counters: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits: torch has no arithmetic on uint64, but multiplies int64 modulo 2**64."""
+    """Return the int64 with the same bits. torch has no uint64 arithmetic, but multiplies int64 modulo 2**64."""
     value %= 1 << 64
     return value - (1 << 64) if value >> 63 else value
 

@@ -1,9 +1,12 @@
-"""Every entry in a few bits, with one scale for each block.
+"""Every element in a few bits, with one scale for each block.
 
-Nearest rounding: 8 and 4 bits use even levels up to the block's largest magnitude. 2 bits know {-s, 0, s}, with s the
-mean of the magnitudes above 3/4 of their mean, which for a bell curve is the s of least error. 1 bit is the sign times
-the mean magnitude. Stochastic rounding is unbiased: 8, 4 and 2 bits go to one of the two next levels, and 1 bit to one
-of ± the largest magnitude, at odds that make the mean right; the scale is cut upwards there, so that nothing saturates.
+Nearest rounding: 8 and 4 bits use evenly spaced levels up to the largest magnitude of the block. 2 bits use {-s, 0, s},
+where s is the mean of the magnitudes above 3/4 of the mean magnitude; for a normal distribution this s has the least
+error. 1 bit is the sign times the mean magnitude.
+
+Stochastic rounding is unbiased. 8, 4 and 2 bits are rounded to one of the two neighbouring levels, and 1 bit to plus or
+minus the largest magnitude, with probabilities that preserve the mean. The scale is rounded up there, so that nothing
+saturates.
 """
 
 import torch
@@ -13,10 +16,11 @@ from ..layout import QuantizeLayout, residual_dtype
 from . import numbers
 
 _BATCH_ENTRIES = 1 << 20
-"""Records are taken in batches of about this many entries, to bound the memory that unpacked bits need."""
+"""Approximate number of elements in a batch of records. Batches limit the memory of unpacked bits."""
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
         mark(layout, payload)
@@ -38,7 +42,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
 
 
 def mark(layout: QuantizeLayout, payload: Tensor) -> None:
-    """The payload of an input that was not finite: every scale NaN, every code zero."""
+    """Write the mark: every scale is NaN, every code zero."""
     for width, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
         record = payload[nbytes].view(rows, -1)
         record.zero_()
@@ -47,11 +51,13 @@ def mark(layout: QuantizeLayout, payload: Tensor) -> None:
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
     decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     for width, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
         total = flat[entries].to(residual_dtype(out.dtype))
@@ -65,6 +71,7 @@ def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weig
 
 
 def check(payload: Tensor, layout: QuantizeLayout) -> None:
+    """Raise ValueError for bytes that `encode` could not have written."""
     scales = []
     for width, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
         packed = payload[nbytes].view(rows, -1)
@@ -79,7 +86,7 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
 
 
 def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
-    """One bfloat16 scale, as bits, for each block in the last dimension. NaN stands for "no entry" in a short block."""
+    """Return one bfloat16 scale, as bits, for each block in the last dimension. Short blocks are padded with NaN."""
     magnitudes = values.abs().nan_to_num(0.0)
     present = ~torch.isnan(values)
     largest = magnitudes.amax(-1)
@@ -95,7 +102,7 @@ def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
 
 
 def _scale_upwards(largest: Tensor, layout: QuantizeLayout) -> Tensor:
-    """The smallest scale with which the largest entry has a level, unless that level would overflow the dtype."""
+    """Return the smallest scale with a level for the largest element, unless that level would overflow the dtype."""
     top = _top(layout.bits)
     down = numbers.to_bfloat16_bits(largest / top)
     reach = numbers.from_bfloat16_bits(down).to(largest.dtype) * top
@@ -105,7 +112,7 @@ def _scale_upwards(largest: Tensor, layout: QuantizeLayout) -> Tensor:
 
 
 def _top(bits: int) -> int:
-    """The index of the highest level; 1-bit values have a single magnitude."""
+    """Return the index of the highest level, or 1 for 1-bit values, which have a single magnitude."""
     return max(1, (1 << (bits - 1)) - 1)
 
 
@@ -117,7 +124,7 @@ def _codes_nearest(values: Tensor, step: Tensor, bits: int) -> Tensor:
 
 
 def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) -> Tensor:
-    """`uniform` in [0, 1): a value at share f of the way between two levels goes to the upper one if uniform < f."""
+    """Return codes. A value at fraction f between two levels is rounded up if `uniform`, in [0, 1), is below f."""
     ratio = values.nan_to_num(0.0) * numbers.inverse(step, values.dtype).unsqueeze(-1)
     if bits == 1:
         return (uniform >= (ratio.clamp(-1, 1) + 1) / 2).to(torch.int64)
@@ -128,7 +135,7 @@ def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) 
 
 
 def _uniform(key: int, positions: Tensor) -> Tensor:
-    """15 random bits for each entry, four entries to a draw."""
+    """Return a number in (0, 1) with 15 random bits for each element. One draw serves four elements."""
     bits = numbers.draw(key, positions >> 2) >> (15 * (positions & 3))
     return ((bits & 0x7FFF).to(torch.float32) + 0.5) / 32768
 
@@ -140,7 +147,7 @@ def _levels(codes: Tensor, bits: int, step: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, block: int) -> Tensor:
-    """[rows, entries] -> [rows, blocks, block]; a short last block is filled up with NaN (integers: 0)."""
+    """Reshape [rows, elements] to [rows, blocks, block]. A short last block is padded with NaN (integers: 0)."""
     missing = -rows.shape[1] % block
     filler = torch.nan if rows.is_floating_point() else 0
     return torch.nn.functional.pad(rows, (0, missing), value=filler).view(rows.shape[0], -1, block)

@@ -1,7 +1,8 @@
-"""One entry out of each of k strata, drawn from the key: the same positions on every rank, none of them sent.
+"""One element from each of k strata, drawn from the key: the same positions on every rank, none of them sent.
 
-Strata keep the positions sorted and spread evenly, and make a draw O(k). Without a residual a value is multiplied by
-the width of its stratum, so that the expectation is right; with one it is not, or the feedback would not contract.
+Strata keep the positions sorted and evenly spread, and a draw takes O(k). Without a residual, a value is multiplied by
+the width of its stratum, so that its expectation is right. With a residual it is not, because the error feedback would
+not contract.
 """
 
 import torch
@@ -13,6 +14,7 @@ from .dense import mark, read_values
 
 
 def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the position drawn in each stratum, and the width of each stratum."""
     stratum = torch.arange(layout.k, device=device)
     width, wider = divmod(layout.numel, layout.k)
     widths = width + (stratum < wider).to(torch.int64)
@@ -22,6 +24,7 @@ def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) 
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
         mark(layout, payload)
@@ -35,17 +38,19 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: 
 
 
 def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
-    """Values beyond the tensor's dtype, as the scaling can make them, saturate."""
+    """Write the values to the payload. Values that scaling moves beyond the range of the dtype saturate."""
     limit = torch.finfo(layout.dtype).max
     payload.copy_(values.clamp(-limit, limit).to(layout.dtype).view(torch.uint8))
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
     decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     positions, _ = positions_and_widths(layout, key, out.device)
     flat = out.view(-1)
     if not add:
@@ -58,4 +63,5 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
 
 
 def check(payload: Tensor, layout: RandomKLayout) -> None:
+    """Raise ValueError for bytes that `encode` could not have written."""
     numbers.check_floats(read_values(payload, layout.dtype))

@@ -1,8 +1,9 @@
-"""The k largest entries of each chunk, by magnitude; of equal ones the lowest position.
+"""The k elements of largest magnitude in each chunk; of equal magnitudes, the lowest position.
 
-Values: 32 bits as they are (float32); 1 bit as the sign and the chunk's mean magnitude; 2 bits as the sign and one of
-two levels, the mean of what lies below the mean and the mean of the rest; 4, 8 and 16 bits as the sign and one of
-2^(bits-1) even levels from the smallest kept magnitude to the largest. Positions: Elias-Fano (`TopKRecord`).
+Values of 32 bits are float32. 1 bit is the sign, times the mean of the kept magnitudes. 2 bits are the sign and one of
+two levels: the mean of the magnitudes below that mean, and the mean of the others. 4, 8 and 16 bits are the sign and
+one of 2^(bits-1) evenly spaced levels from the smallest kept magnitude to the largest. Positions are stored in
+Elias-Fano form (`TopKRecord`).
 """
 
 import torch
@@ -12,10 +13,11 @@ from ..layout import TopKLayout, TopKRecord
 from . import numbers
 
 _BATCH_ENTRIES = 1 << 22
-"""Records are taken in batches of about this many entries, to bound the memory that masks and sums need."""
+"""Approximate number of elements in a batch of records. Batches limit the memory of masks and sums."""
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+    """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
         mark(layout, payload)
@@ -29,7 +31,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
 
 
 def mark(layout: TopKLayout, payload: Tensor) -> None:
-    """The payload of an input that was not finite: the first k positions, all NaN."""
+    """Write the mark: the first k positions of each record, with the value NaN."""
     for record, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
         positions = torch.arange(record.k, device=payload.device).expand(rows, record.k)
         values = torch.full((rows, record.k), torch.nan, device=payload.device)
@@ -37,11 +39,13 @@ def mark(layout: TopKLayout, payload: Tensor) -> None:
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+    """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
     decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     for record, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
         part = flat[entries].view(rows, record.n)
@@ -58,7 +62,11 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
 
 
 def _add_at(total: Tensor, positions: Tensor, values: Tensor) -> None:
-    """CUDA adds by atomics, which take denormal float32 for 0; in float64 they are none, and sums round the same."""
+    """Add values at positions.
+
+    CUDA adds with atomics, which flush denormal float32 to 0. So float32 is added in float64 there, where these numbers
+    are not denormal and the sums round to the same float32.
+    """
     if total.is_cuda and total.dtype == torch.float32:
         total.copy_(total.double().scatter_add_(1, positions, values.double()))
     else:
@@ -66,6 +74,7 @@ def _add_at(total: Tensor, positions: Tensor, values: Tensor) -> None:
 
 
 def check(payload: Tensor, layout: TopKLayout) -> None:
+    """Raise ValueError for bytes that `encode` could not have written."""
     scales, values = [], []
     for record, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
         packed = payload[nbytes].view(rows, record.nbytes)
@@ -78,7 +87,7 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
 
 
 def select(magnitudes: Tensor, k: int) -> Tensor:
-    """Rising positions of the k largest of each row, ties to the lowest position."""
+    """Return the ascending positions of the k largest values of each row; of equal values, the lowest positions."""
     threshold = magnitudes.topk(k, dim=1).values[:, -1:]
     above, ties = magnitudes > threshold, magnitudes == threshold
     wanted = k - above.sum(1, keepdim=True)
@@ -90,7 +99,7 @@ def select(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(scales as bfloat16 bits, codes) for rows of finite values at 1, 2, 4, 8 or 16 bits."""
+    """Return (scales as bfloat16 bits, codes) for rows of finite values, at 1, 2, 4, 8 or 16 bits."""
     magnitudes = values.abs()
     everything = torch.ones_like(magnitudes, dtype=torch.bool)
     mean = numbers.to_bfloat16_bits(numbers.mean_of(magnitudes, everything))
@@ -112,6 +121,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(scales: Tensor, codes: Tensor, bits: int) -> Tensor:
+    """Return the float32 values that the scales and codes represent."""
     low = numbers.from_bfloat16_bits(scales[:, 0])
     step = numbers.from_bfloat16_bits(scales[:, -1]) if bits > 1 else torch.zeros_like(low)
     return numbers.signed_levels(codes, bits, low, step)
@@ -121,7 +131,7 @@ def dequantize(scales: Tensor, codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_record(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
-    """Rows of k rising positions and their values -> rows of bytes."""
+    """Pack rows of k ascending positions and their values into rows of bytes."""
     if record.bits == 32:
         parts = [values.to(torch.float32).contiguous().view(torch.uint8)]
     else:
@@ -140,7 +150,11 @@ def pack_record(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor
 
 
 def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_record`. Bytes that it cannot have made give positions outside the record, or fewer ones."""
+    """Unpack positions and values; the inverse of `pack_record`.
+
+    Bytes that `pack_record` cannot have written may give positions outside the record. A missing position is
+    `record.n`.
+    """
     codes = packed[:, record.codes_at : record.low_at]
     if record.bits == 32:
         values = codes.reshape(-1).clone().view(torch.float32).view(-1, record.k)
@@ -156,7 +170,7 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
 
 
 def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
-    """Exactly k positions, strictly rising, all below n, and nothing in the padding; returns the values."""
+    """Raise ValueError unless there are k ascending positions below n and the padding is zero. Return the values."""
     bitmap = numbers.unpack_bits(packed[:, record.high_at :])
     if bool((bitmap.sum(1) != record.k).any()):
         raise ValueError(f"a record does not hold {record.k} positions")

@@ -1,1 +1,1 @@
-"""The benchmarks behind `thinwire bench`: each beside its peers in the same run, with its conditions."""
+"""Benchmarks of `thinwire bench`. Each measures thinwire and its alternatives in one run and records the conditions."""

@@ -1,7 +1,7 @@
-"""Time and memory of a call, on machines that are not quiet.
+"""Measures the time and memory of a call on a machine that runs other work too.
 
-Memory bandwidth drifts by a factor of two within minutes on a shared machine, so figures that will be compared are
-measured in turns: a few repetitions of one, a few of the other, and so on. Medians then drift together.
+Memory bandwidth drifts by a factor of two within minutes on a shared machine. Figures that are compared are therefore
+measured in turns: a few repetitions of one job, a few of the next, and so on. Their medians then drift together.
 """
 
 import ctypes
@@ -17,15 +17,18 @@ import torch
 Job = Callable[[], object]
 
 BURST = 3
-"""Repetitions before the next job's turn. The first may meet the last job's threads, which spin for a while before they
-sleep; it counts, but the median is that of the others."""
+"""Consecutive repetitions of one job before the next job's turn.
+
+The threads of the previous job spin for a while before they sleep and may slow the first repetition down. That sample
+is counted too, but the median lies among the others.
+"""
 PATIENCE_SECONDS = 2.0
-"""A job that has taken this long, and has been measured three times, is measured no further."""
+"""A job with at least three samples gets no more once its samples add up to this many seconds."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: the median, and the points below which a fifth and four fifths of the samples lie."""
+    """Median and 20th and 80th percentiles of the samples, in milliseconds."""
 
     p20: float
     p50: float
@@ -33,11 +36,12 @@ class Timing:
     samples: int
 
     def gb_per_s(self, nbytes: int) -> float:
+        """Return the throughput in GB/s of a job that processes `nbytes` bytes in the median time."""
         return nbytes / self.p50 / 1e6
 
 
 def interleave(jobs: Mapping[str, Job], repeats: int, device: torch.device) -> dict[str, Timing]:
-    """Time every job `repeats` times, in turns, after one call of each that does not count."""
+    """Time every job `repeats` times, in turns, after one call of each that is not timed."""
     samples: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
         job()
@@ -53,7 +57,7 @@ def interleave(jobs: Mapping[str, Job], repeats: int, device: torch.device) -> d
 
 
 def percentile(samples: list[float], percent: float) -> float:
-    """Linear between the two samples next to it.
+    """Return a percentile of the samples, interpolated linearly between the two nearest ones.
 
     >>> percentile([4.0, 1.0, 2.0], 50), percentile([1.0, 2.0], 20)
     (2.0, 1.2)
@@ -65,10 +69,10 @@ def percentile(samples: list[float], percent: float) -> float:
 
 
 def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
-    """Bytes that a call holds at its peak beyond what was held before it; None where the system does not tell.
+    """Return the peak memory of a call in bytes, beyond the memory in use before it, or None if it cannot be measured.
 
-    On a CPU this is the process's resident memory, as Linux counts it: what the job keeps between calls (after the one
-    that goes before) does not show.
+    On a CPU this is the resident memory of the process, which only Linux reports. The job is called once before the
+    measurement, so memory that it keeps between calls is not included.
     """
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
@@ -104,12 +108,12 @@ def _peak_on_cuda(job: Job, device: torch.device) -> int:
 
 
 def peak_resident(job: Job) -> int:
-    """The process's resident memory at its highest while a job runs. Linux only."""
+    """Return the peak resident memory of the process in bytes while a job runs. Works on Linux only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)  # freed memory that malloc holds back would hide what the job takes
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark down to what is resident now
+        file.write("5")  # resets the high-water mark to the memory that is resident now
     job()
     return _status("VmHWM")
 

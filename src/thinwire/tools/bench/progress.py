@@ -1,4 +1,4 @@
-"""How far a benchmark is: a bar on a terminal, a plain line per finished step elsewhere; both on stderr."""
+"""Shows the progress of a benchmark on stderr: a bar on a terminal, otherwise one line for each finished step."""
 
 import sys
 from types import TracebackType
@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`start` names the step that begins, `finish` says how it ended."""
+    """Progress display of a benchmark with a known number of steps. Use it as a context manager."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._finished, self._title = steps, 0, ""
@@ -20,11 +20,13 @@ class Progress:
         self._task = self._bar.add_task("", total=steps) if self._bar else None
 
     def start(self, title: str) -> None:
+        """Show the title of the step that begins."""
         self._title = title
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=title)
 
     def finish(self, summary: str) -> None:
+        """Count the current step as finished. Without a terminal, print its title and `summary`."""
         self._finished += 1
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._finished)

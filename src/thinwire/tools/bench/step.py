@@ -1,8 +1,8 @@
-"""`thinwire bench step`: what a training step costs beside torch's own: time over plain DDP, and memory.
+"""`thinwire bench step`: measures the time and memory of a training step and compares them with plain DDP.
 
-Time: real processes with DDP over gloo on this machine, one thread each, the ways measured in turns.
-Memory: each way in processes of its own, as the high-water mark of resident memory over a few steps beyond what the
-process held before the model was made; in units of the model's float32 parameters.
+Time: processes train with DDP over gloo on this machine, with one thread each. The ways are measured in turns. Memory:
+each way runs in processes of its own. The result is the peak resident memory over a few steps, minus the memory before
+the model was built, in units of the model's float32 parameters.
 """
 
 import gc
@@ -41,15 +41,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
+    """Results of one way to train."""
+
     way: str
     ms: float
-    """Median of a step."""
+    """Median time of a step."""
     over_plain: float
-    """Median over rounds of its time over that of the way it is compared with."""
+    """Time of a step divided by that of the way in `BESIDE`, as the median over rounds."""
     memory: float
-    """Copies of the parameters in float32."""
+    """Peak memory, in copies of the float32 parameters."""
     beyond: float
-    """Of them beyond the way it is compared with."""
+    """`memory` minus that of the way in `BESIDE`."""
 
 
 BESIDE = {
@@ -61,11 +63,11 @@ BESIDE = {
     "DDP, torch SGD": "DDP, torch SGD",
     "thinwire.SGD": "DDP, torch SGD",
 }
-"""Each way, and torch's own that it is compared with."""
+"""Maps each way to the plain DDP way that it is compared with."""
 
 
 class Stepper:
-    """On each rank: some ways to train, each with a model of its own."""
+    """Runs on each rank and trains by several ways, each with its own model."""
 
     def __init__(self, rank: int, size: int, spec: str, batch: int, ways: list[str]) -> None:
         import torch
@@ -79,11 +81,11 @@ class Stepper:
         self._parameters = sum(int(p.numel()) for p in config.build(0).parameters())
 
     def count(self) -> int:
-        """Parameters of the model."""
+        """Return the number of parameters of the model."""
         return self._parameters
 
     def step(self, way: str, times: int) -> list[float]:
-        """Milliseconds of each step."""
+        """Take `times` training steps and return the milliseconds of each."""
         module, optimizer = self._ways[way]
         taken = []
         for _ in range(times):
@@ -95,7 +97,7 @@ class Stepper:
         return taken
 
     def peak(self) -> int:
-        """Bytes of resident memory at the highest over some steps, beyond those before the model was made."""
+        """Return the peak resident memory over a few steps in bytes, beyond the memory before the model was built."""
         (way,) = self._ways
         self.step(way, 4)
         gc.collect()
@@ -103,7 +105,7 @@ class Stepper:
 
 
 def run(options: Options) -> int:
-    """Measure and print the table; 1 if a worker failed."""
+    """Measure and print the table. Return 0, or 1 if a rank failed."""
     from thinwire.tools.train.models import model_config
     from thinwire.tools.workers import WorkerError, Workers
 
@@ -140,9 +142,9 @@ def run(options: Options) -> int:
 
 
 def _times(workers: Any, rounds: int) -> dict[str, list[float]]:
-    """By way, a step's time in every round: the median of three, the slowest rank's."""
+    """Return the time of a step for each way and round: the maximum over ranks, as the median of three steps."""
     for way in BESIDE:
-        workers.ask("step", way, 12)  # the warm-up of all, and a little of what comes after
+        workers.ask("step", way, 12)  # the warm-up, and a few steps after it
     taken: dict[str, list[float]] = {way: [] for way in BESIDE}
     for number in range(rounds):
         order = list(BESIDE) if number % 2 == 0 else list(reversed(BESIDE))
@@ -210,7 +212,7 @@ def _loss(module: Any, tokens: Any) -> Any:
 
 
 def _loaded() -> int:
-    """Resident memory when the compiled kernels have been loaded, which weigh as much as a small model."""
+    """Return the resident memory after the compiled kernels are loaded, because they take as much as a small model."""
     import torch
 
     import thinwire

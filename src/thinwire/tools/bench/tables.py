@@ -1,4 +1,4 @@
-"""A table for a person: as wide as the terminal, or as it needs to be in a file."""
+"""Prints tables for people: as wide as the terminal, or as wide as needed in a file."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -10,7 +10,7 @@ from rich.table import Table
 def print_table(
     title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, text: Collection[str] = ()
 ) -> None:
-    """To stdout. Columns whose header is in `text` are aligned to the left, numbers to the right."""
+    """Print a table to stdout. Columns whose header is in `text` are left-aligned, all others right-aligned."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=1000)

@@ -1,19 +1,19 @@
-"""`thinwire plan`: will compression help me? Predicts a step by every way there is, and may answer: no.
+"""Predict whether compression makes a training step faster: the command `thinwire plan`.
 
-cluster, work, costs, ways       what is known: links, buckets, the codec, what each way does
+cluster, work, costs, ways       inputs: links, buckets, speed of the codec, phases of each way to reduce
 footprint                        bytes, messages and memory
-model, simulate                  a step's time, as a schedule; and event by event, for worlds of thousands
-advice, table, plot              what to make of it
-settings, scenario               all of that from numbers
-cluster_run, findings            and measured under torchrun: `measure` has codec and wire, `alone` the steps of a rank
-check                            predictions beside what `thinwire bench link` measured
+model, simulate                  step time, from a schedule or event by event for thousands of ranks
+advice, table, plot              output: which way to use, the table, the plot
+settings, scenario               a case built from numbers that the user gives
+cluster_run, findings            a case measured with torchrun: codec and wire by `measure`, one-rank steps by `alone`
+check                            predictions compared with the measurements of `thinwire bench link`
 """
 
 from .options import Options
 
 
 def run(options: Options) -> int:
-    """Print the table and what to use."""
-    from .command import command  # which reads the options before it loads torch
+    """Run `thinwire plan` and return the exit code."""
+    from .command import command  # here, because it checks the options before it loads torch
 
     return command(options)

@@ -1,4 +1,4 @@
-"""What to use: the simplest way that is about as quick as the quickest; and up to which bandwidth it is worth it."""
+"""Recommend the simplest way that is nearly as fast as the fastest, and the bandwidth up to which it pays off."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +10,12 @@ from .units import show_bytes, show_rate, show_seconds
 from .ways import DENSE, FP16, HALVES, Way, is_auto
 
 WORTH = 1.05
-"""Compression has to be quicker by that much: it costs memory, and a look at the loss."""
+"""Smallest speed-up that justifies a less simple way: compression costs memory, and the loss must be checked."""
 SLOWEST, FASTEST = 1e5, 1e13
 
 
 def advise(case: Case, predictions: Sequence[Prediction], made: dict[str, Compressor]) -> list[str]:
-    """Lines for a person; the first says what to use."""
+    """Return the advice as lines of text; the first line is the recommendation."""
     dense = predictions[0]
     best, chosen = min(predictions, key=lambda one: one.seconds), choose(case, predictions, made)
     if chosen.way.spec == DENSE:
@@ -43,9 +43,11 @@ def advise(case: Case, predictions: Sequence[Prediction], made: dict[str, Compre
 
 
 def choose(case: Case, predictions: Sequence[Prediction], made: dict[str, Compressor]) -> Prediction:
-    """The simplest way within `WORTH` of the quickest: dense, then 16 bits, then what sends every entry, then the rest.
+    """Return the prediction of the simplest way that takes at most `WORTH` times as long as the fastest.
 
-    Of several as simple the compressor that was given first, by the algorithm that it takes of itself, or the quickest.
+    From simple to complex, the ways are: dense, 16 bits, compressors that send every element, sparse compressors. Among
+    equally simple ways, the compressor that comes first in `made` wins, then the algorithm that "auto" chooses, then
+    the fastest way.
     """
     best = min(one.seconds for one in predictions)
     near = [one for one in predictions if one.seconds <= WORTH * best]
@@ -62,7 +64,10 @@ def choose(case: Case, predictions: Sequence[Prediction], made: dict[str, Compre
 
 
 def pays_below(case: Case, way: Way) -> float | None:
-    """The bandwidth up to which a way is quicker than dense by `WORTH`; None: at none. Infinite: at all."""
+    """Return the bandwidth, in bits per second, up to which a way is faster than dense by the factor `WORTH`.
+
+    Return None if it is not faster even at `SLOWEST`, and infinity if it is faster even at `FASTEST`.
+    """
 
     def pays(rate: float) -> bool:
         there = replace(case, cluster=case.cluster.at(rate=rate))
@@ -80,7 +85,7 @@ def pays_below(case: Case, way: Way) -> float | None:
 
 
 def _on_slow_links(case: Case, predictions: Sequence[Prediction]) -> Way:
-    """The way that would be the quickest there."""
+    """Return the way other than dense that is fastest at a hundredth of the bandwidth."""
     there = replace(case, cluster=case.cluster.at(rate=case.cluster.rate / 100))
     return min((one.way for one in predictions[1:]), key=there.seconds)
 

@@ -1,7 +1,7 @@
-"""Steps of a rank alone: what each way computes, by the steps of `thinwire bench link` with nobody to send to.
+"""Time the steps of each way on a single rank: the steps of `thinwire bench link` with world size 1.
 
-A rank is a world of one here, so nothing waits and nothing is sent; everything else is as it will be: DDP, its hooks,
-the optimizer, and the codec, whose one payload is its own. All ranks of a host do this at the same time.
+With world size 1 nothing is sent, and no rank waits. The rest is the same as in training: DDP, its hooks, the optimizer
+and the codec, which decodes only the rank's own payload. All ranks of a node run these steps at the same time.
 """
 
 import gc
@@ -23,17 +23,18 @@ from .ways import DENSE, HALVES
 
 NOTHING = "no communication"
 _TURNS, _STEPS = 3, 4
-"""Turns of so many steps each, after one that does not count: DDP puts its buckets together anew, warm-ups end. Step 17
-would be another one: thinwire.AdamW averages second moments after 16."""
+"""Number of turns that count, and of steps in each turn. The turn before them does not count, because DDP rebuilds its
+buckets in it, and warm-ups end. All turns together have 16 steps: step 17 would differ, because thinwire.AdamW averages
+second moments after step 16."""
 
 
 Loss = Callable[[nn.Module], Tensor]
 Subject = Callable[[], tuple[nn.Module, Loss]]
-"""Makes a model, anew each time, and what its loss is."""
+"""Function that returns a new model and its loss function at each call."""
 
 
 class Split(NamedTuple):
-    """Seconds of a step."""
+    """Seconds of the three parts of a step."""
 
     forward: float
     backward: float
@@ -41,15 +42,17 @@ class Split(NamedTuple):
 
 
 class Steps(NamedTuple):
+    """Step times of a single rank."""
+
     nothing: Split
-    """Without communication."""
+    """Seconds of a step without communication."""
     more: dict[str, float]
-    """Seconds that a step of each way takes more than that, by its name."""
+    """Additional seconds of a step of each way, by the name of the way."""
 
 
 @contextmanager
 def alone(backend: str) -> Iterator[None]:
-    """A world of one, in which whatever is called may exchange."""
+    """Set up a process group of this rank alone for the duration of the block, so that collectives can be called."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
@@ -58,8 +61,10 @@ def alone(backend: str) -> Iterator[None]:
 
 
 def measure_steps(subject: Subject, names: Sequence[str], bench: Bench) -> Steps:
-    """Of each way, by the name that `thinwire bench link` has for it: in turns with steps that exchange nothing, since
-    a machine that others use is now quicker, now slower."""
+    """Time the steps of each way, given by its name in `thinwire bench link`.
+
+    Steps of a way alternate with steps without communication, because the speed of a shared machine changes over time.
+    """
     nothings, more = [], {}
     for name in names:
         nothing, mine = (_start(subject, each) for each in (NOTHING, name))
@@ -76,18 +81,18 @@ def measure_steps(subject: Subject, names: Sequence[str], bench: Bench) -> Steps
 
 
 def extras(steps: Steps, codecs: Mapping[str, Costs], halves: Costs, entries: int) -> dict[str, float]:
-    """Seconds for each entry, by the way's name, that its codec does not explain."""
+    """Return the additional seconds per element that the codec does not explain, by the name of the way."""
     found = {}
     for name, seconds in steps.more.items():
         ours = codecs.get(name.partition(" ")[2])
         costs = ours or (halves if name in HALVES else Costs(0.0, 0.0, 0.0))
         more = seconds / entries - costs.encode - costs.commit - costs.write
-        found[name] = more if ours else max(0.0, more)  # another optimizer may be quicker, nothing else can
+        found[name] = more if ours else max(0.0, more)  # only another optimizer can make a step faster
     return found
 
 
 def names_of(specs: Mapping[str, Compressor]) -> list[str]:
-    """Those of the ways that a plan compares."""
+    """Return the names of the ways that a plan compares."""
     ours = [f"{'thinwire.AdamW' if given.sparse else 'attach'} {spec}" for spec, given in specs.items()]
     return [DENSE, *HALVES, *ours]
 
@@ -99,7 +104,10 @@ def _start(subject: Subject, name: str) -> tuple[Way, Loss]:
 
 
 def _burst(one: tuple[Way, Loss], bench: Bench) -> Split:
-    """Of a few steps; the first finds memory as the other way has left it, and does not count."""
+    """Return the median times of a few steps.
+
+    The first step does not count, because the other way ran before it and changed the state of memory and caches.
+    """
     return _middle([_step(*one, bench) for _ in range(_STEPS)][1:])
 
 

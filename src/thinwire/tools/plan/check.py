@@ -1,9 +1,9 @@
-"""Predictions beside measurements: the rows of `thinwire bench link --out`, predicted without looking at them.
+"""Compare predictions with measurements: predict the rows of a file of `thinwire bench link --out`.
 
-What a prediction takes from the file is what a user would give: the rate, the number of ranks, the model's shapes, and
-the time of a step without communication (the row "no communication" of the same world). What codecs and optimizers
-cost is measured here and now, by ranks that have nobody to send to (`alone`), as many at a time as the rows had: so the
-machine must be the one of the rows. PowerSGD, which is not thinwire's, is not predicted.
+A prediction takes from the file only what a user would give: the rate, the number of ranks, the model's shapes, and the
+time of a step without communication (the row "no communication" of the same world size). The costs of codecs and
+optimizers are measured again, by ranks that do not communicate (`alone`), as many at a time as in the rows. So the rows
+must come from this machine. PowerSGD is not part of thinwire and is not predicted.
 """
 
 import warnings
@@ -37,13 +37,14 @@ from .work import Work, of_sizes
 _TORCH = {name: Way(name, "ring") for name in (DENSE, *HALVES)}
 _MODES = ("attach", "thinwire.AdamW", "thinwire.SGD")
 _LATENCY = 1e-4
-"""Of links of the lab, which only limit the rate: that of a message between processes of one machine."""
+"""Seconds of latency on the links of `thinwire bench link`. These limit only the rate, so this is the latency of a
+message between two processes of one machine."""
 GOAL, _BUSY = 0.2, 0.5
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A row: seconds and bytes of a step, predicted and measured."""
+    """Predicted and measured seconds and bytes of a step, for one row."""
 
     rate: str
     world: int
@@ -55,20 +56,26 @@ class Checked:
 
     @property
     def error(self) -> float:
+        """Return the relative error of the predicted time."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Result of a check."""
+
     rows: list[Checked]
     not_predicted: list[str]
-    """Ways of the file that are not thinwire's, nor torch's own all-reduce."""
+    """Names of the ways in the file that were not predicted: peers such as PowerSGD, and the spec "auto"."""
     load: float
-    """What else the machine had to do when it was measured, as far as is known: its load average for each core."""
+    """Highest load average per core at the time of the measurements; 0 if it was not recorded."""
 
 
 def check(path: Path) -> Outcome:
-    """Predict every row of the file; ValueError if there is nothing to predict, or to predict it from."""
+    """Predict the rows of the file, except those of ways that cannot be predicted.
+
+    Raise ValueError if no row can be predicted, or if the row "no communication" is missing.
+    """
     rows = read_rows(path)
     runs: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -84,6 +91,7 @@ def check(path: Path) -> Outcome:
 
 
 def print_check(outcome: Outcome, path: Path) -> None:
+    """Print a table of predictions and measurements, and a summary of the errors."""
     print_table(
         f"{path}: predicted and measured",
         ("ranks", "rate", "way", "predicted, ms", "measured, ms", "error", "MB predicted", "MB measured"),
@@ -109,9 +117,13 @@ def print_check(outcome: Outcome, path: Path) -> None:
 
 
 def way_of(name: str, world: int, entries: int) -> Way | None:
-    """As `thinwire bench link` calls it; None for what is not thinwire's, nor torch's own all-reduce."""
+    """Return the way with this name in `thinwire bench link`, or None if it cannot be predicted.
+
+    world     world size, from which the compressor of the spec "default" follows.
+    entries   number of elements of the largest bucket, from which the algorithm follows.
+    """
     mode, _, spec = name.partition(" ")
-    if name in _TORCH or mode not in _MODES or spec == AUTO:  # which chooses by what it measures
+    if name in _TORCH or mode not in _MODES or spec == AUTO:  # auto chooses by measuring
         return _TORCH.get(name)
     spec = format_spec(default_compressor(world)) if spec == DEFAULT else spec
     given = compressor(spec)
@@ -142,7 +154,7 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
         way = ways[row["way"]]
         if way is None:
             continue
-        # As fast as the machine was then: the ways at one rate were measured in turns.
+        # Scaled to the speed of the machine at that time: the ways at one rate were measured in turns.
         seconds = alone_rows.get(row["rate"], min(alone_rows.values()))
         work = Work.of_numbers(sum(sizes), seconds, seconds * nothing.optimizer / sum(nothing), sizes)
         speeds = together.speeds.slower(seconds / sum(nothing))
@@ -158,15 +170,16 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
 
 
 class Probe:
-    """A rank that measures itself, with nobody to send to."""
+    """A rank that measures itself without communication."""
 
     def __init__(self, rank: int, size: int, names: list[str], model: Model) -> None:
-        warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")  # the time is asked for, not the loss
-        self._names, self._model = names, model
+        warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")  # only the time matters here
+        self._names, self._model, self._size = names, model, size
         self._bench = Bench(torch.device("cpu"), crowd=max(1.0, size * torch.get_num_threads() / cores()))
 
     def measure(self) -> Measured:
-        ways = [way_of(name, 2, 1 << 20) for name in self._names]
+        """Measure the codecs and the steps of this rank."""
+        ways = [way_of(name, self._size, 1 << 20) for name in self._names]
         made = {way.spec: compressor(way.spec) for way in ways if way is not None and way.compresses}
         codecs, halves = measure_codecs(made, self._bench)
         inputs = batch(self._model)
@@ -180,13 +193,13 @@ class Probe:
 
 
 def _measure(names: list[str], model: Model, ranks: int, under: Row) -> Together:
-    """By so many processes of this machine at once."""
+    """Measure with `ranks` processes of this machine at the same time, and combine their results."""
     try:
         with Workers(ranks, under["worker_threads"]) as workers:
             workers.make(ranks, Probe, names, model)
             answers: list[Measured] = workers.ask("measure")
     except WorkerError as error:
-        if error.trace:  # a fault of ours
+        if error.trace:  # a bug in thinwire
             raise RuntimeError(error.trace) from error
         raise ValueError(f"{ranks} ranks could not be measured here: {error}") from None
     crowd = max(1.0, ranks * under["worker_threads"] / under["cores"])

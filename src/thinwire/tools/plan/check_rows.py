@@ -1,4 +1,7 @@
-"""The rows that `thinwire plan --check` predicts: read strictly, since a prediction of nonsense would look like any."""
+"""Read and check the rows that `thinwire plan --check` predicts.
+
+The checks are strict, because a prediction from invalid values would look like any other prediction.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,14 @@ _FIELDS: _Kinds = {"rate": str, "world": int, "way": str, "ms": _NUMBER, "bytes_
 CONDITIONS: _Kinds = {
     "model": str, "parameters": _NUMBER, "batch": int, "worker_threads": int, "cores": int, "cpu": str,
 }  # fmt: skip
-"""What a step depends on besides the row itself."""
+"""Types of the recorded conditions that the time of a step depends on, besides the row itself."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those of `thinwire bench link --out`, each with its "conditions"; ValueError for anything else."""
+    """Return the rows of a file of `thinwire bench link --out`, each with its "conditions".
+
+    Raise ValueError for an unreadable file, for invalid rows, and for rows of a relay or of another machine.
+    """
     rows = [row for row in _read(path) if row["kind"] == "link"]
     if not rows:
         raise ValueError(f"--check {path} has no row of a link, expected what `thinwire bench link --out` writes")

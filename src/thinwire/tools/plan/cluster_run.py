@@ -1,4 +1,4 @@
-"""Under torchrun: every rank measures itself and its links, and the first one prints the plan."""
+"""Plan under torchrun: every rank measures itself and its links, and rank 0 prints the plan."""
 
 import sys
 import time
@@ -29,17 +29,21 @@ _ECHO_SECONDS = 15.0
 
 
 def measured(options: Options, place: Place) -> int:
-    """0; ValueError for what cannot be measured, of which the first rank tells if it meets it too."""
+    """Measure on all ranks, print the plan on rank 0, and return 0.
+
+    Raise ValueError if something cannot be measured. Other ranks wait before they raise, so that rank 0 alone reports
+    an error that all ranks have.
+    """
     try:
         host, made = _check(options, place), compressors(options.specs)
         device = pick_device("cuda" if torch.cuda.is_available() else "cpu", place.local_rank)
         assert options.model is not None
         subject = subject_of(options.model, device)
-        subject()  # if it cannot be made, that is found out before anybody waits for this rank
+        subject()  # a model that cannot be built fails here, before other ranks wait for this one
     except (ValueError, OSError) as error:
         if place.rank == 0:
             raise
-        time.sleep(_ECHO_SECONDS)  # where the first rank fails alike, torchrun ends this one meanwhile
+        time.sleep(_ECHO_SECONDS)  # if rank 0 fails too, torchrun ends this rank in the meantime
         raise ValueError(f"rank {place.rank} of {place.world_size}: {error}") from None
     backend = pick_backend(device, place.local_world_size)
     crowd = max(1.0, place.local_world_size * torch.get_num_threads() / cores())
@@ -86,7 +90,7 @@ def _with_others(
     steps: Steps,
     sizes: list[int],
 ) -> list[Answer]:
-    """What all ranks found, on every rank."""
+    """Measure codec and wire together with the other ranks, and return the answers of all ranks."""
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         largest = max(bucket.entries for bucket in of_sizes(sizes))
@@ -100,7 +104,10 @@ def _with_others(
 
 
 def _inside(bench: Bench, place: Place) -> Wire | None:
-    """Among the ranks of this host, if it has several and there are others: those that torchrun numbers in a row."""
+    """Measure the wire among the ranks of this node, which torchrun numbers consecutively.
+
+    Return None if the node has only one rank, or if there is only one node.
+    """
     each = place.local_world_size
     if each == 1 or each == place.world_size:
         return None

@@ -1,4 +1,4 @@
-"""What several ranks measured of themselves, as one: the median of each figure."""
+"""Combine the measurements of several ranks: take the median of each figure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from .costs import FP16_BYTE, MESSAGE, RING_BYTE, ROUND, SPREAD_BYTE, TRANSFER, 
 
 
 class Measured(NamedTuple):
-    """By one rank alone."""
+    """Measurements of one rank without communication."""
 
     codecs: dict[str, Costs]
     halves: Costs
@@ -19,15 +19,19 @@ class Measured(NamedTuple):
 
 
 class Together(NamedTuple):
+    """Combined measurements of all ranks."""
+
     speeds: Speeds
     nothing: Split
-    """A step without communication."""
+    """Seconds of a step without communication."""
 
 
 def combine(answers: Sequence[Measured], entries: int, origin: str, crowd: float) -> Together:
-    """
-    entries   of the model.
-    crowd     ranks for each core, at least 1: what handling bytes costs is longer by it.
+    """Combine the measurements of all ranks.
+
+    entries   number of elements of the model.
+    origin    where the measurements were made, as text for the user.
+    crowd     ranks per core, at least 1. The cost of handling bytes is multiplied by it.
     """
     first = answers[0]
     codecs = {spec: _middle([answer.codecs[spec] for answer in answers]) for spec in first.codecs}
@@ -35,7 +39,7 @@ def combine(answers: Sequence[Measured], entries: int, origin: str, crowd: float
     nothing = Split(*(median(answer.steps.nothing[part] for answer in answers) for part in range(3)))
     more = {name: median(answer.steps.more[name] for answer in answers) for name in first.steps.more}
     found = extras(Steps(nothing, more), codecs, halves, entries)
-    # What an exchange costs apart from its transfers is in the steps of a rank alone.
+    # `operation` is 0: the steps of a rank alone already include the cost of an exchange apart from its transfers.
     speeds = Speeds(
         origin, MappingProxyType(codecs), halves, 0.0, TRANSFER, MESSAGE, ROUND, RING_BYTE, FP16_BYTE, SPREAD_BYTE
     ).slower(crowd)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which of the three it is, numbers, a measurement or a check; and what is printed for it."""
+"""Select the mode of `thinwire plan` (numbers, measurement or check) and print its result."""
 
 import os
 
@@ -7,7 +7,10 @@ from .settings import check_plot, numbers, refuse_others
 
 
 def command(options: Options) -> int:
-    """0, or ValueError before torch is loaded, as far as that can be known."""
+    """Run the mode that the options select, and return 0.
+
+    Raise ValueError for invalid options, before torch is loaded where possible.
+    """
     if options.check is not None:
         return _check(options)
     check_plot(options.plot)

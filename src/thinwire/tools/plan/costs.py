@@ -1,4 +1,4 @@
-"""What compression and the handling of bytes cost a rank: measured elsewhere (the tables here), or where it runs."""
+"""Describe what compression and the handling of bytes cost a rank: from the tables here, or measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,65 +9,73 @@ from thinwire.compressors import Compressor
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds for each entry of a tensor."""
+    """Seconds per element of a tensor."""
 
     encode: float
     commit: float
-    """The second half of compress: what is kept is written to the residual."""
+    """Second half of compress: write to the residual what is not sent."""
     write: float
     """Decode one payload into a tensor."""
     add: float = 0.0
-    """Decode one more on top of it."""
+    """Decode one more payload and add it to that tensor."""
 
     def times(self, factor: float) -> "Costs":
+        """Return these costs multiplied by `factor`."""
         return Costs(factor * self.encode, factor * self.commit, factor * self.write, factor * self.add)
 
     def decode(self, payloads: int, density: float = 1.0) -> float:
-        """Of so many payloads at once, with `density` times the entries that were measured."""
+        """Return the seconds per element to decode `payloads` payloads at once.
+
+        Each payload holds `density` times as many elements as the measured one.
+        """
         more = self.add * (density * payloads - 1)
         return max(0.0, self.write + more)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one rank, while all others of its host work too."""
+    """Costs of one rank for codec, bytes and messages, while all other ranks of its node work too."""
 
     origin: str
-    """Where they were measured, for a person."""
+    """Where the costs were measured, as text for the user."""
     codecs: MappingProxyType[str, Costs]
-    """By spec, as it was given."""
+    """Costs of each compressor, by its spec as given."""
     halves: Costs
-    """To 16 bits and back."""
+    """Costs of the cast to 16 bits and back."""
     operation: float
-    """Seconds for an exchange of thinwire's that a rank alone has too: handing it to the wire, and applying it."""
+    """Seconds of a compressed exchange that do not depend on other ranks: hand it to the wire, and apply the result."""
     transfer: float
     message: float
-    """Seconds for each transfer of it, and for each peer of that: a thread that sleeps and is woken."""
+    """`transfer` is in seconds per transfer, `message` in seconds per peer of a transfer. Both are the time in which a
+    thread sleeps and is woken."""
     round: float
-    """Seconds for each message of torch's all-reduce, which waits for the one before."""
+    """Seconds per message of torch's all-reduce, which waits for the message before it."""
     ring_byte: float
     fp16_byte: float
     spread_byte: float
-    """Seconds to send a byte and to receive one: in torch's all-reduce, in that of fp16, which gloo adds up slowly, and
-    in an exchange of thinwire's."""
+    """Seconds to send one byte and receive one: in torch's all-reduce, in torch's all-reduce of fp16, which gloo sums
+    slowly, and in a compressed exchange."""
     extras: MappingProxyType[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Seconds for each entry that a step takes more than the codec explains, by `Way.name`: another optimizer, and
-    memory that is in no cache any more. Where they were not measured, none."""
+    """Seconds per element, by `Way.name`, that a step takes in addition to the codec, because of another optimizer, and
+    of memory that is no longer in a cache. Empty if they were not measured."""
 
     def faster(self, factor: float, origin: str) -> "Speeds":
-        """With a codec that is so many times as quick; bytes and messages cost what they did."""
+        """Return a copy with a codec that is `factor` times as fast; the costs of bytes and messages stay the same."""
         codecs = {spec: costs.times(1 / factor) for spec, costs in self.codecs.items()}
         return replace(self, origin=origin, codecs=MappingProxyType(codecs), halves=self.halves.times(1 / factor))
 
     def slower(self, factor: float) -> "Speeds":
-        """Everything so many times as slow: a processor that had less time for it."""
+        """Return a copy in which everything is `factor` times as slow, because the CPU has less time for each rank."""
         made = self.faster(1 / factor, self.origin)
         extras = MappingProxyType({name: factor * value for name, value in self.extras.items()})
         names = ("operation", "transfer", "message", "round", "ring_byte", "fp16_byte", "spread_byte")
         return replace(made, extras=extras, **{name: factor * getattr(self, name) for name in names})
 
     def by_accelerator(self) -> "Speeds":
-        """Bytes cost no processor's time, and the rounds of an all-reduce neither: NCCL's go from memory to memory."""
+        """Return a copy in which bytes and the rounds of an all-reduce take no CPU time.
+
+        NCCL transfers them from memory to memory.
+        """
         origin = f"{self.origin}; messages as measured with gloo"
         return replace(self, origin=origin, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0)
 
@@ -78,29 +86,31 @@ PER_CORE = {
     "randomk": Costs(encode=0.38e-9, commit=0.57e-9, write=0.24e-9),
     "quantize": Costs(encode=0.43e-9, commit=0.70e-9, write=0.23e-9, add=0.12e-9),
 }
-"""One core, by kind; `add` is for each entry that was kept. `thinwire plan --codec here` measures where it runs."""
+"""Costs on one core, by compressor. Here `add` is per element that is sent. `thinwire plan --codec here` measures the
+costs on the machine where it runs."""
 ACCELERATOR = {
     "topk": Costs(encode=2.81e-12, commit=2.85e-12, write=0.97e-12, add=64 * 0.0233e-12),
     "quantize": Costs(encode=3.07e-12, commit=2.85e-12, write=3.07e-12, add=3.07e-12),
 }
-"""An H200: docs/gpu.md, benchmarks/results/codec-h200.jsonl. The halves of quantize's compress, and its decoding, were
-not measured: encoding and decoding are taken to be as slow as both halves in one pass, which moves more bytes, and the
-second half as topk's."""
+"""Costs on an H200: see docs/gpu.md and benchmarks/results/codec-h200.jsonl. The two halves of quantize's compress, and
+its decoding, were not measured. Encode and decode are assumed to be as slow as both halves in one pass, which moves
+more bytes. Commit is assumed to cost as much as that of topk."""
 _CORE_NAME, _ACCELERATOR_NAME = "as measured on one core of an AMD EPYC", "as measured on an H200"
 _HALVES_PER_CORE, _HALVES_ACCELERATOR = Costs(0.34e-9, 0.0, 0.21e-9), Costs(2.9e-12, 0.0, 2.9e-12)
-"""On an accelerator a copy from float32 to float32, which moves more."""
+"""Costs of the cast to 16 bits and back. On the accelerator: costs of a float32 copy, which moves more bytes."""
 OPERATION, TRANSFER, MESSAGE, ROUND = 4.5e-4, 8e-4, 1.2e-4, 2.5e-4
-"""Of one core of that machine, with gloo between 2 to 24 ranks on two of them."""
+"""Seconds on one core of the AMD EPYC, measured with gloo between 2 to 24 ranks on two cores."""
 RING_BYTE, FP16_BYTE, SPREAD_BYTE = 0.8e-9, 1.7e-9, 1.2e-9
-"""Work for a byte that is sent and one that is received, over the links of `thinwire bench link`."""
+"""CPU seconds to send one byte and receive one, over the links of `thinwire bench link`."""
 
 
 def per_core(made: Mapping[str, Compressor]) -> Speeds:
-    """One core of the machine that the table was made on."""
+    """Return the costs on one core of the AMD EPYC of the table."""
     return _of_table(PER_CORE, made, _CORE_NAME, _HALVES_PER_CORE)
 
 
 def accelerator(made: Mapping[str, Compressor]) -> Speeds:
+    """Return the costs on an H200, with those of messages as measured with gloo."""
     return _of_table(ACCELERATOR, made, _ACCELERATOR_NAME, _HALVES_ACCELERATOR).by_accelerator()
 
 
@@ -120,7 +130,7 @@ def _of_table(table: Mapping[str, Costs], made: Mapping[str, Compressor], origin
 
 
 def density(given: Compressor) -> float:
-    """The share of entries that are sent.
+    """Return the share of elements that are sent.
 
     >>> from thinwire.compressors import compressor
     >>> density(compressor("topk:ratio=1/64,bits=2")), density(compressor("quantize:bits=8"))

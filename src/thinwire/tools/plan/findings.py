@@ -1,4 +1,4 @@
-"""From what ranks measured to a case: links of a rate, and the processor's part in using them."""
+"""Build a case from the measurements of all ranks: the rate of the links, and the CPU time for their use."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,20 +14,22 @@ from .work import Work, of_sizes
 
 
 class Answer(NamedTuple):
-    """What one rank found."""
+    """All measurements of one rank."""
 
     measured: Measured
     wire: Wire
     inside: Wire | None
-    """Among the ranks of its host, if it has several and there are other hosts."""
+    """Wire among the ranks of its node; None if the node has only one rank, or if there is only one node."""
     sizes: list[int]
-    """Of the model's parameters."""
+    """Numel of each trainable parameter of the model."""
 
 
 def case_of(answers: Sequence[Answer], ranks_per_host: int, origin: str, crowd: float, slows: float | None) -> Case:
-    """
-    crowd    ranks for each core, at least 1.
-    slows    as `Cluster.codec_slows`; None: the model runs on an accelerator.
+    """Build the case from the answers of all ranks.
+
+    origin   where the measurements were made, as text for the user.
+    crowd    ranks per core, at least 1.
+    slows    value of `Cluster.codec_slows` and `Cluster.wire_slows`; None if the model runs on an accelerator.
     """
     sizes = answers[0].sizes
     together = combine([answer.measured for answer in answers], sum(sizes), origin, crowd)
@@ -38,7 +40,7 @@ def case_of(answers: Sequence[Answer], ranks_per_host: int, origin: str, crowd: 
         min(ring, median(w.ring_work for w in wires)),
         min(spread, median(w.spread_work for w in wires)),
     )
-    # All ranks of one host: what joins them is measured as if each had a link of its own.
+    # If all ranks are on one node, each counts as a node with a link of its own.
     each = ranks_per_host if ranks_per_host < world else 1
     inside = [8 / _link(w.ring_byte, w.ring_work) for answer in answers if (w := answer.inside) is not None]
     cluster = Cluster(
@@ -55,5 +57,5 @@ def case_of(answers: Sequence[Answer], ranks_per_host: int, origin: str, crowd: 
 
 
 def _link(byte: float, work: float) -> float:
-    """Seconds that the link itself takes for a byte: `model.seconds_of`, the other way round."""
+    """Return the seconds per byte of the link alone: the inverse of `model.seconds_of`."""
     return sqrt(max(byte**2 - work**2, (0.1 * byte) ** 2))

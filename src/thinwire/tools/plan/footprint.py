@@ -1,4 +1,4 @@
-"""Bytes, messages and memory of a way, by the formulas that the collectives plan with: collectives/cost.py."""
+"""Compute bytes, messages and memory of a way, with the formulas of the collectives (collectives/cost.py)."""
 
 from dataclasses import dataclass
 
@@ -17,20 +17,20 @@ _FLOAT, _NO_LIMIT = torch.float32, 1 << 62
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one rank in one step."""
+    """Bytes, messages and memory of one rank in one step."""
 
     sent: float
     inside: float
-    """The part of it that stays in the host, of hierarchical ways."""
+    """Part of `sent` that stays inside the node, in hierarchical ways."""
     messages: int
     residual: int
-    """Bytes that are kept from step to step, those of an owner of sums included."""
+    """Bytes kept from step to step, including the residual of the sums that the rank owns."""
     buffers: int
-    """Bytes beyond gradients and residual, while the step is under way."""
+    """Bytes used during the step besides gradients and residual."""
 
 
 def footprint(way: Way, given: Compressor | None, work: Work, cluster: Cluster) -> Footprint:
-    """Bytes, messages and memory, by the formulas that the collectives plan with."""
+    """Return the bytes, messages and memory of a way; `given` is its compressor, or None if it has none."""
     sent, messages, buffers = 0.0, 0, 0
     world = cluster.world
     known: dict[Bucket, cost.Cost] = {}
@@ -42,7 +42,7 @@ def footprint(way: Way, given: Compressor | None, work: Work, cluster: Cluster) 
             messages + known[bucket].messages,
             buffers + known[bucket].memory,
         )
-    if given is None:  # halves are made of the buckets that are under way
+    if given is None:  # the hooks cast those buckets to 16 bits that are being exchanged
         largest = max(bucket.entries for bucket in work.buckets)
         held = 2 * min(GLOO_AT_ONCE * largest, work.entries) if way.spec in HALVES else 0
         return Footprint(sent, 0.0, messages, 0, held)
@@ -54,7 +54,7 @@ def footprint(way: Way, given: Compressor | None, work: Work, cluster: Cluster) 
 
 
 def _cost(way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster) -> cost.Cost:
-    """Of a bucket; of the dense ways, that of the ring."""
+    """Return the cost of one bucket; without a compressor, that of a ring all-reduce."""
     world, inside = cluster.world, cluster.ranks_per_host
     if given is None:
         nbytes = bucket.entries * (2 if way.spec in HALVES else 4)

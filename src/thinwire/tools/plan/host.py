@@ -1,4 +1,4 @@
-"""`--host`: what a host has, and how hosts are joined, as key=value,... in one word."""
+"""Parse `--host`, which describes a node and the network between nodes as key=value,..."""
 
 from dataclasses import dataclass, fields
 
@@ -11,28 +11,33 @@ KEYS = "ranks, cores, inside, per_switch, oversubscription, jitter"
 
 @dataclass(frozen=True)
 class Host:
-    """All hosts are alike. The last three are for the simulation, and where one is given, there is one."""
+    """Properties of a node; all nodes are identical.
+
+    `per_switch`, `oversubscription` and `jitter` are for the simulation, which runs if one of them is given.
+    """
 
     ranks: int = 1
-    """Ranks that share its link, and its cores."""
+    """Ranks that share the link and the cores of the node."""
     cores: int | None = None
-    """None: the model, and so the codec, run on an accelerator."""
+    """CPU cores of the node; None if the model, and with it the codec, runs on an accelerator."""
     inside: float = 100e9
-    """Bits a second between two ranks of it."""
+    """Bits per second between two ranks of the node."""
     per_switch: int | None = None
-    """Hosts at one switch; switches meet at another one. None: all are at one."""
+    """Nodes per switch; another switch connects all switches. None if all nodes are at one switch."""
     oversubscription: float = 1.0
-    """How many times more the hosts of a switch can send than its own link to the others can carry."""
+    """Rate of all nodes of a switch together, divided by the rate of the link from that switch to the others."""
     jitter: float = 0.0
-    """Deviation of a rank's compute time from that of the others, as a share of it."""
+    """Standard deviation of the compute time over ranks, as a share of the compute time."""
 
     @property
     def simulated(self) -> bool:
+        """Return whether one of the options of the simulation is given."""
         return self.per_switch is not None or self.oversubscription != 1.0 or self.jitter != 0.0
 
 
 def parse_host(text: str) -> Host:
-    """
+    """Parse the value of `--host`; raise ValueError if it is invalid.
+
     >>> parse_host("ranks=8,inside=300gbit")
     Host(ranks=8, cores=None, inside=300000000000.0, per_switch=None, oversubscription=1.0, jitter=0.0)
     """

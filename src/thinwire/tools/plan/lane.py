@@ -1,10 +1,13 @@
-"""A processor or a wire that does one thing at a time: what is asked for gets the first stretch that is free."""
+"""Schedule a resource that does one thing at a time, such as a CPU or a wire.
+
+Each request gets the first free interval that is long enough.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 
 
 class Lane:
-    """Stretches of time that are taken, which never touch: neighbours become one.
+    """Busy intervals of a resource. Adjacent intervals are merged.
 
     >>> lane = Lane()
     >>> lane.take(0.0, 2.0), lane.take(5.0, 2.0), lane.take(1.0, 3.0), lane.take(1.0, 3.0)
@@ -16,10 +19,11 @@ class Lane:
 
     @property
     def end(self) -> float:
+        """Return the end of the last busy interval, or 0 if there is none."""
         return self._taken[-1][1] if self._taken else 0.0
 
     def take(self, at: float, seconds: float) -> float:
-        """The end of the first stretch from `at` on that is long enough."""
+        """Reserve the first free interval of this length that starts at `at` or later, and return its end."""
         if seconds <= 0:
             return at
         index = bisect_right(self._taken, (at, float("inf")))
@@ -31,7 +35,7 @@ class Lane:
         return start + seconds
 
     def busy(self, start: float, stop: float) -> float:
-        """How much of a stretch is taken."""
+        """Return the busy seconds between `start` and `stop`."""
         index = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
         total = 0.0
         for begin, end in self._taken[index:]:

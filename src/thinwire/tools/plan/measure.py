@@ -1,8 +1,8 @@
-"""What a rank can measure of itself and its links, while all other ranks do the same: codec and wire.
+"""Measure the codec and the wire of a rank, while all other ranks do the same.
 
-Everything goes through what a user calls, so that what is measured is what will run. Medians of a few calls. The work
-of a rank with one thread is counted in the processor's time, which other programs do not disturb, times the ranks that
-share a core; that of others by the clock.
+The measurements call the public functions, so that they time the code that will run, and take the median of a few
+calls. With one CPU thread, work is measured as CPU time, which other programs do not disturb, times the number of ranks
+that share a core. Otherwise it is measured as wall-clock time.
 """
 
 import time
@@ -28,9 +28,9 @@ ENTRIES = BUCKET_BYTES // 4
 REPEATS = 7
 _PAYLOADS = 5
 _TINY, _LARGE = 1 << 10, 1 << 21
-"""Entries of tensors whose exchange takes no time but the latency; and of those that show the rate."""
+"""Numel of a tensor whose exchange takes only the latency, and of a tensor that shows the rate."""
 _PROBE = "quantize:bits=8"
-"""A byte for each entry: what is sent when the wire is measured."""
+"""Compressor for the measurement of the wire: one byte per element."""
 _PINGS = 30
 
 Job = Callable[[], object]
@@ -38,10 +38,10 @@ Job = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bench:
-    """How to time a job on this rank.
+    """Timer for jobs on this rank.
 
-    meet     waits until all ranks are there.
-    crowd    ranks of this host for each of its cores, at least 1.
+    meet     function that waits for all ranks.
+    crowd    ranks of this node per core, at least 1.
     """
 
     device: torch.device
@@ -53,18 +53,18 @@ class Bench:
         return self.device.type == "cpu" and torch.get_num_threads() == 1
 
     def now(self) -> float:
-        """Seconds of this rank's work so far, as they would be while the other ranks of its host do the same."""
+        """Return the current time in seconds: CPU time times `crowd` with one CPU thread, else wall-clock time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.crowd * time.process_time() if self._counts_work else time.perf_counter()
 
     def work(self, job: Job) -> float:
-        """Seconds of a job, by `now`."""
+        """Return the median seconds of a job, measured in the same way as by `now`."""
         taken = self.both(job)
         return self.crowd * taken.processor if self._counts_work else taken.clock
 
     def both(self, job: Job) -> "Taken":
-        """After two calls that do not count."""
+        """Return the median times of a job, after two calls that do not count."""
         clock, processor = [], []
         for _ in range(2 + REPEATS):
             self.meet()
@@ -78,7 +78,7 @@ class Bench:
 
 
 class Taken(NamedTuple):
-    """Seconds: by the clock, and of this process's threads together."""
+    """Wall-clock seconds, and CPU seconds of all threads of this process."""
 
     clock: float
     processor: float
@@ -86,20 +86,20 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """Seconds."""
+    """Latency of a wire, and its costs per byte, in seconds."""
 
     latency: float
     ring_byte: float
     spread_byte: float
-    """By the clock, for each byte that a rank sends to its neighbour, or to all others."""
+    """Wall-clock seconds per byte that a rank sends: to its neighbour in a ring, and to all other ranks."""
     ring_work: float
     spread_work: float
-    """The processor's part of it."""
+    """CPU seconds per byte for the same two transfers, times `Bench.crowd`."""
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """With so many threads of torch's, and of the kernels that follow it."""
+    """Set the number of threads of torch, which thinwire's kernels also use, for the duration of the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -111,7 +111,7 @@ def threads(count: int) -> Iterator[None]:
 def measure_codecs(
     made: Mapping[str, Compressor], bench: Bench, entries: int = ENTRIES
 ) -> tuple[dict[str, Costs], Costs]:
-    """Of each compressor, by spec, and of the cast to 16 bits and back."""
+    """Return the costs of each compressor, by spec, and those of the cast to 16 bits and back."""
     device = bench.device
     tensors = [torch.randn(entries, device=device) for _ in range(3)]
     turns = iter(range(1 << 30))
@@ -141,14 +141,14 @@ def measure_codecs(
 
 
 def measure_wire(bench: Bench, group: Any = None) -> Wire:
-    """Between the ranks of a group, all at once."""
+    """Measure the wire between the ranks of a group, all ranks at once."""
     size = dist.get_world_size(group)
     tensors = torch.randn(_TINY, device=bench.device), torch.randn(_LARGE, device=bench.device)
     payloads = [(size - 1) * thinwire.compressor(_PROBE).nbytes(tensor.numel()) for tensor in tensors]
     rings = [ring(tensor.nbytes, size) for tensor in tensors]
 
     def exchange(tensor: Tensor) -> Taken:
-        """The clock's is that of the transfer alone, the processor's is without the codec's."""
+        """Return the wall-clock time of the transfer alone, and the CPU time without that of the codec."""
         transfers: list[float] = []
         taken = bench.both(lambda: transfers.append(_gather(tensor, group).report.seconds["exchange"]))
         return Taken(median(transfers[2:]), taken.processor - bench.both(lambda: _codec(tensor, size)).processor)
@@ -168,7 +168,7 @@ def measure_wire(bench: Bench, group: Any = None) -> Wire:
 
 
 def ping(group: Any = None) -> float:
-    """Seconds that a few bytes take from the first rank of a group to the last; the others return 0 at once."""
+    """Return the seconds that a few bytes take from the first rank of a group to the last; other ranks return 0."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     mine, first, last = dist.get_rank(), ranks[0], ranks[-1]
     if mine not in (first, last):
@@ -195,7 +195,7 @@ def _gather(tensor: Tensor, group: Any) -> Handle:
 
 
 def _codec(tensor: Tensor, ranks: int) -> None:
-    """What `_gather` does besides exchanging."""
+    """Encode and decode as `_gather` does, without the exchange."""
     given, out = thinwire.compressor(_PROBE), tensor.clone()
     sent = given.compress(out)
     given.decompress(sent, out, payloads=sent.payload.expand(ranks, -1).contiguous())

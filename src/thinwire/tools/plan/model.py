@@ -1,16 +1,16 @@
-"""The prediction: a step's time from sums and maxima over its buckets, for ranks that are all alike.
+"""Predict the time of a step from sums and maxima over its buckets, for identical ranks.
 
     main     forward, then the backward pass, which completes one bucket after the other, then the optimizer
-    codec    compression, of one operation at a time
-    wire     transfers, one after the other; messages of one transfer travel at the same time
+    codec    compression of one operation at a time
+    wire     transfers, one after the other; the messages of one transfer travel at the same time
 
-A bucket's operation begins when the backward pass has completed it (and of those before it, all but the last few are
-done), passes its phases, each where there is room for it, and ends with its last transfer. When all have ended,
-residuals and results are written, and the optimizer steps. Where codec and backward pass share a processor, each slows
-the other.
+The operation of a bucket begins when the backward pass has completed the bucket, and all earlier operations except the
+last few are done. Its phases run one after the other, each in the first free interval of its resource. After all
+operations have ended, residuals and results are written, and the optimizer steps. If codec and backward pass share a
+CPU, each slows down the other.
 
-What it leaves out is for `simulate`: ranks that differ, switches that cannot carry everything, and operations that
-overtake each other between their transfers.
+The model leaves out what `simulate` includes: ranks that differ, switches that cannot carry all traffic, and operations
+that overtake each other between their transfers.
 """
 
 import math
@@ -29,32 +29,36 @@ from .work import Bucket, Work
 
 @dataclass(frozen=True)
 class Prediction:
+    """Predicted time and footprint of a step."""
+
     way: Way
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     footprint: Footprint
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster: everything that is known before a way is chosen."""
+    """A model on a cluster: all inputs of a prediction except the way."""
 
     work: Work
     cluster: Cluster
     speeds: Speeds
 
     def predict(self, way: Way) -> Prediction:
+        """Predict the time and the footprint of a step."""
         given = compressor(way.spec) if way.compresses else None
         return Prediction(way, self._seconds(way, given), footprint(way, given, self.work, self.cluster))
 
     def seconds(self, way: Way) -> float:
+        """Predict the seconds of a step."""
         return self._seconds(way, compressor(way.spec) if way.compresses else None)
 
     def _seconds(self, way: Way, given: Compressor | None) -> float:
         work, cluster = self.work, self.cluster
         main, settle = work.forward, 0.0
         codec, outside, inside = Lane(), Lane(), Lane()
-        handling = 0.0  # of transfers, which the backward pass has not felt yet
+        handling = 0.0  # CPU time of transfers that has not slowed down the backward pass yet
         done: list[float] = []
         known: dict[Bucket, tuple[Operation, ...]] = {}
         for bucket in work.buckets:
@@ -82,25 +86,28 @@ class Case:
 
 
 class Occupied(NamedTuple):
-    """Seconds of a transfer."""
+    """Time that a transfer takes, in seconds."""
 
     busy: float
-    """That the wire is taken, by the ranks of a host together."""
+    """Seconds in which the wire is busy, for all ranks of a node together."""
     beyond: float
-    """From then on until everything has arrived."""
+    """Seconds from then until all bytes have arrived."""
 
 
 def seconds_of(transfer: Transfer, cluster: Cluster) -> Occupied:
-    """Handling bytes goes on beside their transfer, but a pipeline of few segments hides neither behind the other: with
-    both alike, it takes half as long again. Where processors are to spare, each operation has one of its own for it,
-    and the wire is free for others meanwhile."""
+    """Return the time that a transfer takes.
+
+    Bytes are handled while others travel, but a pipeline of few segments does not fully overlap the two. The time is
+    modelled as sqrt(link² + handling²): 1.4 times as long as either if both are equal. If `wire_slows` is 0, each
+    operation has a CPU of its own for the handling, and the wire is free for other transfers in the meantime.
+    """
     link = link_seconds(transfer, cluster)
     whole, latency = math.hypot(link, transfer.handling), transfer.rounds * cluster.latency
     return Occupied(whole, latency) if cluster.wire_slows else Occupied(link, whole - link + latency)
 
 
 def link_seconds(transfer: Transfer, cluster: Cluster) -> float:
-    """Of the link alone."""
+    """Return the seconds that the link alone takes for a transfer."""
     return {
         "ring": cluster.ring_seconds,
         "spread": cluster.spread_seconds,

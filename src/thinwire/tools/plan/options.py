@@ -1,4 +1,4 @@
-"""What `thinwire plan` is told."""
+"""Define the command-line options of `thinwire plan`."""
 
 from dataclasses import dataclass
 from pathlib import Path

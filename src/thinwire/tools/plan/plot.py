@@ -1,4 +1,4 @@
-"""The speed-up against bandwidth and against world size, as one SVG file that refers to nothing outside of it."""
+"""Draw the speed-up against bandwidth and against world size, as one self-contained SVG file."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from .ways import BF16, DENSE, FP16, HALVES, Way, ways
 _WIDTH, _HEIGHT, _ROW = 980, 440, 18
 _LEFT, _TOP, _PANEL, _TALL, _GAP = 60, 84, 400, 290, 60
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#999999")
-"""Okabe and Ito's, which those who see fewer colours can tell apart."""
+"""Colours based on the palette of Okabe and Ito, which colour-blind readers can distinguish."""
 _RATES = [10 ** (7 + step / 8) for step in range(33)]
 _WORLDS = [2**power for power in range(1, 13)]
 _STYLE = """
@@ -29,23 +29,27 @@ _STYLE = """
 
 
 class Panel(NamedTuple):
+    """One of the two diagrams."""
+
     title: str
     places: Sequence[float]
-    """Along the axis, which is logarithmic."""
+    """Values on the horizontal axis, which is logarithmic."""
     here: float
-    """Where the case is."""
+    """Value of the case on the horizontal axis."""
     case: Callable[[float], Case]
     show: Callable[[float], str]
     ticks: Sequence[float]
 
 
 class Curve(NamedTuple):
+    """Speed-up over dense at each place of a panel, for one compressor."""
+
     label: str
     speedups: list[float]
 
 
 def draw(case: Case, made: dict[str, Compressor]) -> str:
-    """The whole file."""
+    """Return the content of the SVG file."""
     panels = [_by_bandwidth(case), _by_world(case)]
     curves = [_curves(panel, made) for panel in panels]
     values = [value for panel in curves for curve in panel for value in curve.speedups]
@@ -81,7 +85,7 @@ def _by_bandwidth(case: Case) -> Panel:
 
 def _by_world(case: Case) -> Panel:
     each = case.cluster.ranks_per_host
-    worlds = [each * world for world in _WORLDS if each * world <= max(_WORLDS[-1], 2 * each)]
+    worlds = [each * world for world in _WORLDS if each * world <= max(_WORLDS[-1], 4 * each)]
 
     def at(world: float) -> Case:
         return replace(case, cluster=case.cluster.at(world=int(world)))
@@ -106,7 +110,7 @@ def _curves(panel: Panel, made: dict[str, Compressor]) -> list[Curve]:
 
 
 def _legend(curves: Sequence[Curve]) -> tuple[list[str], int]:
-    """And how much taller it is than one row."""
+    """Return the elements of the legend, and its height beyond one row."""
     parts, x, y = [], _LEFT, 61
     for index, curve in enumerate(curves):
         colour, wide = _COLOURS[index % len(_COLOURS)], 48 + 7 * len(curve.label)
@@ -152,7 +156,7 @@ def _panel(panel: Panel, curves: Sequence[Curve], left: float, top: float, low: 
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... as far as they lie between.
+    """Return the values 1, 2, 5, 10, ... from `low` to `high`, or only the powers of 10 if there are more than 9.
 
     >>> _ticks(0.6, 12.0)
     [1.0, 2.0, 5.0, 10.0]

@@ -1,4 +1,4 @@
-"""From numbers to a case: which table of costs holds, and who shares the processor with whom."""
+"""Build a case from the numbers that the user gives: choose the table of costs, and how ranks share the CPU."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from .work import Work
 
 
 def compressors(specs: tuple[str, ...]) -> dict[str, Compressor]:
-    """By spec as it was given; ValueError for one that there is not, or that does nothing."""
+    """Return the compressor of each spec; raise ValueError for an invalid spec, and for "none"."""
     made = {spec: compressor(spec) for spec in specs}
     for spec, given in made.items():
         if format_spec(given) == "none":
@@ -28,6 +28,7 @@ def compressors(specs: tuple[str, ...]) -> dict[str, Compressor]:
 
 
 def case_of(given: Numbers, options: Options) -> Case:
+    """Build the case from the numbers."""
     made, host = compressors(options.specs), given.host
     speeds = _speeds(options.codec, made, host)
     return Case(Work.of_numbers(given.params, given.step_seconds), _cluster(given), speeds)

@@ -1,4 +1,4 @@
-"""The options, checked: `ValueError` for what cannot be planned, before torch is loaded."""
+"""Check the options before torch is loaded, and raise ValueError for invalid ones."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ PLOT_SUFFIX = ".svg"
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is planned for, if it is given and not measured."""
+    """Parsed options of a plan by numbers."""
 
     params: int
     world: int
@@ -26,6 +26,7 @@ class Numbers:
 
 
 def numbers(options: Options) -> Numbers:
+    """Parse the options of a plan by numbers; raise ValueError if one is missing or invalid."""
     missing = [name for name in ("params", "world", "bandwidth", "step_compute") if getattr(options, name) is None]
     if missing:
         raise ValueError(
@@ -44,6 +45,7 @@ def numbers(options: Options) -> Numbers:
 
 
 def check_world(world: int, host: Host) -> int:
+    """Return the world size; raise ValueError if it is out of range or not a multiple of the ranks per node."""
     if not 2 <= world <= LARGEST_WORLD:
         raise ValueError(f"--world {world}, expected 2 to {LARGEST_WORLD:,} ranks: one has nobody to exchange with")
     if world % host.ranks:
@@ -52,6 +54,7 @@ def check_world(world: int, host: Host) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
+    """Parse the value of `--bandwidth`, in bits per second."""
     try:
         return parse_rate(text)
     except ValueError as error:
@@ -59,6 +62,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def check_plot(path: Path | None) -> None:
+    """Raise ValueError unless `path` is None or an SVG file in an existing folder."""
     if path is None:
         return
     if path.suffix.lower() != PLOT_SUFFIX:
@@ -68,7 +72,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def refuse_others(options: Options, allowed: set[str], why: str) -> None:
-    """An option that would do nothing is an error."""
+    """Raise ValueError if an option that is not in `allowed` is given, because it would have no effect."""
     for field in fields(options):
         given = getattr(options, field.name)
         if field.name not in allowed and given != field.default:
@@ -76,4 +80,5 @@ def refuse_others(options: Options, allowed: set[str], why: str) -> None:
 
 
 def flag(name: str) -> str:
+    """Return the command-line flag of an option."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""What is printed for a case: what it rests on, the table, the advice; and the plot, if one is wanted."""
+"""Print a case with its predictions and advice, and write the plot."""
 
 from .advice import advise
 from .host import Host
@@ -11,6 +11,7 @@ from .ways import ways
 
 
 def show(case: Case, options: Options, host: Host) -> None:
+    """Print the case, the table of predictions and the advice, and write the plot if `--plot` is given."""
     made = compressors(options.specs)
     found = ways(made, case.cluster)
     predictions = [case.predict(way) for way in found]

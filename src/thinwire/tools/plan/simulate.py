@@ -1,17 +1,18 @@
-"""The step as a sequence of events: every rank, every bucket, every link, for worlds of thousands.
+"""Simulate a step event by event: every rank, every bucket and every link, for thousands of ranks.
 
-An event is one phase of one operation. All ranks take it, each at its own time, so their times are one vector; events
-are taken in the order of time, and each link serves what comes to it in that order. What `model` cannot see:
+An event is the backward pass through one bucket, or one phase of one operation. All ranks take part in it, each at its
+own time, so their times are one vector. Events run in order of time, and each link carries transfers in that order. The
+simulation includes what `model` leaves out:
 
-    jitter            ranks compute for different times, and every exchange waits for the slowest of its group
-    oversubscription  the hosts of a switch can send more than its own link carries
-    overtaking        an operation's second transfer waits for its ranks, while others use the wire
+    jitter            ranks compute for different times, and every exchange waits for the slowest rank of its group
+    oversubscription  the nodes of a switch can send more than the link of the switch carries
+    overtaking        the second transfer of an operation waits for its ranks, while other operations use the wire
 
-A transfer passes the sender's link, both switches' and the receiver's as one stream: it has arrived when the slowest of
-them is through. Each link works on one transfer at a time, and a rank has what it waits for once the last sender is
-through and its own link has carried its part.
+A transfer passes the link of the sender, the links of both switches and the link of the receiver as one stream. It has
+arrived when the slowest of these links is done. Each link carries one transfer at a time. A rank has received a
+transfer when the last sender is done, and its own link has carried its part.
 
-Where ranks are alike and one switch carries everything, this and `model` agree (tests/plan).
+If ranks are identical and one switch carries all traffic, the simulation and `model` agree (tests/plan).
 """
 
 import heapq
@@ -34,13 +35,15 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Simulated:
+    """Result of a simulation."""
+
     seconds: float
-    """Of a step, of the last rank."""
+    """Seconds of a step, until the last rank is done."""
     events: int
 
 
 def simulate(case: Case, way: Way, host: Host, seed: int = 0) -> Simulated:
-    """One step from all ranks' common start."""
+    """Simulate one step, which all ranks start at the same time."""
     return _Step(case, way, host, seed).run()
 
 
@@ -79,7 +82,7 @@ class _Step:
         heapq.heappush(self.events, (time, next(self.sequence), event))
 
     def compute(self, index: int) -> None:
-        """The backward pass through one bucket, which is exchanged then."""
+        """Run the backward pass through one bucket, and post the exchange of the bucket."""
         bucket = self.work.buckets[index]
         alone = self.pace * (self.work.backward * bucket.entries / self.work.entries)
         coding = np.minimum(alone, np.maximum(0.0, self.codec - self.main))
@@ -105,7 +108,7 @@ class _Step:
             self.post(float(ready.min()), lambda: self.compute(index + 1))
 
     def begin(self, number: int) -> None:
-        """If it is ready, and the operation whose place it takes is done."""
+        """Start an operation if it is ready, and if the operation `at_once` places before it is done."""
         before = number - self.way.at_once
         if number not in self.ready or (before >= 0 and before not in self.done):
             return
@@ -145,7 +148,7 @@ class _Step:
 
 
 class _Network:
-    """Links of hosts, and of the switches that they are at: when each is free again, each way."""
+    """Times at which each link of a node or a switch is free again, in each direction."""
 
     def __init__(self, case: Case, host: Host) -> None:
         self.cluster = case.cluster
@@ -156,19 +159,25 @@ class _Network:
         self.switch_up, self.switch_down = np.zeros(self.switches), np.zeros(self.switches)
         elsewhere = (self.hosts - self.per_switch) / max(1, self.hosts - 1)
         self.switch_slower = host.oversubscription * elsewhere
-        """How long a switch's own link takes for what its hosts send elsewhere, by the time that each of them takes."""
+        """Time of a switch's link for the bytes that its nodes send to other switches, relative to a node's link."""
         self.ring_slower = max(1.0, host.oversubscription / self.per_switch) if self.switches > 1 else 1.0
 
     def ring(self, at: float, seconds: float) -> float:
-        """All ranks wait for each other, and only neighbours at different switches pass those."""
+        """Return the end of a ring transfer.
+
+        All ranks wait for each other. Only neighbours at different switches use the links of the switches.
+        """
         start = max(at, float(self.up.max()), float(self.down.max()))
         end = start + self.ring_slower * seconds
         self.up[:] = self.down[:] = end
         return end
 
     def spread(self, at: Times, seconds: float, link: float) -> Times:
-        """When each host has what all others sent; `seconds` are for a host's ranks together, `link` of its link alone:
-        switches carry bytes, and handle none."""
+        """Return the times at which each node has received the bytes of all other nodes.
+
+        seconds   time of the transfer for all ranks of a node together.
+        link      part of it that the link alone takes. Only this part counts for switches, which do not handle bytes.
+        """
         ranks = self.cluster.ranks_per_host
         by_host = np.sort(at.reshape(self.hosts, ranks), axis=1)
         for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""The model to measure: one of thinwire train's, by its spec, or a user's own, by file and function."""
+"""Load the model to measure: a model of thinwire train by its spec, or the user's own model by file and function."""
 
 import importlib.util
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from thinwire.tools.train.models import VOCABULARY, GPTConfig, ModelConfig, mode
 from .alone import Loss, Subject
 
 BATCH = 32
-"""Samples for each rank and step of thinwire train's models: its own default."""
+"""Samples per rank and step for models of thinwire train; the same as its default."""
 
 
 def subject_of(text: str, device: torch.device) -> Subject:
-    """ValueError for what cannot be made."""
+    """Return a function that builds the model and its loss; raise ValueError if `text` names no model."""
     path, _, function = text.rpartition(":")
     if path.endswith(".py"):
         return _checked(_load(Path(path), function, text), text, device)

@@ -1,4 +1,4 @@
-"""The predictions as a table for a person, under what they rest on."""
+"""Print the predictions as a table, and the numbers that they are based on."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from .ways import is_auto
 
 
 def print_case(case: Case, host: Host) -> None:
+    """Print the numbers that the predictions are based on."""
     work, cluster = case.work, case.cluster
     hosts = f" on {cluster.hosts:,} hosts" if cluster.ranks_per_host > 1 else ""
     print(
@@ -31,6 +32,7 @@ def print_case(case: Case, host: Host) -> None:
 def print_predictions(
     case: Case, predictions: Sequence[Prediction], made: dict[str, Compressor], simulated: Sequence[Simulated]
 ) -> None:
+    """Print one row for each prediction, with the simulated times if there are any."""
     dense = predictions[0].seconds
     headers = ["compressor", "algorithm", "step", "x dense", "sent by a rank", "messages", "residual", "buffers"]
     if simulated:

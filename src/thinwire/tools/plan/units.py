@@ -1,4 +1,4 @@
-"""Numbers as a person writes them: 7e9, 2s, 5%; and as a person reads them. Loads nothing heavy."""
+"""Parse and format numbers with units, such as 7e9, 2s or 5%. This module imports nothing large."""
 
 import math
 import re
@@ -9,7 +9,7 @@ _NUMBER = r"([-+]?(?:\d+(?:_\d+)*)(?:\.\d+)?(?:e[-+]?\d+)?)"
 
 
 def parse_seconds(option: str, text: str, *, zero: bool = False) -> float:
-    """A time above 0, or from 0 on.
+    """Parse a time above 0, in seconds; with `zero`, 0 is valid too.
 
     >>> parse_seconds("--latency", "250ms"), parse_seconds("--step-compute", "1.5 s")
     (0.25, 1.5)
@@ -23,7 +23,7 @@ def parse_seconds(option: str, text: str, *, zero: bool = False) -> float:
 
 
 def parse_count(option: str, text: str, largest: float = 1e13) -> int:
-    """A whole number from 1 on.
+    """Parse a whole number from 1 to `largest`.
 
     >>> parse_count("--params", "7e9"), parse_count("--params", "350M"), parse_count("--params", "1_000")
     (7000000000, 350000000, 1000)
@@ -36,11 +36,12 @@ def parse_count(option: str, text: str, largest: float = 1e13) -> int:
 
 
 def parse_share(option: str, text: str) -> float:
-    """
+    """Parse a share from 0 to 1, which may be in percent.
+
     >>> parse_share("jitter", "5%"), parse_share("jitter", "0.05")
     (0.05, 0.05)
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*(%?)", text.strip())
+    match = re.fullmatch(rf"{_NUMBER}\s*(%?)", text.strip().lower())
     value = float(match[1]) / (100 if match[2] else 1) if match else math.nan
     if not 0 <= value <= 1:
         raise ValueError(f"{option} {text!r}, expected a share from 0 to 1, such as 5% or 0.05")
@@ -48,7 +49,8 @@ def parse_share(option: str, text: str) -> float:
 
 
 def show_seconds(value: float) -> str:
-    """
+    """Format a time.
+
     >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(450.0), show_seconds(5e-05)
     ('12.3 ms', '2.50 s', '450 s', '50 µs')
     """
@@ -58,7 +60,8 @@ def show_seconds(value: float) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """
+    """Format a number of bytes.
+
     >>> show_bytes(0), show_bytes(512), show_bytes(1.5e6), show_bytes(28e9)
     ('0', '512 B', '1.5 MB', '28 GB')
     """
@@ -69,7 +72,8 @@ def show_bytes(value: float) -> str:
 
 
 def show_count(value: float) -> str:
-    """
+    """Format a count.
+
     >>> show_count(7e9), show_count(7371840), show_count(512)
     ('7 G', '7.37 M', '512')
     """
@@ -80,7 +84,8 @@ def show_count(value: float) -> str:
 
 
 def show_rate(bits: float) -> str:
-    """
+    """Format a rate in bits per second.
+
     >>> show_rate(1e9), show_rate(2.5e8)
     ('1 Gbit/s', '250 Mbit/s')
     """

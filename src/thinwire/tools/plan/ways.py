@@ -1,7 +1,8 @@
-"""The ways to reduce that are compared: what each sends and computes, as a list of phases for each bucket.
+"""Define the ways to reduce gradients that are compared, and the phases of each way for a bucket.
 
-An exchange of thinwire's is a few phases, one after the other: compute, transfer, compute, transfer. What comes after
-its last transfer (the residual, the result) waits until all buckets of the step have been exchanged: see step.py.
+A way is a compressor with an algorithm, or an all-reduce of torch with 32 or 16 bits. A compressed exchange consists of
+a few phases, one after the other: compute, transfer, compute, transfer. The work after its last transfer (residual and
+result) waits until all buckets of the step have been exchanged: see sync/step.py.
 """
 
 from dataclasses import dataclass
@@ -18,74 +19,82 @@ from .costs import Costs, Speeds, density
 from .work import SMALL_COMPRESSOR, Bucket, Work
 
 DENSE, FP16, BF16 = "dense", "fp16 hook", "bf16"
-"""DDP's own all-reduce, and with hooks that send 16 bits; named as `thinwire bench link` names them."""
+"""DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `thinwire bench link`."""
 HALVES = (FP16, BF16)
 GLOO_AT_ONCE = 2
 _FLOAT = torch.float32
 
 Route = Literal["ring", "spread", "between", "inside"]
-"""To a neighbour; to all ranks; to the peers in other hosts; to the ranks of the same host."""
+"""Destination of a transfer: a neighbour, all ranks, the peers in other nodes, or the ranks of the same node."""
 
 
 class Compute(NamedTuple):
+    """Phase in which a rank computes."""
+
     seconds: float
 
 
 class Transfer(NamedTuple):
+    """Phase in which ranks exchange bytes."""
+
     route: Route
     nbytes: float
-    """Sent by each rank, and received."""
+    """Bytes that each rank sends; it receives as many."""
     rounds: int
-    """Messages that wait for each other."""
+    """Number of messages that wait for each other."""
     handling: float
-    """Seconds of each rank's processor."""
+    """CPU seconds of each rank."""
 
 
 Phase = Compute | Transfer
 
 
 class Operation(NamedTuple):
+    """One exchange: its phases, and the work that remains after them."""
+
     phases: tuple[Phase, ...]
     commit: float = 0.0
     write: float = 0.0
-    """Seconds, both, once the whole step has been exchanged."""
+    """`commit` and `write` are the seconds to write residual and result, after all buckets have been exchanged."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """What is sent, and by which algorithm."""
+    """A way to reduce gradients: what is sent, and with which algorithm."""
 
     spec: str
-    """Of a compressor, or `DENSE`, or one of `HALVES`."""
+    """Spec of a compressor, or `DENSE`, or one of `HALVES`."""
     algorithm: str
-    """ring, gather, sharded, values or dense."""
+    """One of ring, gather, sharded, values and dense."""
     in_hosts: bool = False
-    """hierarchical: dense inside a host, and this algorithm between them."""
+    """Whether the way is hierarchical: dense inside a node, and `algorithm` between nodes."""
     mode: str = ""
-    """attach, thinwire.AdamW or thinwire.SGD: who compresses, DDP's hook or the optimizer."""
+    """attach if DDP's hook compresses, thinwire.AdamW or thinwire.SGD if the optimizer does; else empty."""
 
     @property
     def name(self) -> str:
-        """Without the algorithm, as `thinwire bench link` has it."""
+        """Return the name in `thinwire bench link`, which does not include the algorithm."""
         return f"{self.mode} {self.spec}".strip()
 
     @property
     def compresses(self) -> bool:
+        """Return whether the way uses a compressor."""
         return self.spec not in (DENSE, *HALVES)
 
     @property
     def shown_algorithm(self) -> str:
+        """Return the name of the algorithm for the user."""
         return f"hierarchical, {self.algorithm}" if self.in_hosts else self.algorithm
 
     @property
     def at_once(self) -> int:
-        """Operations under way at a time."""
+        """Return the number of operations that run at the same time."""
         return AT_ONCE if self.compresses else GLOO_AT_ONCE
 
 
 def ways(specs: dict[str, Compressor], cluster: Cluster) -> list[Way]:
-    """Everything that there is to compare: dense first, then halves, then each compressor by each algorithm."""
-    halves = HALVES if cluster.trees else (FP16,)  # torch's hook for bf16 asks for NCCL
+    """Return all ways to compare: dense first, then 16 bits, then each compressor with each algorithm."""
+    halves = HALVES if cluster.trees else (FP16,)  # torch's hook for bf16 requires NCCL
     found = [Way(spec, "ring") for spec in (DENSE, *halves)]
     for spec, given in specs.items():
         mode = "thinwire.AdamW" if given.sparse else "attach"
@@ -97,25 +106,26 @@ def ways(specs: dict[str, Compressor], cluster: Cluster) -> list[Way]:
 
 
 def summable(given: Compressor) -> bool:
+    """Return whether payloads can be summed without decoding, because all ranks keep the same positions."""
     return given.layout(1 << 20, _FLOAT).summable
 
 
 def is_auto(way: Way, given: Compressor, work: Work, cluster: Cluster) -> bool:
-    """Whether it is what algorithm="auto" would take, for the largest bucket."""
+    """Return whether algorithm="auto" would choose the algorithm of this way for the largest bucket."""
     inside = cluster.ranks_per_host if way.in_hosts else 1
     largest = max(bucket.entries for bucket in work.buckets)
     return auto(given, cluster.world // inside, -(-largest // inside)) == way.algorithm
 
 
 def auto(given: Compressor, ranks: int, entries: int) -> str:
-    """What algorithm="auto" takes for such a bucket."""
+    """Return the algorithm that algorithm="auto" chooses for a bucket of `entries` elements."""
     return choose("auto", given, given.for_sum(ranks), entries, _FLOAT, ranks, can_shard=given.contracts)[0]
 
 
 def operations(
     way: Way, given: Compressor | None, bucket: Bucket, cluster: Cluster, speeds: Speeds
 ) -> tuple[Operation, ...]:
-    """A bucket's exchanges, in the order in which they are issued."""
+    """Return the exchanges of a bucket, in the order in which they are issued."""
     if given is None:
         return (_ring(way, bucket, cluster, speeds),)
     parts = ((bucket.small, "small"), (bucket.compressed, way.algorithm))
@@ -142,7 +152,7 @@ def _flat(algorithm: str, given: Compressor, entries: int, cluster: Cluster, cos
 def _stage(
     algorithm: str, given: Compressor, entries: int, ranks: int, route: Route, costs: Costs, speeds: Speeds
 ) -> Operation:
-    """One algorithm between so many ranks: see collectives/gather.py, sharded.py and values.py."""
+    """Return the exchange of one algorithm between `ranks` ranks: see collectives/algorithms."""
     if algorithm == "small":  # parameters so small that encoding them takes no time
         by = auto(SMALL_COMPRESSOR, ranks, entries)
         nbytes = cost.of(by, SMALL_COMPRESSOR, SMALL_COMPRESSOR, entries, _FLOAT, ranks).sent
@@ -163,7 +173,7 @@ def _stage(
         summed = Compute(speeds.halves.write * kept)
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((begin, half, summed, half), costs.commit * entries, costs.write * entries)
-    if algorithm == "dense":  # so few entries that compression would not pay
+    if algorithm == "dense":  # so few elements that compression would not pay off
         half = _transfer(route, sent / 2, ranks, speeds)
         return Operation((Compute(speeds.operation), half, half))
     assert algorithm == "sharded", algorithm
@@ -180,7 +190,10 @@ def _stage(
 def _in_hosts(
     algorithm: str, given: Compressor, entries: int, cluster: Cluster, costs: Costs, speeds: Speeds
 ) -> Operation:
-    """Dense inside a host, around the algorithm between hosts for a share: see collectives/hierarchical.py."""
+    """Return a hierarchical exchange: see collectives/algorithms/hierarchical.py.
+
+    It is dense inside a node. Between nodes each rank runs the algorithm for its share of the elements.
+    """
     inside = cluster.ranks_per_host
     share = -(-entries // inside)
     between = _stage(algorithm, given, share, cluster.hosts, "between", costs, speeds)

@@ -1,4 +1,4 @@
-"""What a rank computes in a step, and the buckets in which its gradients come."""
+"""Describe the work of a rank in a step: its compute time, and the buckets of its gradients."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from thinwire.sync.policy import Policy
 from thinwire.sync.step import PACKED_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
-"""DDP's first bucket is small, so that the exchange begins early; the others are as large as thinwire's own."""
+"""Size of DDP's first bucket, which is small so that the exchange begins early. Others are as large as thinwire's."""
 SMALL = Policy.min_numel
-"""Parameters with fewer entries are sent together, by `SMALL_COMPRESSOR`."""
+"""Parameters with fewer elements are sent together, compressed by `SMALL_COMPRESSOR`."""
 SMALL_COMPRESSOR = compressor(Policy.small_compressor)
 _ENTRY_BYTES = 4
 _PER_SMALL = 1000
@@ -20,37 +20,43 @@ _BACKWARD_SHARE = 2 / 3
 
 
 class Bucket(NamedTuple):
+    """Numbers of elements of a bucket."""
+
     entries: int
     compressed: int
-    """All of them, with zeros in place of small parameters; none if all are small."""
+    """Elements that are compressed: all, with zeros in place of small parameters, or 0 if all parameters are small."""
     small: int = 0
-    """Entries of small parameters, which are sent beside it: its own, and those that waited for them."""
+    """Elements of small parameters that are sent with this bucket: its own, and those of earlier buckets."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one rank in one step, without communication."""
+    """Work of one rank in one step, without communication."""
 
     buckets: tuple[Bucket, ...]
-    """In the order in which the backward pass completes them."""
+    """Buckets in the order in which the backward pass completes them."""
     forward: float
     backward: float
     optimizer: float
-    """Seconds, all three."""
+    """`forward`, `backward` and `optimizer` are in seconds."""
 
     @property
     def entries(self) -> int:
+        """Return the number of elements of all buckets."""
         return sum(bucket.entries for bucket in self.buckets)
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of a step."""
         return self.forward + self.backward + self.optimizer
 
     @classmethod
     def of_numbers(cls, entries: int, seconds: float, optimizer: float = 0.0, sizes: Iterable[int] = ()) -> "Work":
-        """From the time of a whole step: the backward pass takes two thirds of what the optimizer leaves.
+        """Create the work from the time of a whole step.
 
-        sizes   of the parameters, first layer first, if they are known.
+        The backward pass takes two thirds of the step without the optimizer.
+
+        sizes   numel of each parameter, first layer first, if they are known.
         """
         buckets = of_sizes(sizes) if sizes else of_count(entries)
         rest = max(0.0, seconds - optimizer)
@@ -58,7 +64,9 @@ class Work:
 
 
 def of_count(entries: int) -> tuple[Bucket, ...]:
-    """A thousandth of the entries are biases and norms, as in a GPT of width 1,024, some of them in every bucket.
+    """Return the buckets of a model with this number of elements.
+
+    A thousandth of the elements of each bucket are biases and norms, as in a GPT of width 1,024.
 
     >>> [bucket.entries for bucket in of_count(10_000_000)], of_count(10_000_000)[-1].small
     ([262144, 6553600, 3184256], 9999)
@@ -70,7 +78,9 @@ def of_count(entries: int) -> tuple[Bucket, ...]:
 
 
 def of_sizes(sizes: Iterable[int]) -> tuple[Bucket, ...]:
-    """As DDP puts whole parameters together, the last ones first: a bucket is full once it has reached its size.
+    """Return the buckets that DDP makes of whole parameters, last parameter first.
+
+    A bucket is full once it has reached its size.
 
     >>> of_sizes([5_000_000, 300, 8_000_000])
     (Bucket(entries=8000000, compressed=8000000, small=0), Bucket(entries=5000300, compressed=5000300, small=300))
@@ -86,8 +96,11 @@ def of_sizes(sizes: Iterable[int]) -> tuple[Bucket, ...]:
 
 
 def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
-    """Buckets of so many entries, and so many in small parameters: those wait for each other, until they are many or
-    the step's last (see step.py)."""
+    """Return the buckets for pairs of numbers: all elements, and elements of small parameters.
+
+    Small parameters wait until there are `PACKED_BYTES` of them, or until the last bucket of the step: see
+    sync/step.py.
+    """
     made: list[Bucket] = []
     waiting = 0
     for number, (entries, small) in enumerate(counts):

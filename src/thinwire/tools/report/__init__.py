@@ -1,8 +1,8 @@
-"""`thinwire report`: what one or several trainings did, as one HTML file that opens anywhere, offline.
+"""`thinwire report`: one HTML file about one or several trainings, which opens anywhere, offline.
 
-`runs` reads a run's metrics.jsonl, `series` thins it to what a screen can show, and `page` puts it, with a style sheet
-and the scripts of this folder, into one file. torch is not loaded: a report takes a moment, on any machine that has the
-files.
+`runs` reads the metrics.jsonl of a run, and `series` reduces it to what a screen can show. `page` joins it with the
+style sheet and the scripts of this folder into one file. torch is not imported, so that a report takes a moment on any
+machine that has the files.
 """
 
 import os
@@ -26,16 +26,16 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Write the page, and say where it is."""
+    """Write the page, and print its path and size."""
     size = write(options.runs, options.out)
     print(f"{options.out}: {size / 1000:,.0f} kB; open it in a browser")
     return 0
 
 
 def write(runs: Sequence[str | Path], out: str | Path) -> int:
-    """Write the report of these runs to `out`, whole or not at all; returns its size in bytes.
+    """Write the report of these runs to `out` atomically, and return its size in bytes.
 
-    What stands under RUN/dense, the reference of a comparison, is drawn too.
+    The dense reference of a run, in RUN/dense, is drawn too.
     """
     from .page import page
     from .runs import read
@@ -50,7 +50,7 @@ def write(runs: Sequence[str | Path], out: str | Path) -> int:
 
 
 def _check(out: Path, inputs: list[Path]) -> None:
-    """Before the work: where a page cannot or should not be written."""
+    """Raise ValueError if the page cannot be written to `out`, or would replace the metrics of a run."""
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, expected a file: try --out {out / 'report.html'}")
     if not out.parent.is_dir():
@@ -60,7 +60,7 @@ def _check(out: Path, inputs: list[Path]) -> None:
 
 
 def _replace(out: Path, content: bytes) -> int:
-    # A browser that reloads the page of a run that still goes should never see half of it.
+    # A browser that reloads the page of a running training never sees half of it.
     temporary = out.with_name(f".thinwire-report-{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)

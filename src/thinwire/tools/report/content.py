@@ -1,4 +1,4 @@
-"""What the page shows of a run, as JSON: its figures, its configuration and its curves."""
+"""The data of a run that the page shows, for JSON: figures, configuration and curves."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from .series import Value, curve, short, stack
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Everything of one run that the scripts draw."""
+    """Return all data of one run that the scripts draw."""
     steps, evaluations = run.steps, run.evaluations
     at_steps = [(row.step, row.seconds, row.bytes_sent) for row in steps]
     at_evaluations = [(row.step, row.seconds, row.bytes_sent) for row in evaluations]
@@ -29,7 +29,7 @@ def content(run: Run) -> dict[str, Any]:
 
 
 def bytes_per_step(run: Run) -> list[Value]:
-    """Between each line and the one before it; before the first, from nothing sent at step 0."""
+    """Return the bytes per step between each line and the one before it; the first line is compared with step 0."""
     result: list[Value] = []
     step, sent = 0, 0.0
     for row in run.steps:
@@ -42,7 +42,7 @@ def bytes_per_step(run: Run) -> list[Value]:
 
 
 def _step_seconds(run: Run) -> dict[str, Value]:
-    """The mean over all steps, and the longest that a line tells of."""
+    """Return the seconds per step: the mean over all steps, and the longest of any line."""
     before = [0, *(row.step for row in run.steps)]
     lines = [(sum(row.split), row.step - last) for row, last in zip(run.steps, before, strict=False) if row.split]
     count = sum(steps for _, steps in lines)
@@ -60,7 +60,7 @@ def _summary(run: Run) -> dict[str, Any]:
     return {
         "step": run.step,
         "steps": run.config.get("steps") if isinstance(run.config.get("steps"), int) else None,
-        # A list of one or none: a loss that was not finite is null, which is not the same as no loss at all.
+        # A list of one or none, because null means a loss that was not finite, and [] means no loss.
         "training": [short(row.loss) for row in training],
         "validation": [short(row.loss) for row in validation],
         "accuracy": short(accuracies[-1]) if accuracies else None,
@@ -78,7 +78,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _config(run: Run) -> Iterator[tuple[str, str]]:
-    """Names and texts: the configuration first, then where it ran."""
+    """Yield names and texts: the configuration first, then the other conditions."""
     yield from _flat("", run.config)
     yield from _flat("", {k: v for k, v in run.conditions.items() if k not in ("kind", "config")})
 
@@ -92,7 +92,8 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    """
+    """Return a value as text: a string as it is, None as a dash, and other values as JSON.
+
     >>> _text("adamw"), _text(0.001), _text(None), _text([1, 2]), _text(True)
     ('adamw', '0.001', '–', '[1, 2]', 'true')
     """

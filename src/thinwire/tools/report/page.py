@@ -1,8 +1,8 @@
-"""One HTML file out of the files of this folder and the runs' content, which refers to nothing outside of it.
+r"""One HTML file made of the files of this folder and the data of the runs, without references to other files.
 
-Strings of the user's, such as a run's name, are only in the JSON, in which every < is written as \\u003c: whatever they
-contain, they cannot end the element that they are in. The scripts put them into the page as text, never as HTML. The
-page's own policy allows this script and this style by their hashes and nothing else, so that it can fetch nothing.
+Strings from the user, such as a run's name, are only in the JSON, in which every < is written as \u003c. So they cannot
+end the element that they are in. The scripts put them into the page as text, never as HTML. The content security policy
+of the page allows only this script and this style, by their hashes, so that the page cannot fetch anything.
 """
 
 import base64
@@ -19,11 +19,11 @@ from .content import content
 from .runs import PARTS, Run
 
 SCRIPTS = ("format.js", "scale.js", "elements.js", "chart.js", "lines.js", "split.js", "summary.js", "page.js")
-"""Joined into one, in this order."""
+"""Scripts, in the order in which they are joined into one."""
 
 
 def page(runs: Sequence[Run], command: str, *, date: datetime | None = None) -> str:
-    """The whole page; `command` and `date` are printed at its end."""
+    """Return the whole page; `command` and `date` are printed at its end."""
     style = _file("page.css")
     script = '"use strict";\n' + "\n".join(map(_file, SCRIPTS))
     data = {
@@ -39,10 +39,10 @@ def page(runs: Sequence[Run], command: str, *, date: datetime | None = None) -> 
 
 
 def embedded(data: object) -> str:
-    """JSON that is safe inside of a script element.
+    r"""Return JSON that is safe inside of a script element.
 
     >>> embedded("</script><!--")
-    '"\\\\u003c/script\\\\u003e\\\\u003c!--"'
+    '"\\u003c/script\\u003e\\u003c!--"'
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

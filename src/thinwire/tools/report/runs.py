@@ -1,7 +1,8 @@
-"""A run's metrics.jsonl, read whole: the lines that count, without those that a resume made anew.
+"""Reads the metrics.jsonl of a run, without the lines that a resume has repeated.
 
-`record.read` is for files that are complete. This one may belong to a run that still goes or was killed: its last line
-may be cut off. And a run that went on from a checkpoint repeats the steps after it; of those, the later lines count.
+`record.read` is for files that are complete. This file may be of a run that is still going or was killed, so its last
+line may be cut off. A run that resumed from a checkpoint repeats the steps after it. Of those steps, the later lines
+count.
 """
 
 import json
@@ -14,21 +15,25 @@ from typing import Any, Literal, NamedTuple
 from thinwire.tools.record import Line
 
 PARTS = ("compute", "compress", "wait", "decode")
-"""What a step's time is split into, in the order in which they are stacked."""
+"""Parts of a step's time, in the order in which they are stacked."""
 
 
 class Step(NamedTuple):
+    """Metrics of a logged step."""
+
     step: int
     seconds: float | None
     bytes_sent: float | None
     bytes_dense: float | None
     loss: float | None
-    """None where it was not finite."""
+    """Loss; None where it was not finite."""
     split: tuple[float, ...] | None
-    """Seconds per step, as `PARTS`."""
+    """Seconds per step, in the order of `PARTS`."""
 
 
 class Evaluation(NamedTuple):
+    """Metrics of an evaluation."""
+
     step: int
     seconds: float | None
     bytes_sent: float | None
@@ -39,32 +44,36 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Run:
+    """A run as its metrics.jsonl describes it."""
+
     name: str
     conditions: Line = field(default_factory=dict)
-    """Of the latest start or resume."""
+    """Conditions of the latest start or resume."""
     started: str = ""
-    """The date of the first."""
+    """Date of the first start."""
     resumes: int = 0
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     status: Literal["finished", "stopped", "failed", "unfinished"] = "unfinished"
-    """Unfinished: it still goes, or was killed."""
+    """State of the run; "unfinished" if it is still going or was killed."""
     step: int = 0
-    """How far it came."""
+    """Last step that the run has reached."""
     seconds: float | None = None
 
     @property
     def rows(self) -> "list[Step | Evaluation]":
+        """All steps, followed by all evaluations."""
         return [*self.steps, *self.evaluations]
 
     @property
     def config(self) -> Mapping[str, Any]:
+        """Options of the run, or an empty mapping if the conditions have none."""
         config = self.conditions.get("config")
         return config if isinstance(config, dict) else {}
 
 
 def read(path: Path, name: str) -> Run:
-    """The run that this file tells of."""
+    """Read the file of a run; raise ValueError if it is empty or damaged."""
     run = Run(name)
     empty = True
     for number, line in _lines(path):
@@ -79,14 +88,14 @@ def read(path: Path, name: str) -> Run:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Line]]:
-    # What is not text becomes a replacement character, and fails as JSON with its place.
+    # Invalid UTF-8 becomes a replacement character, and then fails as JSON with its line number.
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError) as error:
                 if not text.endswith("\n"):
-                    return  # only the last line can be without: the run was killed while it wrote
+                    return  # only the last line can lack a newline: the run was killed while it wrote
                 raise ValueError(
                     f"{path}:{number}: not a line of JSON ({error}): the file is damaged; remove the line to do without"
                 ) from None
@@ -103,7 +112,7 @@ def _add(run: Run, line: Line) -> None:
     if not run.conditions:
         raise ValueError(f"a line of kind {kind!r} before any conditions: is this the record of a training?")
     if kind not in ("step", "evaluation", "end"):
-        return  # of a later version
+        return  # a kind of a later version
     step = _count(line, "step")
     place = (step, _number(line, "seconds"), _number(line, "bytes_sent"), _number(line, "bytes_dense"))
     if kind == "step":
@@ -121,7 +130,7 @@ def _start(run: Run, line: Line) -> None:
     first = _count({"first_step": 0, **line}, "first_step")
     if run.conditions:
         run.resumes += 1
-        # From step 0 on, it is another run in the same file; later on, a checkpoint that older lines are ahead of.
+        # A start at step 0 is another run in the same file; a later one resumes a checkpoint and repeats older lines.
         run.steps = [row for row in run.steps if first and row.step <= first]
         run.evaluations = [row for row in run.evaluations if first and row.step <= first]
     if not first:

@@ -1,20 +1,22 @@
-"""Curves with no more points than a screen can show, none of which hides a spike or a gap."""
+"""Reduces curves to the points that a screen can show, without hiding a spike or a gap."""
 
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 LIMIT = 2000
-"""Points of a curve, about: twice the width of a chart."""
+"""Approximate number of points of a curve: twice the width of a chart."""
 SPLIT_LIMIT = 100
-"""Of a stack of areas, whose points are means."""
+"""Number of points of a stack of areas, which are means."""
 
 Value = float | None
 Columns = dict[str, list[Value]]
 
 
 def thin(values: Sequence[Value], limit: int = LIMIT) -> list[int]:
-    """Which points to draw: the first, the last, and of each stretch the lowest, the highest and one gap.
+    """Return the indices of the points to draw.
+
+    They are the first and the last point, and of each stretch the lowest point, the highest point and one gap.
 
     >>> thin([5.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 0.0, None, 1.0, 1.0, 1.0], limit=4)
     [0, 1, 3, 6, 7, 8, 11]
@@ -31,7 +33,8 @@ def thin(values: Sequence[Value], limit: int = LIMIT) -> list[int]:
 
 
 def stretches(length: int, count: int) -> list[range]:
-    """
+    """Split range(length) into `count` ranges of about the same length, without empty ones.
+
     >>> stretches(7, 3)
     [range(0, 2), range(2, 4), range(4, 7)]
     """
@@ -40,7 +43,7 @@ def stretches(length: int, count: int) -> list[range]:
 
 
 def mean(values: Iterable[Value]) -> Value:
-    """Of those that are there.
+    """Return the mean of the values that are not None, or None if there are none.
 
     >>> mean([1.0, None, 3.0]), mean([None])
     (2.0, None)
@@ -50,9 +53,10 @@ def mean(values: Iterable[Value]) -> Value:
 
 
 def curve(places: Sequence[tuple[Value, ...]], values: Sequence[Value], limit: int = LIMIT) -> Columns:
-    """Columns of (step, seconds, bytes) and the value; where points were left out, also the mean around each kept one.
+    """Return columns of step, seconds, bytes and value, with a column of means if points were left out.
 
-    Smoothing starts from the means: of a curve's lowest and highest points alone, it would be that of another curve.
+    A mean is that of the stretch around a point. Smoothing starts from the means, because the lowest and highest points
+    alone would give a different curve.
     """
     kept = thin(values, limit)
     columns = _columns([places[at] for at in kept])
@@ -66,7 +70,10 @@ def curve(places: Sequence[tuple[Value, ...]], values: Sequence[Value], limit: i
 
 
 def stack(places: Sequence[tuple[Value, ...]], rows: Sequence[Sequence[float] | None], parts: int) -> Columns:
-    """Columns of (step, seconds, bytes) and of each part. Means over stretches: areas remain shares of the time."""
+    """Return columns of step, seconds, bytes and each part.
+
+    Each point is the mean over a stretch, so that areas remain shares of the time.
+    """
     at = stretches(len(rows), min(SPLIT_LIMIT, len(rows))) if rows else []
     columns = _columns([places[stretch[-1]] for stretch in at])
     for part in range(parts):
@@ -77,7 +84,7 @@ def stack(places: Sequence[tuple[Value, ...]], rows: Sequence[Sequence[float] | 
 
 
 def short(value: Value) -> Value:
-    """Six digits: more than anybody reads off a chart, and a third of the file.
+    """Round to six digits, which is enough for a chart and makes the file a third as long; None if not finite.
 
     >>> short(0.123456789), short(123456789.0), short(3.0), short(float("inf"))
     (0.123457, 123457000.0, 3, None)

@@ -1,4 +1,4 @@
-"""Which files the runs on a command line are, and what each is called on the page."""
+"""Finds the files of the runs on a command line, and their names on the page."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,17 +6,22 @@ from typing import NamedTuple
 
 METRICS = "metrics.jsonl"
 DENSE = "dense"
-"""The folder in a run's own that holds its dense reference."""
+"""Name of the folder, in that of a run, that holds its dense reference."""
 
 
 class Source(NamedTuple):
+    """A run: its name on the page, and its file."""
+
     name: str
     metrics: Path
-    """Absolute."""
+    """Absolute path of the file, usually metrics.jsonl."""
 
 
 def find(paths: list[Path]) -> list[Source]:
-    """The file of each run, followed by that of its dense reference where it has one and it was not given itself."""
+    """Return the file of each run, each followed by that of its dense reference.
+
+    A reference that does not exist, or is given itself, is left out.
+    """
     if not paths:
         raise ValueError("no run given, expected folders with a metrics.jsonl: thinwire report RUN [RUN ...]")
     given = [_metrics(path) for path in paths]
@@ -40,7 +45,10 @@ def _metrics(path: Path) -> Path:
 
 
 def _names(files: list[Path]) -> list[str]:
-    """Folders, with as much of the path before them as tells them apart; a dense reference has its run's name."""
+    """Return the shortest end of each folder's path that is unique.
+
+    A dense reference has the name of its run and a suffix.
+    """
     owners = [_owner(file) for file in files]
     depths = dict.fromkeys((folder for folder, _ in owners), 1)
     while True:
@@ -54,7 +62,7 @@ def _names(files: list[Path]) -> list[str]:
 
 
 def _owner(file: Path) -> tuple[Path, str]:
-    """The folder that gives a run its name, and what is added to that."""
+    """Return the folder that a run is named after, and the suffix of the name."""
     folder = file.parent if file.name == METRICS else file.with_suffix("")
     if folder.name == DENSE and (folder.parent / METRICS).is_file():
         return folder.parent, f" {DENSE}"
@@ -62,7 +70,8 @@ def _owner(file: Path) -> tuple[Path, str]:
 
 
 def _end(folder: Path, depth: int) -> str:
-    """
+    """Return the last parts of a path.
+
     >>> _end(Path("/runs/monday/a"), 1), _end(Path("/runs/monday/a"), 2)
     ('a', 'monday/a')
     """

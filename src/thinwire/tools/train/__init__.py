@@ -1,10 +1,10 @@
-"""`thinwire train`: models trained between workers that send few bytes; from one command to a page to look at.
+"""`thinwire train`: train a model on several ranks with compressed exchange, and write a report.
 
-command.py              what `thinwire train` runs
-config.py, recipes.py   the options, and named settings of them
-launch.py, rank.py      who starts the workers; what each of them does
-loop.py, learner.py     a training; a model with its optimizer and exchange
-checkpoints.py          what a killed run goes on from
-metrics.py, view.py     what is written, and what is shown
-data, models/           what there is to train on, and to train
+command.py              the function that `thinwire train` calls
+config.py, recipes.py   the options, and named sets of values for them
+launch.py, rank.py      start of the ranks; work of one rank
+loop.py, learner.py     the training loop; a model with its optimizer and exchange
+checkpoints.py          checkpoints that a killed run resumes from
+metrics.py, view.py     metrics that are written; progress that is shown
+datasets.py, models/    the data sets and the models
 """

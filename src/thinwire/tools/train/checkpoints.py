@@ -1,13 +1,13 @@
-"""Checkpoints of a run: whole or not there, checked when they are read, and the older ones removed.
+"""Checkpoints of a run: written atomically, verified when they are read, and the older ones removed.
 
     checkpoints/step-00000100/
-        model.pt        what is the same on all ranks: weights, torch's optimizer, where the run was
-        rank0.pt ...    what is a rank's own: residuals, momentum, buffers, random numbers
+        model.pt        state that is the same on all ranks: weights, torch's optimizer, position in the run
+        rank0.pt ...    state of one rank: residuals, momentum, buffers, random number generators
         manifest.json   the size and SHA-256 of each file; written last
 
-All of it is written into a hidden folder and synced to disk, which then gets its name: a process that is killed at any
-moment leaves the last checkpoint as it was. On machines without a common disk each keeps the files of its own ranks,
-and the weights; one rank of each, its leader, looks after the folder.
+All files are written into a hidden folder and synced to disk. Then the folder is renamed. A process that is killed at
+any moment leaves the previous checkpoint intact. On nodes without a shared disk, each node keeps the files of its own
+ranks, and the weights. One rank of each such node, the leader, manages the folder.
 """
 
 import hashlib
@@ -36,24 +36,29 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Loaded:
+    """A checkpoint that was read."""
+
     step: int
     shared: State
     own: list[State]
-    """Of the old ranks that this one goes on from; its own, if there are as many ranks as there were."""
+    """States of the old ranks that this rank continues from; only its own if the world size is the same."""
     same_world: bool
 
 
 class Checkpoints:
-    """Of one rank; all ranks call all methods."""
+    """Saves and loads the checkpoints of a run. Every method is collective: all ranks call it."""
 
     def __init__(self, folder: Path, place: Place, control: Control, keep: int, say: Callable[[str], None]) -> None:
         self._folder, self._place, self._control = folder / "checkpoints", place, control
         self._keep, self._say = keep, say
         self.leads = self._choose_leaders()
-        """Whether this rank looks after the folder."""
+        """Whether this rank manages the folder."""
 
     def save(self, step: int, shared: State, own: State) -> None:
-        """OSError on all ranks if one of them could not write its part; what was there before still is."""
+        """Write a checkpoint; raise OSError on all ranks if one rank cannot write its part.
+
+        In that case the previous checkpoints stay intact.
+        """
         final = self._folder / f"step-{step:08}"
         partial = self._folder / f".{final.name}.partial"
         self._together(lambda: self._prepare(partial) if self.leads else None)
@@ -61,7 +66,10 @@ class Checkpoints:
         self._together(lambda: self._publish(partial, final, step, written) if self.leads else None)
 
     def load(self) -> Loaded | None:
-        """The newest that is good on all ranks, or None if there are none at all; says which ones are damaged."""
+        """Return the newest checkpoint that is intact on all ranks, or None if there is no checkpoint.
+
+        Each damaged checkpoint is reported. Raises ValueError if there are checkpoints but none can be used.
+        """
         found = self._control.gather(sorted(self._steps()))
         fault = "not every rank has the same"
         for step in sorted(set.intersection(*map(set, found)), reverse=True):
@@ -94,7 +102,7 @@ class Checkpoints:
 
     def _publish(self, partial: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: entry for part in written for name, entry in part.items() if (partial / name).exists()}
-        files = {**everyones, **written[self._place.rank]}  # another machine's model.pt is not this one's
+        files = {**everyones, **written[self._place.rank]}  # the model.pt of this node, not that of another
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(partial / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(partial)
@@ -108,7 +116,7 @@ class Checkpoints:
             shutil.rmtree(self._folder / f"step-{old:08}")
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """What it returned on each rank, or one rank's OSError on all of them."""
+        """Run an action on every rank and return the results by rank; an OSError on one rank is raised on all ranks."""
         try:
             result, fault = action(), None
         except OSError as error:
@@ -127,7 +135,7 @@ class Checkpoints:
                 yield int(path.name.removeprefix("step-"))
 
     def _verify(self, folder: Path) -> tuple[State | None, str | None]:
-        """The manifest, and what is wrong with it or with a file that this rank needs."""
+        """Return (manifest, None), or (None, reason) if the manifest or a file that this rank needs is damaged."""
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
@@ -151,7 +159,7 @@ class Checkpoints:
         return Loaded(step, _read_file(folder / _SHARED), own, same_world)
 
     def _set_aside(self, used: int) -> None:
-        """What is newer than the one that is used keeps its files under another name: its steps will come again."""
+        """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
         if self.leads:
             for step in list(self._steps()):
                 if step > used:
@@ -161,7 +169,10 @@ class Checkpoints:
         self._control.gather(None)
 
     def _choose_leaders(self) -> bool:
-        """Rank 0, and the first rank of each machine that does not see the folder of rank 0."""
+        """Return whether this rank is a leader.
+
+        Leaders are rank 0, and local rank 0 of each node that does not see the folder of rank 0.
+        """
         token = self._control.from_first(os.urandom(8).hex())
         path = self._folder.parent / f".disk-{token}"
         if self._place.rank == 0:
@@ -175,7 +186,7 @@ class Checkpoints:
 
 
 class _Hashing:
-    """A file to write to that keeps the digest of what was written."""
+    """A writable file that computes the SHA-256 of the data."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.hash = file, hashlib.sha256()
@@ -189,12 +200,15 @@ class _Hashing:
 
 
 def write_file(path: Path, state: State) -> dict[str, Any]:
-    """Its size and digest, once it is on the disk; OSError if it cannot be."""
+    """Save a state to a file, sync it to disk, and return its size and SHA-256.
+
+    Raises OSError if the file cannot be written.
+    """
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         try:
             torch.save(state, hashing)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch's writer hides what the disk said
+        except RuntimeError as error:  # torch's writer hides the error of the disk
             raise (error.__cause__ or error.__context__ or OSError(str(error))) from None
         file.flush()
         os.fsync(file.fileno())
@@ -202,7 +216,7 @@ def write_file(path: Path, state: State) -> dict[str, Any]:
 
 
 def _fault(path: Path, expected: dict[str, Any] | None) -> str | None:
-    """How a file differs from what was written, if it does."""
+    """Return how a file differs from the size and SHA-256 in the manifest, or None if it does not."""
     try:
         with open(path, "rb") as file:
             actual = {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
@@ -227,7 +241,7 @@ def _digest(file: BufferedReader) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a name which was given survives a loss of power."""
+    """Sync a folder to disk, so that a rename in it survives a loss of power."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""What can be said of a config before anything is started: ValueError for what cannot be run."""
+"""Checks of a config before any process is started."""
 
 import math
 
@@ -14,10 +14,11 @@ from .place import pick_device
 
 LARGEST_SEED = 1 << 62
 LARGEST_WORLD = 64
-"""Processes that one machine is asked for without torchrun."""
+"""Largest number of ranks that are started on one machine without torchrun."""
 
 
 def check(config: Config) -> None:
+    """Raise ValueError if a training with this config cannot run."""
     for name, least in {"steps": 1, "batch": 1, "workers": 1, "keep": 1, "log_every": 1}.items():
         _at_least(config, name, least)
     for name in ("warmup_steps", "checkpoint_every", "eval_every", "seed"):
@@ -38,7 +39,7 @@ def check(config: Config) -> None:
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
-    max_bytes(None)  # of the environment, which may be nonsense
+    max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
     pick_device(config.device, 0)

@@ -1,8 +1,8 @@
-"""CIFAR-10's binary version (https://www.cs.toronto.edu/~kriz/cifar.html), as its archive or as the files in it.
+"""Reader of CIFAR-10's binary version (https://www.cs.toronto.edu/~kriz/cifar.html), as an archive or as its files.
 
-A file is records of 3,073 bytes: the label, then 32 x 32 red, green and blue values, row after row. The other version
-is Python pickles, which can run anything when they are read; this one is just bytes. The archive is read in memory,
-only the six files that are expected, and nothing of it is written anywhere.
+A file is a sequence of records of 3,073 bytes: the label, then 32 x 32 red, green and blue values, row by row. The
+version for Python is not read, because it consists of pickles, which can run any code. The archive is read in memory.
+Only the six expected files are read from it, and nothing is written to disk.
 """
 
 import gzip
@@ -17,15 +17,18 @@ CLASSES = 10
 SHAPE = (3, 32, 32)
 RECORD = 1 + 3 * 32 * 32
 LARGEST = 10_000 * RECORD
-"""Bytes of a file, and what each of the real ones has."""
+"""Largest size of a file in bytes; each of the real files has this size."""
 ARCHIVE, FOLDER = "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
 TRAIN, TEST = tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"
 _ROOM = 1 << 20
-"""For what else is in the archive: a page of text, a list of names, headers."""
+"""Bytes allowed for the rest of the archive: a page of text, a list of names, headers."""
 
 
 def read_cifar(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images (count, 3, 32, 32) and labels (count), both uint8, of "train" and of "test"."""
+    """Return images (count, 3, 32, 32) and labels (count), both uint8, of "train" and of "test".
+
+    Raises ValueError if the files are missing or damaged.
+    """
     contents = _contents(folder)
     parts = {name: _records(where, content) for name, (where, content) in contents.items()}
     train = [parts[name] for name in TRAIN]
@@ -34,7 +37,7 @@ def read_cifar(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _contents(folder: Path) -> dict[str, tuple[str, bytes]]:
-    """Of each file: where it is, for messages, and what is in it."""
+    """Return the location of each file, for messages, and its content."""
     for place in (folder / FOLDER, folder):
         paths = [place / name for name in (*TRAIN, TEST)]
         if all(path.is_file() for path in paths):
@@ -67,7 +70,7 @@ def _unpacked(path: Path) -> dict[str, tuple[str, bytes]]:
                 if file is None:
                     raise ValueError(f"{where}: not a plain file")
                 contents[name] = where, file.read(LARGEST + 1)
-            while unzipped.read(_ROOM):  # gzip's checksum stands behind the archive's end
+            while unzipped.read(_ROOM):  # gzip's checksum comes after the end of the archive
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: {error}, expected a whole .tar.gz") from error
@@ -78,7 +81,10 @@ def _unpacked(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 class _Limited(gzip.GzipFile):
-    """A few kilobytes of an archive can unfold to any size, so there is an end to what is taken out of it."""
+    """A gzip file that raises ValueError if it unpacks to more than CIFAR-10.
+
+    Without a limit, a few kilobytes could unpack to any size.
+    """
 
     def read(self, size: int | None = -1) -> bytes:
         piece = super().read(size)

@@ -1,4 +1,7 @@
-"""What `thinwire train` runs. Not in the package itself: a model must not need the packages of the command line."""
+"""The function that `thinwire train` calls.
+
+It is not in `__init__.py`, because a model must not need the packages of the command line.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +12,22 @@ from .recipes import defaults
 
 @dataclass(frozen=True)
 class Options(Config):
+    """Options of `thinwire train`, with the help text of `Config`."""
+
     __doc__ = Config.__doc__
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """Return what holds where the command line is silent."""
+        """Return the options that hold unless the command line gives others."""
         return cls(**vars(defaults(arguments)))
 
 
 def run(options: Options) -> int:
-    """Train; 0 if it was finished, 128 and the signal's number if it was told to stop."""
-    from .launch import join, launch  # which loads torch, for which help and wrong options should not wait
+    """Train and return the exit code: 0 if training finished, 128 plus the number of the signal that stopped it.
+
+    After an error it is 1 or 2.
+    """
+    from .launch import join, launch  # imports torch, which --help and wrong options do not need
     from .place import Place
 
     place, config = Place.of_torchrun(), Config(**vars(options))

@@ -1,6 +1,7 @@
-"""The options of `thinwire train`, with help under each; what a recipe says, unless the command line says otherwise.
+"""The options of `thinwire train`, with a help text under each.
 
-Nothing here loads torch, for which `--help` should not wait.
+A recipe sets the values, and the command line overrides them. This module does not import torch, so that `--help` is
+fast.
 """
 
 import dataclasses
@@ -78,12 +79,12 @@ class Config:
     """Train once more with torch's optimizer and nothing compressed, into FOLDER/dense, and show both."""
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the options as values for JSON."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:
-    """What a command line says of one option, before it is parsed.
+    """Return the value of one option in a command line that is not parsed yet, or None if it is not given.
 
     >>> option(["--steps", "3", "--recipe=text-gpt"], "recipe")
     'text-gpt'
@@ -97,7 +98,7 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 
 def load_config(folder: Path) -> Config:
-    """That of a run; ValueError if it is damaged or of another version."""
+    """Return the config of a run; raise ValueError if it is damaged or of another version."""
     path = folder / CONFIG_FILE
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +114,7 @@ def load_config(folder: Path) -> Config:
 
 
 def _check_type(name: str, value: object) -> None:
-    """As JSON has it: a path is a text, a tuple a list."""
+    """Raise ValueError if a value from JSON, where a path is a string and a tuple a list, does not fit its option."""
     default = Config().record()[name]
     kinds = {float: (int, float), tuple: (list,), type(None): (str, type(None))}.get(type(default), (type(default),))
     if type(value) not in kinds:
@@ -124,7 +125,10 @@ def _check_type(name: str, value: object) -> None:
 
 
 def newest_run(recipe: str | None) -> Path | None:
-    """The run in runs/ that was started last; of one recipe, or of any."""
+    """Return the folder of the run in runs/ that was started or resumed last, of one recipe or of any.
+
+    Returns None if there is no such run.
+    """
     found = [path.parent for path in RUNS.glob(f"*/{CONFIG_FILE}") if _fits(path.parent.name, recipe)]
     return max(found, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime, default=None)
 

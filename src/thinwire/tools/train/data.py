@@ -1,7 +1,8 @@
-"""Data that every machine has: the sources of Python's standard library, and the handwritten digits of scikit-learn.
+"""Data that every machine has: the sources of Python's standard library, and scikit-learn's handwritten digits.
 
-Samples come in one endless stream, which depends on the seed alone, and each rank takes its part of every step's. So a
-run can be repeated and resumed, two recipes see the same data, and four ranks see what two with twice the batch would.
+Samples form one endless stream, which depends only on the seed. In every step each rank takes its part of the stream.
+So a run can be repeated and resumed, two recipes see the same data, and four ranks see the same samples as two ranks
+with twice the batch size.
 """
 
 import gzip
@@ -22,36 +23,45 @@ from .draws import below, normal
 from .order import order
 
 _VALIDATION_SHARE = 20
-"""One file in so many is kept for validation; of the digits, one in `_TEST_SHARE`."""
+"""One source file in 20, or the last twentieth of a file, is for validation; of the digits, one in `_TEST_SHARE`."""
 _TEST_SHARE = 5
 _NOISY_DRAWS = 10
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 class Batch(NamedTuple):
+    """Inputs and targets of some samples."""
+
     inputs: Tensor
     targets: Tensor
 
 
 class Data(Protocol):
+    """A data set: an endless stream of samples for training, and fixed samples for validation."""
+
     @property
     def length(self) -> int:
-        """Samples in an epoch."""
+        """Number of samples in an epoch."""
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        """Samples `start` to start + size of the stream: epoch after epoch, each in an order of its own by the seed.
+        """Return the samples from position `start` to start + size - 1 of the stream.
 
-        Rank r of P takes the batch from consumed + r * size on, and a step consumes P * size.
+        The stream is one epoch after another. Each epoch has an order of its own, which depends on the seed. Rank r of
+        P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
         """
 
     def validation(self, size: int) -> Iterator[Batch]:
-        """Always the same samples, none of which is in a batch; `size` at a time."""
+        """Yield the validation samples, at most `size` at a time.
+
+        They are always the same, and never in a training batch.
+        """
 
 
 class Text:
-    """Windows of `context` bytes of Python sources, or of a file; the target is the next byte at each place.
+    """Windows of `context` bytes of Python sources, or of a file; the target at each position is the next byte.
 
-    An epoch is the whole text, cut into windows without overlap; where the first begins is drawn anew for each epoch.
+    An epoch is the whole text, cut into windows without overlap. The start of the first window is drawn anew for each
+    epoch.
     """
 
     def __init__(
@@ -72,19 +82,20 @@ class Text:
             raise ValueError(
                 f"context {context}, but there are only {shortest} bytes of text: expected 1 to half of it"
             )
-        self.length = len(self._train) // context - 1  # the last is left for the offset, and for the last target
+        self.length = len(self._train) // context - 1  # the last is left out: offset and last target need room
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
+        """Return `size` windows from position `start` of the stream."""
         windows = order(seed, self.length, start, size, self._train.device)
         epochs = torch.arange(start, start + size, device=self._train.device) // self.length
         offsets = below(self._context, seed, "offset", epochs, 1).view(-1)
         return self._cut(self._train, offsets + windows * self._context)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        """Windows spread evenly over the text."""
+        """Yield windows that are spread evenly over the validation text."""
         room = len(self._validation) - self._context - 1
         device = self._train.device
-        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long()  # here, for the same bits anywhere
+        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long()  # on the CPU, for the same bits
         if device.type == "cuda":
             starts = starts.pin_memory().to(device, non_blocking=True)
         for part in starts.split(size):
@@ -98,8 +109,8 @@ class Text:
 class Digits:
     """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit.
 
-    noise   standard deviation of what is added to every pixel, anew in every epoch. White is 1 and black 0: with 0.5 no
-            model is ever sure, so that losses of different trainings can be told apart.
+    noise   standard deviation of the noise that is added to every pixel, drawn anew in every epoch. White is 1 and
+            black 0. With 0.5 no model is ever certain, so that the losses of different trainings differ visibly.
     """
 
     inputs: ClassVar = (1, 8, 8)
@@ -114,12 +125,13 @@ class Digits:
         self.length = len(self._train.targets)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
+        """Return `size` images from position `start` of the stream, with the noise added."""
         chosen = order(seed, self.length, start, size, self._train.targets.device)
         inputs = self._noisy(self._train.inputs[chosen], seed, "noise", start)
         return Batch(inputs, self._train.targets[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
-        """With noise each image comes several times, with other noise."""
+        """Yield the validation images. With noise, each image comes `_NOISY_DRAWS` times with different noise."""
         for draw in range(_NOISY_DRAWS if self._noise else 1):
             inputs = self._noisy(self._test.inputs, 0, "validation", draw * len(self._test.targets))
             yield from map(Batch, inputs.split(size), self._test.targets.split(size))
@@ -132,13 +144,16 @@ class Digits:
 
 
 def _digits() -> Tensor:
-    """Rows of 64 pixels from 0 to 16, and the digit. scikit-learn takes seconds to load: its file does without."""
+    """Return rows of 64 pixels from 0 to 16, followed by the digit.
+
+    The file is read without importing scikit-learn, if it is found, because the import takes seconds.
+    """
     found = importlib.util.find_spec("sklearn")
     for folder in (found.submodule_search_locations if found is not None else None) or []:
         path = Path(folder, "datasets", "data", "digits.csv.gz")
         if path.exists():
             return torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float64))
-    from sklearn.datasets import load_digits  # it keeps its files elsewhere now
+    from sklearn.datasets import load_digits  # newer versions may keep the file elsewhere
 
     images, digits = load_digits(return_X_y=True)
     return torch.cat([torch.from_numpy(images), torch.from_numpy(digits).double().unsqueeze(1)], dim=1)
@@ -157,9 +172,9 @@ def file_parts(path: Path) -> tuple[bytes, bytes]:
 
 @cache
 def sources() -> tuple[bytes, bytes]:
-    """The standard library's sources, for training and for validation, file after file in the order of their names.
+    """Return the standard library's sources, for training and for validation, joined in the order of the file names.
 
-    Tests of the library are left out. Which part a file belongs to depends on its name alone.
+    The tests of the library are left out. The part that a file belongs to depends only on its name.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}

@@ -1,4 +1,4 @@
-"""The data by its name, and whether a model fits it."""
+"""Data sets by name, and a check that a model fits one of them."""
 
 from pathlib import Path
 
@@ -13,18 +13,17 @@ FOLDERS: dict[str, type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {
     "fashion-mnist": FashionMNIST,
     "cifar10": CIFAR10,
 }
-"""Images that are read from a folder."""
+"""Image data sets that are read from a folder."""
 IMAGES: dict[str, type[Digits] | type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {"digits": Digits, **FOLDERS}
 DATASETS = ("text", *IMAGES)
 
 
 def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
-    """One of `DATASETS`; those in `FOLDERS` are read from the folder, the others come with Python and scikit-learn.
+    """Load one of `DATASETS`: those in `FOLDERS` from a folder, the others from Python's or scikit-learn's files.
 
-    folder    of text, a file in place of a folder is the text itself
-
-    context   bytes that a sample of text has, as many as the model sees at once; images have none
-    device    where the data is kept and batches are made; which samples they have does not depend on it
+    folder    the folder of the images; for text, a file that is read in place of Python's sources
+    context   number of bytes in a sample of text, as many as the model sees at once; None for images
+    device    device of the data and of the batches; the samples do not depend on it
 
     >>> load_data("digits", Path("data")).length
     1437
@@ -38,7 +37,7 @@ def load_data(name: str, folder: Path, context: int | None = None, *, device: to
 
 
 def check_fit(config: ModelConfig, name: str) -> None:
-    """ValueError if the model cannot be trained on this data, before that is loaded or even downloaded.
+    """Raise ValueError if the model cannot be trained on this data. The data need not be loaded or downloaded.
 
     >>> from thinwire.tools.train.models import model_config
     >>> check_fit(model_config("cnn:size=8"), "mnist")
@@ -72,13 +71,13 @@ def _check_name(name: str) -> None:
 
 
 def _cnn(name: str) -> str:
-    """The CNN for these images."""
+    """Return the spec of a CNN for these images."""
     channels, size, _ = IMAGES[name].inputs
     return f"cnn:size={size}" if channels == 1 else f"cnn:channels={channels},size={size}"
 
 
 def _others(config: ModelConfig) -> str:
-    """The data for this model."""
+    """Return the data that fits this model, as text for an error message."""
     fitting = [
         name for name, data in IMAGES.items() if not isinstance(config, GPTConfig) and data.inputs == config.inputs
     ]

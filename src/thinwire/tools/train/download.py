@@ -1,8 +1,8 @@
-"""Data sets from the network, into a folder.
+"""Downloads data sets into a folder.
 
-What comes is believed only if it has the size and the SHA-256 that are written here. It goes to a temporary file, which
-takes its place when it is whole and right: whoever looks sees the old file or the new one. Certificates are checked as
-the system checks them, and a site that sends us on from https to http is not followed.
+A file is accepted only if it has the size and the SHA-256 that are listed here. It is written to a temporary file,
+which is renamed when it is complete and correct: a reader sees the old file or the new one. Certificates are verified
+as the system does it, and a redirect from https to http is not followed.
 """
 
 import os
@@ -27,23 +27,27 @@ from . import cifar, idx
 _PIECE = 1 << 16
 _LONGEST_PAUSE = 30.0
 _BUSY = {408, 425, 429}
-"""Answers that another try may change; others from 400 to 499 stay."""
+"""HTTP status codes for which another try may succeed; other codes from 400 to 499 are final."""
 
 
 @dataclass(frozen=True)
 class File:
+    """A file of a data set, with its expected size and SHA-256."""
+
     name: str
     nbytes: int
     sha256: str
     unpacked: tuple[str, ...] = ()
-    """If all of these are in the folder the file is not needed."""
+    """Names of the unpacked files. If the folder has all of them, this file is not needed."""
 
 
 @dataclass(frozen=True)
 class Source:
+    """The files of a data set, and the mirrors that have them."""
+
     files: tuple[File, ...]
     mirrors: tuple[str, ...]
-    """What stands before the name of a file, in the order in which they are asked."""
+    """URLs without the file's name, in the order in which they are tried."""
 
 
 def _mnist(name: str, nbytes: int, digest: str) -> File:
@@ -87,15 +91,15 @@ def fetch(
     pause: float = 1.0,
     timeout: float = 30.0,
 ) -> list[str]:
-    """Download the files of a data set that the folder does not have; their names.
+    """Download the files of a data set that the folder does not have, or has damaged, and return their names.
 
-    report    called with a file's name, the bytes that are done and how many they will be
-    tell      called with a line: what was wrong with a file that was there, and with a try; stderr if not given
-    tries     times that each mirror is asked, in turns with the others
-    pause     seconds before the second try; doubled before each that follows
-    timeout   seconds without a connection, or without a byte
+    report    called with a file's name, the number of bytes that are done, and its size
+    tell      called with a message if a file in the folder is damaged or a try fails; prints to stderr if not given
+    tries     number of tries for each mirror, in turns with the others
+    pause     seconds before the second try; doubled before each later try
+    timeout   seconds without a connection, or without a byte, after which a try fails
 
-    OSError says why it cannot be had or cannot be written, and what to do.
+    Raises OSError, with the reason and advice, if a file cannot be downloaded or written.
     """
     if dataset not in sources:
         raise ValueError(f"data {dataset!r} cannot be downloaded, expected one of {', '.join(sources)}")
@@ -179,7 +183,7 @@ def _try(
                 if report is not None:
                     report(file.name, done, file.nbytes)
             with _clear_errors(part):
-                content.flush()  # what does not fit on the disk may show here
+                content.flush()  # a full disk may raise only here
         if digest.hexdigest() != file.sha256:
             raise _FailedTry(f"SHA-256 {digest.hexdigest()}, expected {file.sha256}")
         with _clear_errors(folder / file.name):
@@ -189,7 +193,7 @@ def _try(
 
 
 def _pieces(opener: OpenerDirector, url: str, nbytes: int, timeout: float) -> Iterator[bytes]:
-    """Exactly nbytes, or _FailedTry; never more than a piece beyond them."""
+    """Yield exactly `nbytes` bytes in pieces; raise _FailedTry if there are more or fewer, or the network fails."""
     done = 0
     try:
         with opener.open(Request(url, headers={"User-Agent": "thinwire"}), timeout=timeout) as response:
@@ -212,7 +216,7 @@ def _pieces(opener: OpenerDirector, url: str, nbytes: int, timeout: float) -> It
 
 
 class _FailedTry(Exception):
-    """Of the network; `final` if another try at the same place cannot end otherwise."""
+    """A failed try to download a file; `final` if another try at the same URL cannot succeed."""
 
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
@@ -230,7 +234,7 @@ class _SafeRedirects(HTTPRedirectHandler):
 
 @contextmanager
 def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
-    """An OSError of the disk becomes one line with the path, the reason and what to do."""
+    """Replace an OSError of the disk by one with the path, the reason and advice in one line."""
     try:
         yield
     except OSError as error:

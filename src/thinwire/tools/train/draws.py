@@ -1,9 +1,9 @@
-"""Random numbers by place: a sample's are the same in whatever batch, by whatever rank and on any device it is drawn.
+"""Random numbers by position: a sample has the same numbers in any batch, on any rank and on any device.
 
-A generator would have to be wound to every place. Instead each number is a hash of (seed, what it is for, place,
+A generator would have to be advanced to every position. Instead, each number is a hash of (seed, purpose, position,
 column), by the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014). torch has no arithmetic of uint64 on all devices. Products of its int64 wrap around to the same bits, and a shift
-to the right only has to drop the copies of the sign.
+2014). torch has no uint64 arithmetic on all devices. Products of int64 wrap around to the same bits, and a shift to the
+right only has to clear the copies of the sign bit.
 """
 
 from functools import cache
@@ -24,9 +24,10 @@ _QUANTILES = 1 << 16
 
 
 def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
-    """(places, count) whole numbers of 32 random bits, as int64; `what` keeps draws for different ends apart.
+    """Return whole numbers of 32 random bits, as int64 of shape (len(places), count).
 
-    They are drawn on the device where the places are, and the same on all devices.
+    places   positions of the samples. The numbers are drawn on their device, and are the same on all devices.
+    what     the purpose; different purposes have different numbers.
 
     >>> numbers(0, "noise", torch.tensor([7, 8]), 3)[1].equal(numbers(0, "noise", torch.tensor([8]), 3)[0])
     True
@@ -38,14 +39,15 @@ def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
 
 
 def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tensor:
-    """(places, count) whole numbers from 0 to limit - 1; the limit is below 2^31."""
+    """Return whole numbers from 0 to limit - 1, of shape (len(places), count); the limit is below 2^31."""
     return numbers(seed, what, places, count) * limit >> 32
 
 
 def normal(seed: int, what: str, places: Tensor, count: int) -> Tensor:
-    """(places, count) float32 numbers of a normal distribution, out of 65,536 that are equally likely.
+    """Return float32 numbers of a normal distribution, of shape (len(places), count).
 
-    Looked up and not computed: the last bit of a logarithm may depend on where in a tensor its argument stands.
+    They are looked up in a table of 65,536 equally likely values. They are not computed, because the last bit of a
+    logarithm may depend on the position of its argument in a tensor.
     """
     return _quantiles(places.device)[numbers(seed, what, places, count) >> 16]
 
@@ -58,12 +60,12 @@ def _quantiles(device: torch.device) -> Tensor:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """Return the hash of z, in the memory of z."""
+    """Return the hash of z, computed in place."""
     z.bitwise_xor_(_shifted(z, 30)).mul_(_FACTORS[0])
     z.bitwise_xor_(_shifted(z, 27)).mul_(_FACTORS[1])
     return z.bitwise_xor_(_shifted(z, 31))
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift to the right as if z had no sign."""
+    """Shift z to the right as if it were unsigned."""
     return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)

@@ -1,8 +1,8 @@
-"""Where Fashion-MNIST is (Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
-learning algorithms", 2017): in a folder that the user names, or where Debian's package puts it.
+"""Finds Fashion-MNIST in a folder that the user names, or in the folder of Debian's package.
 
-It is never downloaded by us. A folder that has some of the four files is meant, so that what it lacks is an error and
-not a reason to look elsewhere.
+The data set is that of Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
+learning algorithms", 2017. It is never downloaded. If a folder has some of the four files, a missing one is an error,
+and the other folder is not tried.
 """
 
 from pathlib import Path
@@ -15,7 +15,10 @@ INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 
 
 def find_folder(folder: Path) -> Path:
-    """Return the first of the two folders that has any of the files; ValueError if it lacks one, or neither has any."""
+    """Return the first of `folder` and Debian's folder that has any of the files.
+
+    Raises ValueError if that folder lacks one of the files, or if neither folder has any.
+    """
     for place in (folder, INSTALLED):
         missing = idx.missing_files(place)
         if not missing:

@@ -1,14 +1,14 @@
-"""The folder of a run: which one it is, and that nobody else writes into it.
+"""The folder of a run: how it is chosen, and a lock, so that only one process writes into it.
 
-    config.json     the options, resolved
-    metrics.jsonl   a line for each step that was logged, each evaluation, and the end
+    config.json     the values of all options
+    metrics.jsonl   a line for each logged step, each evaluation, and the end
     checkpoints/    see checkpoints.py
-    tensorboard/    if it is installed
-    weights.pt      the state_dict of the trained model, and
-    report.html     a page about it: both are made when training ends
+    tensorboard/    logs for TensorBoard, if it is installed
+    weights.pt      the state_dict of the trained model; written when training ends
+    report.html     a page about the run; written when training ends
     dense/          a folder like this one, of the dense reference
 
-`runs/` is where runs go that were given no folder.
+Runs without a given folder go into `runs/`.
 """
 
 import json
@@ -25,7 +25,10 @@ _LOCK_FILE = ".lock"
 
 
 def choose_folder(config: Config) -> Path:
-    """Where the run goes; made if it is new. ValueError if there is a run that was not to be resumed."""
+    """Return the folder of the run, and make it if it is new.
+
+    Raises ValueError if the folder has a run and the config does not resume it, or if it cannot be made.
+    """
     if config.out is None:
         return _numbered(config.recipe)
     if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
@@ -42,7 +45,10 @@ def choose_folder(config: Config) -> Path:
 
 
 def _numbered(name: str) -> Path:
-    """The first of name, name-2, name-3 ... in runs/ that does not exist, made: two jobs cannot take the same."""
+    """Make and return the first of name, name-2, name-3 ... in runs/ that does not exist.
+
+    Two jobs never get the same folder, because mkdir fails for the second one.
+    """
     RUNS.mkdir(exist_ok=True)
     number = 1
     while True:
@@ -55,11 +61,12 @@ def _numbered(name: str) -> Path:
 
 
 def write_config(folder: Path, config: Config) -> None:
+    """Write the options to config.json."""
     replace_text(folder / CONFIG_FILE, json.dumps(config.record(), indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """All of it or nothing: whoever reads the file meanwhile, or after a crash, sees the old or the new one."""
+    """Write a file atomically: a reader sees the old or the new text, also after a crash."""
     temporary = path.with_name(f".{path.name}.new")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -70,7 +77,10 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """ValueError if another process holds it. The system lets go of it when the process ends, however it ends."""
+    """Lock the folder; raise ValueError if another process has locked it.
+
+    The system releases the lock when the process ends, however it ends. There is no lock on Windows.
+    """
     if sys.platform == "win32":
         yield
         return

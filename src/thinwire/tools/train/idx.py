@@ -1,8 +1,8 @@
-"""The files of MNIST and of Fashion-MNIST, in the format IDX (http://yann.lecun.com/exdb/mnist), gzipped or not.
+"""Reader of MNIST's and Fashion-MNIST's files, in the IDX format (http://yann.lecun.com/exdb/mnist), gzipped or not.
 
 4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
 4 each    the dimensions, highest byte first: count, and for images rows and columns
-rest      the values, as many as the dimensions say and not one more
+rest      the values, exactly as many as the dimensions give
 """
 
 import gzip
@@ -16,11 +16,11 @@ from torch import Tensor
 PIXELS = 28
 CLASSES = 10
 LARGEST = 1_000_000
-"""Samples in a file; the real ones have 60,000. What a header asks for is not read without a limit."""
+"""Largest number of samples that is read, whatever the header of a file says; the real files have at most 60,000."""
 
 
 def files(part: str) -> tuple[str, str]:
-    """The names of images and labels of a part, "train" or "t10k".
+    """Return the names of the files of images and labels of a part, "train" or "t10k".
 
     >>> files("t10k")
     ('t10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')
@@ -33,18 +33,20 @@ _FIRST_LABELS = {
     "MNIST": bytes([5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5, 3, 6, 1, 7, 2, 8, 6, 9]),
     "Fashion-MNIST": bytes([9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9, 5, 5, 7, 9, 1, 0, 6, 4]),
 }
-"""Of training images. Both sets have files of the same names and sizes, so these tell one from the other."""
+"""First labels of the training images. They tell the two data sets apart, whose files have the same names and sizes."""
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names in `FILES` that the folder has neither as they are nor with .gz."""
+    """Return the names in `FILES` that the folder has neither with nor without .gz."""
     return [name for name in FILES if _find(folder, name) is None]
 
 
 def read_parts(folder: Path, name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Read images (count, 1, 28, 28) and labels (count), both uint8, of "train" and of "test".
 
-    name   "MNIST" or "Fashion-MNIST": the set that is expected. ValueError if a file is damaged or of the other set.
+    name   the expected data set, "MNIST" or "Fashion-MNIST"
+
+    Raises ValueError if a file is damaged or belongs to the other data set.
     """
     parts = {key: _read_part(folder, part) for key, part in (("train", "train"), ("test", "t10k"))}
     for other, first in _FIRST_LABELS.items():
@@ -72,7 +74,10 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """A file of samples of this shape, as uint8 with the count in front; ValueError if it is anything else."""
+    """Read a file of samples of this shape, as uint8 with the count as first dimension.
+
+    Raises ValueError if the file has another content.
+    """
     header, magic = 4 * (2 + len(shape)), 0x0800 + 1 + len(shape)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -1,13 +1,12 @@
-"""MNIST, Fashion-MNIST and CIFAR-10, from a folder. Images stay bytes in memory, and each batch becomes float32 when it
-is asked for.
+"""MNIST, Fashion-MNIST and CIFAR-10, from a folder.
 
-CIFAR-10's training images are shifted by up to 4 pixels each way, with black around them, and every second one is
-mirrored. Both are drawn by the sample's place in the stream, so that an image looks different in every epoch, and yet
-the same in whatever batch it comes.
+Images stay uint8 in memory, and each batch becomes float32 when it is requested. CIFAR-10's training images are shifted
+by up to 4 pixels each way, with black around them, and mirrored with probability 1/2. Both are drawn by the sample's
+position in the stream. So an image looks different in every epoch, but the same in any batch.
 
-With `device` the bytes lie on that device and batches are made there, of the same samples and with the same bits as on
-the CPU. The host neither copies images nor waits. P ranks that are simulated on one device share what is loaded, and
-can ask for the batches of all of them at once:
+With `device`, the images are on that device and batches are made there, of the same samples and with the same bits as
+on the CPU. The CPU neither copies images nor waits. P ranks that are simulated on one device share the loaded data, and
+can request the batches of all ranks at once:
 
     data = CIFAR10(Path("data"), device="cuda")
     inputs, targets = data.batch(consumed, P * size, seed)    # rank r has the part from r * size on
@@ -31,7 +30,7 @@ _SHIFT = 4
 
 
 class _Images:
-    """Images (count, channels, rows, columns) and labels (count), as bytes."""
+    """A data set of images (count, channels, rows, columns) and labels (count), kept as uint8."""
 
     def __init__(
         self,
@@ -47,16 +46,18 @@ class _Images:
         self.length = len(self._labels)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
+        """Return `size` images from position `start` of the stream."""
         device = self._labels.device
         chosen = order(seed, self.length, start, size, device)
         images = self._varied(self._images[chosen], seed, torch.arange(start, start + size, device=device))
         return self._made(images, self._labels[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
+        """Yield all test images, at most `size` at a time."""
         yield from map(self._made, self._test_images.split(size), self._test_labels.split(size))
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
-        """For training."""
+        """Return training images after augmentation; here they are unchanged."""
         return images
 
     def _made(self, images: Tensor, labels: Tensor) -> Batch:
@@ -64,7 +65,10 @@ class _Images:
 
 
 class MNIST(_Images):
-    """28 x 28 grey images of handwritten digits, 60,000 and 10,000 for validation; the target is the digit."""
+    """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation.
+
+    The target is the digit.
+    """
 
     inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
     classes: ClassVar = idx.CLASSES
@@ -80,7 +84,10 @@ class MNIST(_Images):
 
 
 class FashionMNIST(_Images):
-    """28 x 28 grey images of clothes, 60,000 and 10,000 for validation; the target is the kind."""
+    """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation.
+
+    The target is the class.
+    """
 
     inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
     classes: ClassVar = idx.CLASSES
@@ -91,7 +98,10 @@ class FashionMNIST(_Images):
 
 
 class CIFAR10(_Images):
-    """32 x 32 images in colour of animals and vehicles, 50,000 and 10,000 for validation; the target is the kind."""
+    """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation.
+
+    The target is the class.
+    """
 
     inputs: ClassVar = cifar.SHAPE
     classes: ClassVar = cifar.CLASSES

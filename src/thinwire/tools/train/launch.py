@@ -1,7 +1,7 @@
-"""Who starts the ranks: this program, on this machine; or torchrun, which has started this process as one of them.
+"""Starts the ranks on this machine, or joins the ranks that torchrun has started.
 
-An error is shown once, with its rank, by whoever knows: the parent of the workers, or under torchrun the first rank
-that fails. What other ranks see of it, a peer that is gone, is not shown.
+An error is shown once, with its rank: by the parent of the ranks, or under torchrun by the first rank that fails.
+Errors that follow from it on other ranks, such as a closed connection, are not shown.
 """
 
 import os
@@ -27,15 +27,18 @@ from .place import Place, pick_backend, pick_device
 from .rank import Rank
 
 LIMIT_SECONDS = 600.0
-"""For a rank that does not answer; one that died is found at once."""
+"""Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
 _ECHO_SECONDS = 2.0
-"""What an echo waits, so that the rank which failed can tell first."""
+"""Delay before a rank reports the failure of another rank, so that the failed rank can report it first."""
 _FAILED, _READY = "thinwire/failed", "thinwire/ready"
 _READY_SECONDS = 0.05
 
 
 def launch(config: Config) -> int:
-    """Workers on this machine; 0, or 128 and the number of the signal that stopped it."""
+    """Train with ranks on this machine and return the exit code.
+
+    It is 0 if training finished, 128 plus the number of the signal that stopped it, and 1 or 2 after an error.
+    """
     check(config)
     _fetch(config)
     signals = _Signals()
@@ -47,17 +50,17 @@ def launch(config: Config) -> int:
     except _Stop:
         pass
     except WorkerError as error:
-        if signals.told is None or error.reason != "was killed by SIGTERM":  # before it could listen
+        if signals.told is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
     return 0 if signals.told is None else 128 + signals.told
 
 
 class _Stop(BaseException):
-    """A signal came before there was anything to save."""
+    """Raised by a signal before the ranks are ready, or by a second Ctrl-C."""
 
 
 class _Signals:
-    """SIGINT and SIGTERM are passed on once there is somebody to take them; a second Ctrl-C ends at once."""
+    """Passes SIGINT and SIGTERM on to the ranks once they are ready. A second Ctrl-C ends the program at once."""
 
     def __init__(self) -> None:
         self.told: int | None = None
@@ -81,7 +84,11 @@ class _Signals:
 
 
 def join(config: Config, place: Place) -> int:
-    """One rank of many, all of which were started alike."""
+    """Train as one of the ranks that torchrun has started, and return the exit code.
+
+    It is 0 if training finished, and 128 plus the number of SIGTERM if a signal stopped it. After an error the process
+    exits with code 1 or 2.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
         device = pick_device(config.device, place.local_rank)
@@ -98,13 +105,16 @@ def join(config: Config, place: Place) -> int:
     except BaseException as error:
         _tell(error, place, store)
         sys.stderr.flush()
-        os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for ranks that are gone
+        os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for dead ranks
     dist.destroy_process_group()
     return 0 if finished else 128 + signal.SIGTERM
 
 
 def _prepare(config: Config, place: Place, store: Any) -> None:
-    """One rank of each machine fetches the data, which may take long; the others wait, unless one has failed."""
+    """Download the data on local rank 0 of each node, while the other ranks wait.
+
+    The wait has no timeout, because a download may take long. It ends with OSError if a rank fails.
+    """
     if place.local_rank == 0:
         _fetch(config)
     if store.add(_READY, 1) == place.world_size:
@@ -116,7 +126,11 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
 
 
 def _report(error: WorkerError) -> int:
-    """In one line if it is what the user gave, else with its traceback."""
+    """Print the error of a rank and return the exit code.
+
+    A ValueError or OSError of the rank is caused by the user's input: it is one line, and the code is 2. Any other
+    error is printed with its traceback, if there is one, and the code is 1.
+    """
     given = error.reason.startswith("raised ") and not error.trace
     text = error.reason.partition(": ")[2] if given else str(error)
     if error.trace:
@@ -126,12 +140,12 @@ def _report(error: WorkerError) -> int:
 
 
 def _tell(error: BaseException, place: Place, store: Any) -> None:
-    """Unless another rank has told."""
+    """Print the error of this rank, unless another rank has printed one."""
     if is_echo(error):
         time.sleep(_ECHO_SECONDS)
     try:
         first = store.add(_FAILED, 1) == 1
-    except RuntimeError:  # the store went with the rank that held it
+    except RuntimeError:  # the store ended with rank 0, which hosted it
         first = place.rank == 1
     if not first:
         return
@@ -142,9 +156,9 @@ def _tell(error: BaseException, place: Place, store: Any) -> None:
 
 
 def _fetch(config: Config) -> None:
-    """What is missing of the data, if it may be downloaded, with a bar on a terminal."""
+    """Download missing files of the data set, if --download is given, with a progress bar on a terminal."""
     if config.download and config.data == "fashion-mnist":
-        find_folder(config.data_dir)  # which says how to get it, if it is not there
+        find_folder(config.data_dir)  # raises ValueError with advice if it is missing
     if not config.download or config.data not in SOURCES:
         return
     from rich.console import Console

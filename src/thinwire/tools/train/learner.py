@@ -1,11 +1,11 @@
-"""A model that learns on one rank: its optimizer and its exchange, chosen by the compressor.
+"""The model of one rank, with an optimizer and an exchange that depend on the compressor.
 
-sparse (topk, randomk)   thinwire's optimizer, which compresses its update
-auto                     the same, which measures what to compress it by
-none, quantize           torch's optimizer, whose gradients are compressed
+sparse (topk, randomk), default   thinwire's optimizer, which compresses its update
+auto                              the same, which measures what to compress it with
+none, quantize                    torch's optimizer, with compressed gradients
 
-CPU and CUDA go by DDP, so that exchanges overlap with the backward pass. Where torch cannot exchange tensors of the
-device, as with MPS, a twin of the model in the host's memory takes the gradients, the exchange and the step, and its
+CPU and CUDA use DDP, so that the exchange overlaps with the backward pass. Where torch cannot exchange tensors of the
+device, as with MPS, a copy of the model in CPU memory takes the gradients and runs the exchange and the step. Then its
 weights are copied back.
 """
 
@@ -32,10 +32,15 @@ from .data import Batch
 from .models import model_config
 
 MOMENTUM = 0.9
-"""Of SGD, torch's and thinwire's."""
+"""Momentum of SGD, both torch's and thinwire's."""
 
 
 class Learner:
+    """The model of one rank, with its optimizer and its exchange.
+
+    through_host   whether the exchange goes through a copy of the model in CPU memory; by default only with MPS.
+    """
+
     def __init__(self, config: Config, device: torch.device, through_host: bool | None = None) -> None:
         self._config, self._device = config, device
         build = model_config(config.model).build
@@ -50,7 +55,13 @@ class Learner:
         torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
 
     def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
-        """One step. A step in which a rank's gradients were not finite changes nothing, if anything is compressed."""
+        """Run one training step.
+
+        If anything is compressed, a gradient that is not finite on any rank leaves all weights unchanged.
+
+        lr_factor         factor of the learning rate.
+        before_backward   called with the loss before the backward pass.
+        """
         for group, lr in zip(self._optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * lr_factor
         loss = self._loss(self._module, batch)
@@ -68,7 +79,7 @@ class Learner:
 
     @torch.no_grad()
     def judge(self, batch: Batch) -> tuple[float, float, int]:
-        """The sum of losses, the right answers, and of how many."""
+        """Return the sum of the losses, the number of correct predictions, and the number of targets."""
         inputs, targets = (part.to(self._device) for part in batch)
         scores, wanted = self.model(inputs).flatten(0, -2).float(), targets.flatten()
         right = (scores.argmax(dim=-1) == wanted).sum().item()
@@ -76,7 +87,9 @@ class Learner:
 
     @contextmanager
     def judging(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
-        """For evaluation: buffers, such as means in batch norms, are those of all ranks together, and come back after.
+        """Set the model up for evaluation, and restore it afterwards.
+
+        Float buffers, such as the means of batch norms, become the mean over ranks.
 
         total   sums numbers over ranks.
         """
@@ -95,16 +108,17 @@ class Learner:
             for buffer, kept in zip(floats, own, strict=True):
                 buffer.copy_(kept)
 
-    # What a checkpoint holds.
+    # Content of a checkpoint.
 
     def shared_state(self) -> dict[str, Any]:
-        """The same on all ranks, but for buffers."""
+        """Return the part of a checkpoint that is the same on all ranks, except for the model's buffers."""
         shared: dict[str, Any] = {"model": self.model.state_dict()}
         if not self._is_ours:
             shared["optimizer"] = self._optimizer.state_dict()
         return shared
 
     def own_state(self) -> dict[str, Any]:
+        """Return the part of a checkpoint that belongs to this rank."""
         return {
             "exchange": (self._optimizer if self._is_ours else self.sync).state_dict(),
             "buffers": dict(self.model.named_buffers()),
@@ -112,7 +126,11 @@ class Learner:
         }
 
     def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], same_world: bool) -> None:
-        """ValueError if it is that of another model or compressor."""
+        """Load a checkpoint; raise ValueError if it is that of another model or compressor.
+
+        own          states of the old ranks that this rank continues from.
+        same_world   whether the world size is the same; only then are the random number generators restored.
+        """
         try:
             self.model.load_state_dict(shared["model"])
         except RuntimeError as error:
@@ -122,17 +140,17 @@ class Learner:
         if not self._is_ours:
             self._optimizer.load_state_dict(shared["optimizer"])
         (self._optimizer if self._is_ours else self.sync).load_state_dict([state["exchange"] for state in own])
-        for group in self._optimizer.param_groups:  # may be another than it was, as lr may
+        for group in self._optimizer.param_groups:  # may differ from the checkpoint's, as lr may
             group["weight_decay"] = self._config.weight_decay
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[0]["buffers"][name])
         if same_world:
             _set_random_state(own[0]["random"], self._device)
 
-    # How it goes.
+    # Description.
 
     def describe_compressor(self) -> str:
-        """Return the compressor as it was given; for "default" with what that is for this number of ranks."""
+        """Return the compressor as it was given; "default" is followed by the compressor for this world size."""
         given, policy = self._config.compressor, self.sync.policy
         return f"{given} ({format_spec(policy.final)})" if policy.by_ranks else given
 
@@ -167,7 +185,7 @@ class Learner:
         return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
     def _hand_over(self, twin: nn.Module) -> None:
-        """Gradients to the twin, which exchanges them here unless its optimizer does."""
+        """Move the gradients to the copy in CPU memory, and all-reduce them there unless the optimizer does it."""
         for parameter, other in zip(self.model.parameters(), twin.parameters(), strict=True):
             assert parameter.grad is not None
             other.grad = parameter.grad.detach().to("cpu", copy=True)
@@ -177,7 +195,7 @@ class Learner:
 
 
 def _own_buffers() -> dict[str, Any]:
-    """DDP's option not to send the buffers of rank 0 to all before each step, which newer versions have renamed."""
+    """Return DDP's option that keeps it from sending rank 0's buffers to all ranks. Newer versions have renamed it."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 

@@ -1,4 +1,4 @@
-"""The training loop of one rank, from the first step, or the last checkpoint, to the end or a signal."""
+"""The training loop of one rank, from the first step, or a checkpoint, to the end or a signal."""
 
 import math
 import time
@@ -25,44 +25,46 @@ from .schedule import schedule
 from .view import PHASES, Result, View
 
 PATIENCE = 20
-"""So many steps in a row without a finite loss, and training gives up."""
+"""Number of steps in a row without a finite loss after which training fails."""
 _EVALUATION_BATCH = 256
 
 
 @dataclass
 class Counts:
-    """Over the whole run, resumes included; all of it is in checkpoints."""
+    """Totals of the whole run, also from before a resume. Checkpoints contain all of them."""
 
     step: int = 0
     samples: int = 0
-    """Consumed by all ranks: the position in the data."""
+    """Samples consumed by all ranks: the position in the data."""
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_dense: int = 0
     skipped: int = 0
-    """Steps that a rank's NaN or Inf ended."""
+    """Steps that were skipped because of a NaN or Inf on some rank."""
     split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
 @dataclass(frozen=True)
 class Ended:
+    """The outcome of a training."""
+
     result: Result
     finished: bool
-    """False: told to stop."""
+    """False if a signal stopped it."""
 
 
 def train(
     config: Config, folder: Path, place: Place, control: Control, device: torch.device, data: Data,
     told_to_stop: Callable[[], bool],
 ) -> Ended:  # fmt: skip
-    """Collective: all ranks call it with the same config."""
+    """Train from the first step, or from a checkpoint. The call is collective: all ranks pass the same config."""
     view = View(config.steps, shown=place.rank == 0)
     try:
         run = _Run(config, folder, place, control, device, data, view)
         try:
             return run.train(told_to_stop)
         except BaseException:
-            with suppress(OSError):  # which may be what went wrong
+            with suppress(OSError):  # the disk may be the cause of the failure
                 run.end("failed")
             raise
         finally:
@@ -139,7 +141,7 @@ class _Run:
             if not last and (stops or _due(counts.step, config.checkpoint_every)):
                 self._save()
         if not stops and (self.evaluated is None or self.evaluated["step"] != counts.step):
-            self._evaluate()  # it began with the last step's checkpoint, which was written before another end was set
+            self._evaluate()  # resumed at the last step, from a checkpoint without an evaluation of it
         self._save()
         if not stops:
             self._write_weights()
@@ -165,7 +167,7 @@ class _Run:
         self.counts, self.evaluated = Counts(**shared["counts"]), shared["evaluated"]
 
     def _count(self, seconds: float) -> None:
-        """Where the time and the bytes of a step went."""
+        """Add the time and the bytes of the last step to the totals."""
         counts, stats = self.counts, self.learner.sync.stats
         sent, dense = stats.bytes_sent + self.control.bytes_sent, stats.bytes_dense
         counts.bytes_sent += sent - self.last_sent
@@ -181,7 +183,7 @@ class _Run:
             counts.split[phase] += split[phase]
 
     def _show_choice(self) -> None:
-        """Once, when auto has made it; a run that is resumed has shown it."""
+        """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
         choice = self.learner.sync.choice
         if choice is self.choice:
             return
@@ -223,7 +225,7 @@ class _Run:
             self.view.step(line)
 
     def _evaluate(self) -> None:
-        """Each rank judges a share of the validation data."""
+        """Evaluate the model on the validation data. Each rank takes a share of the batches."""
         totals = [0.0, 0.0, 0.0]
         with self.learner.judging(self.control.total):
             for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
@@ -236,7 +238,7 @@ class _Run:
             self.view.evaluation(self.evaluated)
 
     def _save(self) -> None:
-        """Unless it is there already, or what is there is better: weights that gave no finite loss are not kept."""
+        """Write a checkpoint, unless there is one of this step or the last loss was not finite."""
         if self.saved == self.counts.step or not math.isfinite(self.last_loss):
             return
         counts = {**vars(self.counts), "seconds": self._seconds()}
@@ -250,7 +252,7 @@ class _Run:
         self.saved = self.counts.step
 
     def _write_weights(self) -> None:
-        """The model alone, for whoever goes on to use it: torch.load(path, weights_only=True)."""
+        """Write the state_dict of the model alone, for torch.load(path, weights_only=True)."""
         with self.learner.judging(self.control.total):
             if self.place.rank == 0:
                 path = self.folder / "weights.pt"
@@ -281,15 +283,17 @@ class _Run:
 
 
 class Logged:
-    """Where the last line of metrics was written, and what has come since."""
+    """The totals when the last line of metrics was written, and the sum of the losses since then."""
 
     def __init__(self, counts: Counts) -> None:
         self.step, self.split, self.loss = counts.step, dict(counts.split), 0.0
 
     def add(self, loss: float) -> None:
+        """Add the loss of a step."""
         self.loss += loss
 
     def since(self, counts: Counts) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last line, in total and by phase."""
         split = {phase: counts.split[phase] - self.split[phase] for phase in PHASES}
         return max(sum(split.values()), 1e-9), split
 
@@ -299,7 +303,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _check_same_run(config: Config, saved: dict[str, Any]) -> None:
-    """What a run cannot change on its way; the rest, such as the number of steps, it can."""
+    """Raise ValueError if an option differs that a resumed run cannot change. Others, such as steps, may differ."""
     here = config.record()
     for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
         if here[name] != saved[name]:

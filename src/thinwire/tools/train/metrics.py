@@ -1,15 +1,15 @@
-"""Metrics of a run: JSON lines always, and besides TensorBoard or Weights & Biases.
+"""Metrics of a run: always as JSON lines, and optionally for TensorBoard or Weights & Biases.
 
-Lines of metrics.jsonl, after the conditions they were measured under (again after each resume):
+Lines of metrics.jsonl, after the conditions that they were measured under (which are written again after each resume):
 
     step         loss (mean over ranks, and over the steps since the last line), lr, samples_per_second, split (seconds
-                 a step of compute, compress, wait and decode, which add up), skipped (steps that NaN or Inf ended)
+                 per step of compute, compress, wait and decode, which add up), skipped (steps with a NaN or Inf)
     evaluation   loss and accuracy on validation data
-    choice       what --compressor auto has chosen for each bucket, what it measured, and why; once
+    choice       the choice of --compressor auto for each bucket, its measurements and the reason; once
     end          reason: finished, stopped by a signal, or failed
 
-Each has the step and seconds since the first one, all but the end also bytes_sent and bytes_dense: by rank 0 so far,
-and what a dense ring all-reduce would have sent.
+Each line has the step and the seconds of training so far. All but the end also have bytes_sent, the bytes that rank 0
+has sent so far, and bytes_dense, the bytes that a dense ring all-reduce would have sent.
 """
 
 import importlib
@@ -31,13 +31,17 @@ SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
 
 class Sink(Protocol):
-    def write(self, scalars: Mapping[str, float], step: int) -> None: ...
+    """A destination of metrics besides metrics.jsonl."""
 
-    def close(self) -> None: ...
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write numbers by name, for a step."""
+
+    def close(self) -> None:
+        """Finish writing."""
 
 
 class Metrics:
-    """Written by rank 0."""
+    """Writes the metrics of a run. Only rank 0 has one."""
 
     def __init__(self, folder: Path, config: Config, first_step: int, more: Mapping[str, object]) -> None:
         path = folder / METRICS_FILE
@@ -47,20 +51,27 @@ class Metrics:
         self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
-        """What is a number goes to all, by its name and the kind; losses may be NaN, which JSON has no word for."""
+        """Write a line to metrics.jsonl, and its numbers to the other sinks under the name kind/name.
+
+        A number that is not finite, such as a loss, becomes null, because JSON has no NaN.
+        """
         self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
         scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
         for sink in self._sinks:
             sink.write(scalars, int(line["step"]))
 
     def close(self) -> None:
+        """Close the file and the other sinks."""
         for sink in self._sinks:
             sink.close()
         self._lines.close()
 
 
 def chosen_sinks(names: Sequence[str]) -> list[str]:
-    """ValueError if one of them is unknown or not installed."""
+    """Return the names of the sinks to open besides metrics.jsonl.
+
+    Raises ValueError if a name is unknown, its package is not installed, or it contradicts another name.
+    """
     unknown = [name for name in names if name not in SINKS]
     if unknown or not names:
         raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
@@ -79,21 +90,25 @@ def chosen_sinks(names: Sequence[str]) -> list[str]:
 
 
 class TensorBoard:
+    """Writes metrics for TensorBoard into the folder of the run."""
+
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write numbers by name, for a step."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the writer."""
         self._writer.close()
 
 
 class WandB:
-    """The run has the folder's name; a resumed one goes on under the same."""
+    """Writes metrics to Weights & Biases. The run there has the folder's name, and a resumed run continues it."""
 
     def __init__(self, folder: Path, config: Config, offline: bool) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -104,21 +119,23 @@ class WandB:
                 project="thinwire", name=name, id=_identity(folder), resume="allow", dir=str(folder), mode=mode,
                 config=config.record(),
             )  # fmt: skip
-        except Exception as error:  # such as that nobody is logged in; wandb has many kinds
+        except Exception as error:  # for example without a login; wandb raises many kinds
             raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Log numbers by name, for a step."""
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 def _identity(folder: Path) -> str:
-    """Drawn once for a run, and kept in its folder."""
+    """Return the id of the run, which is drawn once and kept in its folder."""
     path = folder / "wandb-id"
     if not path.exists():
-        name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # which wandb allows
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # only characters that wandb allows
         path.write_text(f"{name}-{os.urandom(4).hex()}", encoding="utf-8")
     return path.read_text(encoding="utf-8")
 
@@ -130,7 +147,7 @@ def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
 
 
 def _cut(path: Path, first_step: int) -> None:
-    """Leave out what will come again: lines of later steps, the end, and a line that was cut off by a crash."""
+    """Remove the lines that will be written again: later steps, the end, and a line that was cut off by a crash."""
     if not path.exists():
         return
     kept = []

@@ -1,7 +1,7 @@
-"""Which sample stands at which place of an endless stream: epoch after epoch, each in an order of its own.
+"""The sample at each position of an endless stream: one epoch after another, each in an order of its own.
 
-The order depends on (seed, epoch) alone. So the place in the stream is all that a run has to save to go on with the
-same samples, in the middle of an epoch and with any number of ranks.
+The order depends only on (seed, epoch). So a run only has to save its position in the stream to continue with the same
+samples, in the middle of an epoch and with any world size.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 
 
 def order(seed: int, length: int, start: int, size: int, device: torch.device = _CPU) -> Tensor:
-    """The indices, from 0 to length - 1, of the `size` samples from place `start` on; int64.
+    """Return the indices, from 0 to length - 1, of the `size` samples from position `start` on, as int64.
 
     They are the same on every device: the order of an epoch is drawn on the CPU, and copied to the device once.
 
@@ -31,10 +31,10 @@ def order(seed: int, length: int, start: int, size: int, device: torch.device = 
         part = _permutation(seed, length, epoch, device)[at : at + end - start]
         parts.append(part)
         start += len(part)
-    return torch.cat(parts)  # a copy, so that nobody can change what is kept
+    return torch.cat(parts)  # a copy, so that callers cannot change the cached order
 
 
-@lru_cache(maxsize=2)  # a batch may lie across a border, and ranks that are threads may stand on both its sides
+@lru_cache(maxsize=2)  # a batch may span two epochs, and ranks that are threads may be in two epochs
 def _permutation(seed: int, length: int, epoch: int, device: torch.device) -> Tensor:
     own = int(numbers(seed, "order", torch.tensor([epoch]), 1))
     return torch.randperm(length, generator=torch.Generator().manual_seed(own)).to(device)

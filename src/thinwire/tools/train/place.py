@@ -1,4 +1,4 @@
-"""Where a rank is: its number, its machine's other ranks, its device."""
+"""The place of a rank: its number, the other ranks of its node, and its device."""
 
 import os
 from collections.abc import Mapping
@@ -10,19 +10,25 @@ import torch
 
 @dataclass(frozen=True)
 class Place:
+    """A rank and the world size, in the whole run and on its node."""
+
     rank: int
     world_size: int
     local_rank: int
-    """Among the ranks of this machine."""
+    """Rank among the ranks of this node."""
     local_world_size: int
 
     @property
     def on_one_machine(self) -> bool:
+        """Whether all ranks are on one node."""
         return self.local_world_size == self.world_size
 
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """None if it was not torchrun, or something that sets the same variables, that started this process."""
+        """Return the place that torchrun, or a launcher with the same environment variables, has set for this process.
+
+        Returns None if RANK and WORLD_SIZE are not set. Raises ValueError if a variable has no valid number.
+        """
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return None
         found = {}
@@ -38,7 +44,7 @@ class Place:
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device for a rank of this machine; ValueError if there is none of the kind that was asked for."""
+    """Return the device for a rank of this node; raise ValueError if there is no device of the requested kind."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = next(kind for kind, there in available.items() if there) if name == "auto" else name
     if not available[kind]:
@@ -47,7 +53,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_backend(device: torch.device, local_world_size: int) -> str:
-    """NCCL wants a GPU for each rank; where several share one, payloads go through gloo."""
+    """Return the backend of the process group. NCCL needs a GPU for each rank; ranks that share a GPU use gloo."""
     if device.type == "cuda" and local_world_size <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
     return "gloo"

@@ -1,4 +1,4 @@
-"""One rank of `thinwire train`: from its place in the world to the last line that it prints."""
+"""One rank of `thinwire train`, from its set-up to the last line that it prints."""
 
 import dataclasses
 import shlex
@@ -27,7 +27,7 @@ _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
 
 
 class Rank:
-    """In a process that has joined the default group. Asked by whoever started it."""
+    """A rank of `thinwire train`, in a process that has joined the default process group."""
 
     def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
         self._place = place or Place(rank, world_size, rank, world_size)
@@ -37,7 +37,7 @@ class Rank:
             torch.cuda.set_device(self._device)
 
     def run(self) -> bool:
-        """Whether training was finished; False if it was told to stop."""
+        """Train and return whether training finished; False if a signal stopped it."""
         with _on_signals(self._stop), ExitStack() as stack:
             control = Control()
             self._compare(control)
@@ -68,7 +68,7 @@ class Rank:
         )
 
     def _compare(self, control: Control) -> None:
-        """ValueError on all ranks if they were started with different options; where things lie may differ."""
+        """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
         record = {name: value for name, value in self._config.record().items() if name not in _MAY_DIFFER}
         first = control.from_first(record)
         for rank, other in enumerate(control.gather(record)):
@@ -78,7 +78,10 @@ class Rank:
                     raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: start all alike")
 
     def _with_folder(self, control: Control, stack: ExitStack) -> Config:
-        """Rank 0 chooses the folder, and holds it until the end; what is wrong with it is an error on all ranks."""
+        """Return the config with the folder of the run, which rank 0 chooses and keeps locked until the end.
+
+        An error with the folder is raised as ValueError on all ranks.
+        """
         folder, fault = None, None
         if self._place.rank == 0:
             try:
@@ -94,7 +97,7 @@ class Rank:
     def _show(self, ended: list[Ended], folder: Path) -> None:
         try:
             report.write([folder], folder / "report.html")
-        except (ValueError, OSError) as error:  # the training is done, and what it made is there
+        except (ValueError, OSError) as error:  # training is done, and its files are written
             print(f"the report could not be made: {error}", file=sys.stderr)
         if all(one.finished for one in ended):
             print_results([one.result for one in ended], self._place.world_size)
@@ -111,8 +114,11 @@ class Rank:
 
 @contextmanager
 def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, and SIGINT where it is not for the parent, end training after the step. However often they come: a
-    cluster sends them to all processes, and the parent passes its own on. Who wants it sooner uses SIGKILL."""
+    """Stop training after the current step on SIGTERM, and on SIGINT unless this process ignores it.
+
+    Repeated signals change nothing, because a cluster sends them to all processes, and the parent passes its own on. To
+    end a process at once, use SIGKILL.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop()

@@ -1,4 +1,4 @@
-"""Recipes: named functions that return a config. What they leave out is as in `Config`."""
+"""Recipes: named functions that return a config. Options that they leave out have the default of `Config`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from .config import CONFIG_FILE, Config, load_config, newest_run, option
 
 
 def digits_cnn() -> Config:
-    """Handwritten digits of 8 x 8 pixels, which come with scikit-learn: seconds on two cores."""
+    """Return the config of a CNN for scikit-learn's handwritten digits of 8 x 8 pixels: seconds on two cores."""
     return Config()
 
 
 def text_gpt() -> Config:
-    """A GPT that reads the Python sources of this machine, byte by byte: minutes on two cores."""
+    """Return the config of a byte-level GPT for the Python sources of this machine: minutes on two cores."""
     return Config(
         recipe="text-gpt", model="gpt:layers=4,width=128,heads=4,context=64", data="text", batch=8, steps=600,
         eval_every=200, checkpoint_every=200,
@@ -21,7 +21,7 @@ def text_gpt() -> Config:
 
 
 def mnist_cnn() -> Config:
-    """Handwritten digits of 28 x 28 pixels, from a local folder or fetched."""
+    """Return the config of a CNN for handwritten digits of 28 x 28 pixels, from a local folder or downloaded."""
     return Config(
         recipe="mnist-cnn", model="cnn:width=32,size=28", data="mnist", batch=64, steps=1000, eval_every=250,
         checkpoint_every=250,
@@ -29,17 +29,23 @@ def mnist_cnn() -> Config:
 
 
 def fashion_cnn() -> Config:
-    """Clothes of 28 x 28 pixels, of Debian's package or from a local folder: minutes on two cores."""
+    """Return the config of a CNN for clothes of 28 x 28 pixels: minutes on two cores.
+
+    The images are those of Debian's package or of a local folder.
+    """
     return Config(
         recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=Path("data/fashion-mnist"),
         batch=64, steps=2000, optimizer="sgd",
-        lr=0.03,  # as of torch.optim.SGD with momentum 0.9
+        lr=0.03,  # as for torch.optim.SGD with momentum 0.9
         weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     )  # fmt: skip
 
 
 def cifar10_resnet18() -> Config:
-    """Photographs of 32 x 32 pixels, from a local folder or fetched: wants an accelerator. 30 epochs of two."""
+    """Return the config of a ResNet-18 for photographs of 32 x 32 pixels, from a local folder or downloaded.
+
+    It is meant for an accelerator. The steps are 30 epochs on two ranks.
+    """
     return Config(
         recipe="cifar10-resnet18", model="resnet18:width=64", data="cifar10", batch=128, steps=5860, optimizer="sgd",
         lr=0.1, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
@@ -56,11 +62,11 @@ RECIPES: dict[str | None, Callable[[], Config]] = {
 
 
 def defaults(arguments: Sequence[str]) -> Config:
-    """Return what holds where the command line is silent: the run that is resumed, or the recipe that is named."""
+    """Return the options that hold unless the command line gives others: the resumed run's, or the named recipe's."""
     name = option(arguments, "recipe")
     if option(arguments, "resume") == "auto":
         out = option(arguments, "out")
         folder = Path(out) if out else newest_run(name)
         if folder is not None and (folder / CONFIG_FILE).exists():
             return replace(load_config(folder), out=folder, resume="auto")
-    return RECIPES[name if name in RECIPES else "digits-cnn"]()  # tyro will say what names there are
+    return RECIPES[name if name in RECIPES else "digits-cnn"]()  # tyro reports an unknown name

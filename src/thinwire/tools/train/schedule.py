@@ -6,7 +6,7 @@ _RAMP, _FLOOR = 0.05, 0.1
 
 
 def schedule(step: int, steps: int) -> float:
-    """Up in a twentieth of the steps, then down along a cosine to a tenth.
+    """Return the factor of a step: it rises in a twentieth of the steps, then falls along a cosine to a tenth.
 
     >>> [round(schedule(step, 100), 3) for step in (0, 4, 50, 99)]
     [0.2, 1.0, 0.587, 0.1]

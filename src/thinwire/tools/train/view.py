@@ -1,4 +1,4 @@
-"""What rank 0 shows: a bar that lives on a terminal, plain lines elsewhere, and a table at the end."""
+"""Output of rank 0: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PHASES = ("compute", "compress", "wait", "decode")
 
 @dataclass(frozen=True)
 class Result:
-    """How a training ended."""
+    """Final metrics of a training."""
 
     name: str
     steps: int
@@ -26,14 +26,14 @@ class Result:
     bytes_sent: int
     bytes_dense: int
     interface_bytes: int | None
-    """Counted on the loopback interface, for each worker; None if there was no such count."""
+    """Bytes counted on the loopback interface, per rank; None if they were not counted."""
     seconds: float
     split: dict[str, float]
-    """Seconds a step, by phase."""
+    """Seconds per step, by phase."""
 
 
 class View:
-    """Of one training; on other ranks than 0 nothing is shown."""
+    """Shows the progress of one training. On ranks other than 0 nothing is shown."""
 
     def __init__(self, steps: int, shown: bool) -> None:
         self._steps, self._shown = steps, shown
@@ -46,38 +46,43 @@ class View:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
     def first(self, step: int, loss: float, seconds: float) -> None:
-        """The first step of a process, which may have compiled kernels: a sign of life before the first figures."""
+        """Show the first step of a process, which may have compiled kernels, before the first figures come."""
         if self._live is None:
             self.say(f"step {step}/{self._steps}  loss {loss:.4f}  after {seconds:.1f} s, kernels compiled or loaded")
 
     def step(self, line: Mapping[str, Any]) -> None:
+        """Show the figures of a step."""
         if self._live is not None:  # below the bar, in as many lines as the terminal needs
             self._live.update(Group(self._bar, Text(_figures(line))))
         else:
             self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
 
     def advance(self, step: int) -> None:
+        """Move the progress bar to a step."""
         if self._live is not None:
             self._bar.update(self._task, completed=step)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
+        """Print the validation loss and accuracy."""
         accuracy = "" if line["accuracy"] is None else f", accuracy {line['accuracy']:.2%}"
         self.say(f"step {line['step']}/{self._steps}  validation loss {line['loss']:.4f}{accuracy}")
 
     def close(self) -> None:
+        """Remove the progress bar."""
         if self._live is not None:
             self._live.stop()
 
 
 def times_fewer(sent: float, dense: float) -> str:
-    """
+    """Return the ratio of dense and sent bytes as text, or "" if they are about the same.
+
     >>> times_fewer(10, 375), times_fewer(10, 15), times_fewer(10, 10), times_fewer(3, 2)
     ('38x fewer', '1.5x fewer', '', '1.5x more')
     """
@@ -90,7 +95,7 @@ def times_fewer(sent: float, dense: float) -> str:
 
 
 def print_results(results: Sequence[Result], world_size: int) -> None:
-    """A column for each training, so that it fits a narrow terminal."""
+    """Print a table with a column for each training, so that it fits a narrow terminal."""
     workers = f"{world_size} worker{'s' * (world_size > 1)}"
     table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {workers}", box=None, padding=(0, 2, 0, 0))
     for result in results:

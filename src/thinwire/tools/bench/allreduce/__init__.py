@@ -1,11 +1,12 @@
-"""`thinwire bench allreduce`: bytes and time of `all_reduce_compressed` between processes here, and bytes at any scale.
+"""`thinwire bench allreduce`: measures bytes and time of `all_reduce_compressed`, and computes bytes at any scale.
 
-bytes        what every rank sends, as the operation reports it and as the loopback interface counts it, beside the
-             formula that the choice of an algorithm rests on
-time         the whole operation beside its parts, compress, exchange and decompress, each measured alone in turns
-simulation   bytes, messages and memory from the formulas, for worlds that do not fit on a desk
+bytes        what every rank sends, as the operation reports it and as the loopback interface counts it, compared with
+             the formula from which the algorithm is chosen
+time         the whole operation, and its parts compress, exchange and decompress, each measured alone and in turns
+simulation   bytes, messages and memory from the formulas, for world sizes too large for one machine
 
-A count of bytes that is off its formula ends in exit code 1. Times are told, never judged: the machine may be busy.
+If the bytes differ from their formula, the exit code is 1. Times never change the exit code, because the machine may be
+busy.
 """
 
 import sys
@@ -17,8 +18,8 @@ from .options import Options
 
 
 def run(options: Options) -> int:
-    """Measure, simulate and print the tables; 1 if bytes are off their formula, or a worker failed."""
-    # These load torch, for which help and wrong options should not wait.
+    """Measure, simulate and print the tables. Return 0, or 1 if bytes differ from their formula or a rank failed."""
+    # These load torch; --help and errors in options should not wait for that.
     from thinwire.tools.workers import WorkerError, Workers
 
     from .settings import settings

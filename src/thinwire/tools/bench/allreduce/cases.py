@@ -1,4 +1,4 @@
-"""Whose bytes are counted: every algorithm that a compressor can go by, with what its formula says."""
+"""The cases whose bytes are counted: every algorithm that a compressor supports, with the cost from its formula."""
 
 from dataclasses import dataclass
 
@@ -12,32 +12,39 @@ from thinwire.compressors import Compressor
 from thinwire.kernels.layout import RandomKLayout
 
 VALUES_SPEC = "randomk:ratio=1/64"
-"""Counted beside the compressor asked for: `values` is for those that draw the same positions on all ranks."""
+"""Compressor that is counted in addition to the requested one.
+
+The algorithm `values` needs a compressor that draws the same positions on all ranks.
+"""
 TORCH = "torch"
-"""The algorithm's name for `none` without a residual, which is passed on to torch's own all-reduce."""
+"""Name used for `none` without a residual, which runs torch's own all-reduce."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of bytes to be: a compressor and an algorithm, for a float32 tensor in a world."""
+    """A compressor and an algorithm for a float32 tensor and a world size. It becomes one row of the table of bytes."""
 
     world: int
     spec: str
     algorithm: str
-    """As it is asked for."""
+    """The requested algorithm, which may be "auto"."""
     numel: int
     chosen: str
-    """The algorithm that will run."""
+    """The algorithm that runs."""
     cost: Cost
-    """Of that one, by its formula."""
+    """Cost of the chosen algorithm, from its formula."""
 
     @property
     def title(self) -> str:
+        """World size, compressor and algorithm, as text."""
         return f"{self.world} ranks, {self.spec}, {self.algorithm}"
 
 
 def cases(spec: str, compressor: Compressor, numel: int, world: int) -> list[Case]:
-    """All of one world. For a compressor whose ranks keep different positions, `VALUES_SPEC` too."""
+    """Return all cases of one world size.
+
+    If the ranks of the compressor keep different positions, the cases of `VALUES_SPEC` are added.
+    """
     found = [
         _case(spec, compressor, name, numel, world) for name in ("gather", flat(compressor, numel), "dense", "auto")
     ]
@@ -48,12 +55,12 @@ def cases(spec: str, compressor: Compressor, numel: int, world: int) -> list[Cas
 
 
 def flat(compressor: Compressor, numel: int) -> str:
-    """The algorithm of this compressor whose bytes do not grow with the world."""
+    """Return the algorithm for this compressor whose bytes do not grow with the world size."""
     return "values" if isinstance(compressor.layout(numel, torch.float32), RandomKLayout) else "sharded"
 
 
 def keeps(compressor: Compressor) -> bool:
-    """Whether it takes a residual, in both stages. Where it does not, what is not sent is lost."""
+    """Return whether the compressor takes a residual in both stages. Without one, values that are not sent are lost."""
     return compressor.contracts and compressor.for_sum(2).contracts
 
 

@@ -1,4 +1,4 @@
-"""What `thinwire bench allreduce` is told."""
+"""The options of `thinwire bench allreduce`."""
 
 from dataclasses import dataclass
 from pathlib import Path

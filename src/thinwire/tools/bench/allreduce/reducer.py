@@ -1,4 +1,4 @@
-"""What a rank does when bytes are counted: one operation, as often as it is asked to."""
+"""Runs the operation whose bytes are counted, on each rank."""
 
 import torch
 
@@ -9,13 +9,13 @@ from .cases import TORCH, Case, keeps
 
 
 class Reducer:
-    """On each rank: the operations whose bytes are counted."""
+    """Runs on each rank and repeats one operation."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
 
     def take(self, case: Case) -> None:
-        """From here on `reduce` is this operation; called once, so that all ranks are connected and agree."""
+        """Set the operation that `reduce` runs, and run it once, so that all ranks are connected and agree on it."""
         self._algorithm = "dense" if case.algorithm == TORCH else case.algorithm
         self._compressor = compressor(case.spec)
         self._gradient = torch.randn(case.numel, generator=torch.Generator().manual_seed(self._rank))
@@ -26,6 +26,7 @@ class Reducer:
         self.reduce()
 
     def reduce(self) -> Report:
+        """Run the operation on a copy of the gradient and return its report."""
         self._tensor.copy_(self._gradient)
         return all_reduce_compressed(
             self._tensor, self._compressor, self._residual, algorithm=self._algorithm, state=self._state

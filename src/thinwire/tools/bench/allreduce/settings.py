@@ -1,4 +1,4 @@
-"""The options, checked, and what follows from them: `ValueError` for what cannot be run, before anything runs."""
+"""Checks the options before anything runs. Raises `ValueError` for options that cannot be run."""
 
 from dataclasses import dataclass
 
@@ -16,29 +16,32 @@ LARGEST_WORLD = 64
 
 @dataclass(frozen=True)
 class Settings:
+    """The checked options."""
+
     compressor: Compressor
     parts: tuple[str, ...]
     cases: tuple[Case, ...]
-    """Whose bytes are counted, those of one world side by side; none if bytes are not asked for."""
+    """Cases whose bytes are counted, ordered by world size. Empty if bytes are not requested."""
     numel: int
-    """Of the tensor that is timed and simulated."""
+    """Number of elements of the tensor that is timed and simulated."""
     ranks: int
-    """To time."""
+    """World size of the timing."""
     repeats: int
     dtype: torch.dtype = torch.float32
 
     @property
     def workers(self) -> int:
-        """Processes that all of it takes."""
+        """Number of processes that the bytes and the timing need."""
         return max([0, *(case.world for case in self.cases), *([self.ranks] if "time" in self.parts else [])])
 
     @property
     def steps(self) -> int:
-        """For the progress: a case, or a turn of timing."""
+        """Number of progress steps: one for each case, one to prepare the timing and one for each turn."""
         return len(self.cases) + (1 + self.repeats if "time" in self.parts else 0)
 
 
 def settings(options: Options) -> Settings:
+    """Return the checked options. Raises ValueError for options that cannot be run."""
     compressor = compressors.compressor(options.spec)
     bytes_numel, numel = parse_size(options.bytes_size), parse_size(options.size)
     if not options.parts:

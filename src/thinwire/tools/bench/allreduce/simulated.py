@@ -1,4 +1,4 @@
-"""What an all-reduce would cost in any world, by the formulas that it plans with: nothing runs."""
+"""Computes the cost of an all-reduce for any world size, from the formulas that it is planned with. Nothing runs."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,30 +20,33 @@ _UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """For each rank, by one operation."""
+    """Cost of one operation for each rank."""
 
     world: int
     algorithm: str
-    """Hierarchical: in nodes of 8 ranks, with the algorithm that auto takes between nodes."""
+    """Name of the algorithm.
+
+    Hierarchical rows have nodes of 8 ranks and use the algorithm that "auto" chooses between nodes.
+    """
     sent: float
     between_nodes: float
-    """The part of `sent` that leaves the node; all of it if there is one stage, as in the operation's report."""
+    """Part of `sent` that leaves the node. With one stage it is all of `sent`, as in the report of the operation."""
     messages: int
     memory: int
-    """Beyond tensor and residuals, uncut."""
+    """Bytes beyond tensor and residuals if the operation is not cut into segments."""
     budget_segments: int | None
-    """As many as the default budget makes; None if it cannot hold even the smallest."""
+    """Number of segments under the default memory budget. None if the budget cannot hold even the smallest segment."""
     budget_messages: int | None
     budget_memory: int | None
     numel: int
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the row as a dict for one line of JSON."""
         return {"kind": "allreduce simulation", **asdict(self)}
 
 
 def simulate(settings: Settings) -> Iterator[SimulatedRow]:
-    """Rows of each world side by side, dense last."""
+    """Yield the rows ordered by world size, with dense last for each."""
     if "simulation" not in settings.parts:
         return
     for world in WORLDS:
@@ -55,7 +58,7 @@ def simulate(settings: Settings) -> Iterator[SimulatedRow]:
 
 
 def _row(algorithm: str, first: Compressor, numel: int, ranks: int, ranks_in_node: int) -> SimulatedRow:
-    """`ranks` are those of the compressed stage."""
+    """Return the row of one algorithm. `ranks` is the number of ranks in the compressed stage."""
     second, dtype, share = first.for_sum(ranks), torch.float32, -(-numel // ranks_in_node)
     chosen, _ = choose(algorithm, first, second, share, dtype, ranks, can_shard=keeps(first))
 
@@ -63,7 +66,7 @@ def _row(algorithm: str, first: Compressor, numel: int, ranks: int, ranks_in_nod
         return plan(chosen, "", first, second, numel, dtype, ranks, ranks_in_node, max_bytes)
 
     whole, fitting = under(_UNBOUNDED), None
-    with suppress(ValueError):  # the row says so
+    with suppress(ValueError):  # the row then has None
         fitting = under(DEFAULT_MAX_BYTES)
     inside = cost.dense(numel, dtype, ranks_in_node).sent if ranks_in_node > 1 else 0.0
     return SimulatedRow(

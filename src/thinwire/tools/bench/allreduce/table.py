@@ -1,4 +1,4 @@
-"""The rows as tables for a person."""
+"""Prints the rows as tables."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _TEXT = ("compressor", "algorithm", "what", "")
 
 
 def print_bytes(rows: Sequence[ByteRow]) -> None:
-    """What each rank sends, counted and by the formula."""
+    """Print the bytes that each rank sends: counted, and from the formula."""
     if not rows:
         return
     print_table(
@@ -53,7 +53,7 @@ def print_bytes(rows: Sequence[ByteRow]) -> None:
 
 
 def print_times(rows: Sequence[TimeRow], ratio: Ratio) -> None:
-    """The whole beside its parts."""
+    """Print the time of the whole operation and of its parts."""
     notes = {BARRIER: "taken off all others", WHOLE: "the whole", **dict.fromkeys(PARTS, "part")}
     print_table(
         f"Time, {rows[0].ranks} ranks, {rows[0].numel:,} x float32",
@@ -71,7 +71,7 @@ def print_times(rows: Sequence[TimeRow], ratio: Ratio) -> None:
 
 
 def print_simulation(rows: Sequence[SimulatedRow]) -> None:
-    """Any world, from the formulas."""
+    """Print the costs computed from the formulas, for each world size."""
     if not rows:
         return
     dense = {row.world: row.sent for row in rows if row.algorithm == "dense"}

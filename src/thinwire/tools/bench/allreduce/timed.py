@@ -1,9 +1,9 @@
-"""Time: the whole operation beside its parts, each measured alone, in turns, with all ranks at work at once.
+"""Times the whole operation and its parts. Each is measured alone, in turns, on all ranks at once.
 
-A time is from when the first rank leaves a barrier until the last rank is done, by the clock that all processes of a
-machine share, less what the barrier alone makes of that. The parts are what a program would call by itself: compress
-with its residual, an all-gather of the payloads by torch, and the sum of all payloads. Ranks have one thread each;
-where they are more than the cores, all times contain the waiting for a core.
+A time runs from the moment the first rank leaves a barrier until the last rank is done. It is taken from the clock that
+all processes of a machine share, and the time of the barrier alone is subtracted. The parts are the calls that a
+program could make by itself: compress with a residual, torch's all-gather of the payloads, and the sum of all payloads.
+Ranks have one thread each. If there are more ranks than cores, all times include waiting for a core.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,21 @@ from .settings import Settings
 from .timer import BARRIER, PARTS, WHOLE, Span, Timer
 
 RATIO_LIMIT = 1.10
-"""What the whole should take at most, in times of its parts. Told, not enforced."""
+"""Highest acceptable ratio of the whole operation to the sum of its parts. It is reported but not enforced."""
 
 
 @dataclass(frozen=True)
 class TimeRow:
+    """The time of the operation, of one of its parts, or of the barrier."""
+
     name: str
     time: Timing
-    """Less the barrier."""
+    """Time minus that of the barrier. The row of the barrier has its full time."""
     numel: int
     ranks: int
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the row as a dict for one line of JSON."""
         return {
             "kind": "allreduce time",
             "name": self.name,
@@ -42,22 +44,23 @@ class TimeRow:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The whole operation against the sum of its parts, by medians."""
+    """Median time of the whole operation and sum of the median times of its parts."""
 
     whole: float
     parts: float
 
     @property
     def value(self) -> float | None:
-        """None if the parts are too short to be told from the barrier."""
+        """`whole` divided by `parts`. None if the parts take no longer than the barrier."""
         return self.whole / self.parts if self.parts > 0 else None
 
     @property
     def ok(self) -> bool:
+        """Whether the ratio is within `RATIO_LIMIT`."""
         return self.value is not None and self.value <= RATIO_LIMIT
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the ratio as a dict for one line of JSON."""
         return {
             "kind": "allreduce ratio",
             "whole_ms": self.whole,
@@ -69,6 +72,7 @@ class Ratio:
 
 
 def time_all(settings: Settings, workers: Workers, progress: Progress) -> Iterator[TimeRow]:
+    """Time all jobs in turns and yield a row for each. Yield nothing if times are not requested."""
     if "time" not in settings.parts:
         return
     title = f"{settings.ranks} ranks, {settings.numel:,} x float32"
@@ -89,7 +93,7 @@ def time_all(settings: Settings, workers: Workers, progress: Progress) -> Iterat
 
 
 def _milliseconds(spans: list[dict[str, Span]]) -> dict[str, float]:
-    """From the first rank's start to the last one's end.
+    """Return the milliseconds of each job from the first rank's start to the last rank's end.
 
     >>> _milliseconds([{"job": (1.0, 1.25)}, {"job": (1.125, 1.5)}])
     {'job': 500.0}
@@ -100,5 +104,6 @@ def _milliseconds(spans: list[dict[str, Span]]) -> dict[str, float]:
 
 
 def ratio_of(rows: list[TimeRow]) -> Ratio:
+    """Return the ratio of the whole operation to its parts, from the medians of the rows."""
     medians = {row.name: row.time.p50 for row in rows}
     return Ratio(medians[WHOLE], sum(medians[part] for part in PARTS))

@@ -1,4 +1,4 @@
-"""What a rank does when the whole operation and its parts are timed: every job once, in turns, all ranks at once."""
+"""Runs the timed jobs on each rank: the whole operation and its parts, each once in a turn, on all ranks at once."""
 
 import time
 from collections.abc import Callable
@@ -16,14 +16,17 @@ PARTS = ("compress", "all_gather of payloads", "decompress")
 WHOLE = "gather"
 TORCH = "torch all_reduce"
 BARRIER = "barrier"
-_SHIFTS, _STRIDE = 4, 1088  # entries; keeps every gradient aligned to 128 bytes
+_SHIFTS, _STRIDE = 4, 1088  # in elements; keeps every gradient aligned to 128 bytes
 
 Span = tuple[float, float]
-"""When a rank began and was done, in seconds."""
+"""Start and end of a job on a rank, in seconds."""
 
 
 class Timer:
-    """On each rank: the tensors, and a turn of every job. Gradients are windows of one pool, other ones each time."""
+    """Runs on each rank and times every job once in a turn.
+
+    Gradients are windows of one pool of random numbers, and successive jobs get different ones.
+    """
 
     def __init__(self, rank: int, size: int, spec: str, numel: int) -> None:
         compressor = thinwire.compressor(spec)
@@ -48,7 +51,7 @@ class Timer:
         }
 
     def turn(self) -> dict[str, Span]:
-        """Every job, once."""
+        """Run every job once and return its start and end."""
         return {name: self._time(job) for name, job in self._jobs.items()}
 
     def _time(self, job: Callable[[], object]) -> Span:
@@ -57,7 +60,7 @@ class Timer:
         started = time.perf_counter()
         job()
         ended = time.perf_counter()
-        dist.barrier()  # or the next copy would take the core from a rank that is not done
+        dist.barrier()  # else the next copy would take the core from a rank that is not done
         return started, ended
 
     def _gradient(self) -> Tensor:

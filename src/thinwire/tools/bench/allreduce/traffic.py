@@ -1,9 +1,10 @@
-"""Bytes, counted twice beside the formula: by the operation's own report, and by the loopback interface.
+"""Counts bytes by the report of the operation and on the loopback interface, to compare both with the formula.
 
-The interface also counts what gloo and TCP put around the bytes. A message of gloo's has a notice of each side and the
-data, each behind 48 bytes, in at least four packets of 52 bytes of headers, with acknowledgements: 350 to 650 bytes.
-What else goes over the interface meanwhile can only add, and TCP may send a packet twice: a count is of one operation,
-between two moments without traffic, and the least of several is taken. An interface that is never quiet is not counted.
+The interface also counts what gloo and TCP add. A gloo message consists of a notice from each side and the data. Each
+of the three has 48 bytes in front of it. They take at least four packets with 52 bytes of headers each, plus
+acknowledgements: 350 to 650 bytes in total. Other traffic on the interface can only add to a count, and TCP may send a
+packet twice. Each count therefore covers one operation between two moments without traffic, and the lowest of several
+counts is used. If the interface is never quiet, there is no count.
 """
 
 import time
@@ -21,48 +22,56 @@ from .reducer import Reducer
 from .settings import Settings
 
 LIMIT = 0.02
-"""How far a count may be off the formula."""
+"""Largest relative difference between a count and the formula."""
 FRAMING_LIMIT = 700
-"""Bytes that gloo and TCP may put around a message; more, for those of many packets, is within `LIMIT`."""
+"""Bytes that gloo and TCP may add to a message.
+
+Messages of many packets have more, but that stays within `LIMIT`.
+"""
 COUNTS = 5
-"""Of an operation, of which the least is taken."""
+"""Number of counts of an operation, of which the lowest is used."""
 PATIENCE_SECONDS = 5.0
-"""For counts; more of them than `COUNTS` while all are too high, since something else may be on the interface."""
+"""Longest time spent on the counts of an operation.
+
+More than `COUNTS` counts are taken while all are too high, because other traffic may be on the interface.
+"""
 
 
 @dataclass(frozen=True)
 class ByteRow:
-    """What each rank sent in one operation: means over ranks."""
+    """Bytes and messages that each rank sent in one operation, as means over ranks."""
 
     case: Case
     reason: str
-    """Why this algorithm, in the operation's own words."""
+    """Why the algorithm was chosen, from the report of the operation."""
     messages: float
     reported: float
     interface: float | None
-    """None where the system does not tell, or where the interface was never quiet."""
+    """Bytes on the interface. None if the system has no counters or the interface was never quiet."""
 
     @property
     def reported_off(self) -> float:
+        """Relative difference between the reported bytes and the formula."""
         return self.reported / self.case.cost.sent - 1
 
     @property
     def interface_off(self) -> float | None:
+        """Relative difference between the bytes on the interface and the formula."""
         return None if self.interface is None else self.interface / self.case.cost.sent - 1
 
     @property
     def framing(self) -> float | None:
-        """Bytes for each message beyond its own."""
+        """Bytes on the interface beyond the reported ones, for each message."""
         return None if self.interface is None else (self.interface - self.reported) / self.messages
 
     @property
     def most(self) -> float:
-        """Bytes that may be on the interface."""
+        """Largest number of bytes on the interface that is accepted."""
         return self.case.cost.sent * (1 + LIMIT) + self.messages * FRAMING_LIMIT
 
     @property
     def fault(self) -> str | None:
-        """What is off by more than it may be."""
+        """Description of a count that is out of its limits. None if all are within them."""
         sent = self.case.cost.sent
         if abs(self.reported_off) > LIMIT:
             return f"{self.case.title}: reported {self.reported:,.0f} bytes, expected {sent:,.0f} within {LIMIT:.0%}"
@@ -74,7 +83,7 @@ class ByteRow:
         return None
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the row as a dict for one line of JSON."""
         return {
             "kind": "allreduce bytes",
             **{name: value for name, value in asdict(self.case).items() if name != "cost"},
@@ -91,7 +100,7 @@ class ByteRow:
 
 
 def count_all(settings: Settings, workers: Workers, progress: Progress) -> Iterator[ByteRow]:
-    """A row of every case."""
+    """Count the bytes of every case and yield a row for each."""
     for world, group in groupby(settings.cases, lambda case: case.world):
         workers.form(world, Reducer)
         for case in group:

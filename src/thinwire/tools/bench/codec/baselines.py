@@ -1,4 +1,4 @@
-"""The same job in plain torch operations: what a compressor is measured against."""
+"""Does the work of a compressor in plain torch operations, as baselines."""
 
 from math import ceil
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 CHUNK = 4096
 DENSITY = 1 / 64
-"""Share that the selecting baselines keep in rows of their own."""
+"""Share of the elements that the baselines keep in their own rows."""
 
 
 def select(gradient: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Error feedback with the k largest of the whole tensor: add, topk, gather, clear."""
+    """Apply error feedback and select the k largest elements of the whole tensor: add, topk, gather, clear."""
     residual.add_(gradient)
     positions = residual.abs().topk(k, sorted=False).indices
     values = residual[positions]
@@ -19,7 +19,7 @@ def select(gradient: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def select_per_chunk(gradient: Tensor, residual: Tensor, density: float) -> list[tuple[Tensor, Tensor]]:
-    """Error feedback with the largest of each chunk of 4,096: the full chunks at once, then the rest."""
+    """Apply error feedback and select the largest elements of each chunk of 4,096: full chunks first, then the rest."""
     residual.add_(gradient)
     full = residual.numel() // CHUNK * CHUNK
     selected = []

@@ -1,4 +1,4 @@
-"""What the benchmark measures: the options, or the defaults for every registered compressor, as a list of cases."""
+"""Turns the options, or the defaults for every registered compressor, into a list of cases to measure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 @dataclass(frozen=True)
 class Case:
-    """One row to be: a compressor on tensors of one size, dtype and device."""
+    """A compressor on tensors of one size, dtype and device. It becomes one row of the table."""
 
     label: str
-    """The spec as it was given."""
+    """The spec as the user wrote it."""
     compressor: Compressor
     numel: int
     dtype: torch.dtype
@@ -50,7 +50,10 @@ def plan(
     specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), *,
     device: str = "cpu", repeats: int = 1, threads: int | None = None,
 ) -> list[Case]:  # fmt: skip
-    """The cases, those with the same tensors side by side. Sets the number of threads. ValueError: cannot be run."""
+    """Return the cases, with those on the same tensors next to each other, and set torch's number of threads.
+
+    Raises ValueError for options that cannot be run.
+    """
     if repeats < 1:
         raise ValueError(f"--repeats {repeats}, expected 1 or more")
     if threads is not None:
@@ -75,7 +78,7 @@ def plan(
 
 
 def parse_size(text: str) -> int:
-    """A number of entries as a person writes it.
+    """Return the number of elements that a text such as "25M" stands for.
 
     >>> parse_size("25M"), parse_size("1e6"), parse_size("25_000_000"), parse_size("1.5k")
     (25000000, 1000000, 25000000, 1500)
@@ -92,7 +95,7 @@ def parse_size(text: str) -> int:
 
 
 def default_specs(device: str = "cpu") -> list[str]:
-    """Several specs of each compressor we know, and one of each that someone else registered."""
+    """Return several specs for each built-in compressor and one for each compressor registered by other code."""
     known = GPU_SPECS if device == "cuda" else DEFAULT_SPECS
     others = (name for name in compressors.registered() if name not in known)
     return [spec for specs in known.values() for spec in specs] + [_plain_spec(name) for name in others]

@@ -1,10 +1,10 @@
-"""Is it right? The comparison with the reference kernels that every row must pass before it is reported.
+"""Compares each result with the reference kernels before its row is reported.
 
-positions   the same, bit for bit
-values      the same bits where they travel unrounded; else, entry for entry, within one unit in the last place of the
-            bfloat16 scales, or as far from what came in as the reference is: a tie between two levels
-decoding    the same bits as the reference reads from the same payload
-residual    sent + kept = came in; exactly for float32 that travels as float32, else to the rounding of two additions
+positions   equal, bit for bit
+values      equal bits if values are sent unrounded; otherwise each element is within one unit in the last place of the
+            bfloat16 scales, or as far from the input as the reference is, which is a tie between two levels
+decoding    equal bits to the reference's decoding of the same payload
+residual    sent + kept = input: exactly for float32 sent as float32, else up to the rounding of two additions
 """
 
 from dataclasses import replace
@@ -17,17 +17,20 @@ from thinwire.compressors import CompressedTensor, Compressor
 from thinwire.kernels.layout import DenseLayout, Layout, RandomKLayout, TopKLayout
 
 SCALE_ULP = 2.0**-7
-"""One unit in the last place of a bfloat16, relative to the number, at most."""
+"""Largest relative size of one unit in the last place of a bfloat16."""
 WEIGHT = 0.5
 _LIMIT = 1 << 22
 
 
 class Mismatch(Exception):
-    """A compressor's result is not what the reference kernels say it must be."""
+    """The result of a compressor differs from that of the reference kernels."""
 
 
 def check(compressor: Compressor, gradient: Tensor, residual: Tensor, key: int) -> CompressedTensor:
-    """Compress once and compare; leaves the residual alone. `Mismatch` says which entry differs, and how."""
+    """Compress once and compare the result with the reference, without changing the residual.
+
+    Raises `Mismatch` with a description of the first difference.
+    """
     kept = residual.clone()
     ct = compressor.compress(gradient, kept, key=key)
     sent = compressor.decompress(ct, torch.empty_like(residual))
@@ -61,7 +64,7 @@ def check(compressor: Compressor, gradient: Tensor, residual: Tensor, key: int) 
 
 
 def _is_exact(layout: Layout) -> bool:
-    """Whether values travel as floats, so that there is nothing to round differently."""
+    """Return whether values are sent as floats, so that no rounding can differ."""
     return isinstance(layout, DenseLayout | RandomKLayout) or (
         isinstance(layout, TopKLayout) and layout.record.bits == 32
     )

@@ -1,4 +1,4 @@
-"""The command: its options, and which of the two measurements they ask for."""
+"""The command `thinwire bench codec`: its options, and the choice between the CPU and the GPU benchmark."""
 
 import sys
 from collections.abc import Sequence
@@ -42,18 +42,21 @@ class Options:
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """A GPU is quick, and its cache is large."""
+        """Return the defaults: larger sizes and more repeats with --device cuda.
+
+        A GPU is fast, and small tensors would stay in its cache.
+        """
         on_gpu = option(arguments, "device") == "cuda"
         return cls(sizes=gpu.SIZES, repeats=gpu.REPEATS) if on_gpu else cls()
 
 
 def run(options: Options) -> int:
-    """Measure, check, and print the table; 1 if a result differs from the reference."""
+    """Measure, check and print the tables. Return 0, or 1 if a result differs from the reference."""
     if options.device == "cuda":
         if options.threads is not None:
             raise ValueError(f"--threads {options.threads} with --device cuda, expected none: the processor only waits")
         return gpu.run(options.specs, options.sizes, options.dtypes, repeats=options.repeats, out=options.out)
-    # These load torch, for which help and wrong options should not wait.
+    # These load torch; --help and errors in options should not wait for that.
     from .cases import plan
     from .check import Mismatch
     from .figures import figures, print_figures

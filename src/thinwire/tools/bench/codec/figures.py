@@ -1,4 +1,4 @@
-"""The figures thinwire promises for 25 million float32 on a CPU, as this run has them."""
+"""Compares this run with thinwire's performance targets for 25 million float32 elements on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ONE_BIT = "quantize:bits=1,block=256,rounding=nearest,seed=0"
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value beside its target."""
+    """A measured value and its target."""
 
     name: str
     value: float
@@ -24,12 +24,13 @@ class Figure:
 
     @property
     def ok(self) -> bool:
+        """Whether the value meets the target."""
         if self.comparison == ">=":
             return self.value >= self.target
         return self.value < self.target or (self.comparison == "<=" and self.value == self.target)
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the figure as a dict for one line of JSON."""
         return {
             "kind": "figure",
             "name": self.name,
@@ -45,7 +46,7 @@ class Figure:
 
 
 def figures(rows: Sequence[Row]) -> list[Figure]:
-    """Those whose rows are in this run, none if it had no 25 million float32 on the CPU."""
+    """Return the figures whose rows are in this run. There are none without rows of 25 million float32 on the CPU."""
     measured = {
         row.spec: row
         for row in rows
@@ -71,7 +72,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
 
 
 def print_figures(found: Sequence[Figure]) -> None:
-    """Print to stdout; nothing if there are none."""
+    """Print the figures to stdout. Print nothing if there are none."""
     if found:
         print(f"\nFigures at {NUMEL:,} x {DTYPE}:")
         for figure in found:

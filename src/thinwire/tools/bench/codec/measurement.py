@@ -1,4 +1,4 @@
-"""The measurement: cases in, rows out."""
+"""Measures the cases and yields their rows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count, cycle, groupby
@@ -20,14 +20,15 @@ from .rows import CompressorRow, Row
 if TYPE_CHECKING:
     from thinwire.tools.bench.progress import Progress
 
-_SHIFTS, _STRIDE = 8, 1088  # entries; keeps every gradient aligned to 128 bytes
+_SHIFTS, _STRIDE = 8, 1088  # in elements; keeps every gradient aligned to 128 bytes
 
 
 class Workload:
     """The tensors that all rows of one size and dtype share.
 
-    Gradients are windows of one pool of normal numbers, each shifted against the last: for any entry they are
-    independent, and a new one costs nothing between two timed calls.
+    Gradients are windows of one pool of normal numbers, each shifted against the previous one. The values that an
+    element takes in successive gradients are therefore independent, and a new gradient takes no time between two timed
+    calls.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,31 +43,39 @@ class Workload:
         self.reset()
 
     def reset(self) -> None:
-        """Residuals as they might be after a step."""
+        """Set the residuals to values that they might have after a step."""
         self.residual.copy_(self._first_residual)
         self.plain_residual.copy_(self._first_residual)
 
     def gradient(self) -> Tensor:
+        """Return the next gradient."""
         return next(self._windows)
 
     def add(self) -> None:
+        """Run the baseline `residual.add_(grad)`."""
         self.plain_residual.add_(self.gradient())
 
     @property
     def dense_bytes(self) -> int:
+        """Bytes of the uncompressed tensor."""
         return self.numel * self.dtype.itemsize
 
     @property
     def title(self) -> str:
+        """Number of elements and dtype, as text."""
         return f"{self.numel:,} x {dtype_name(self.dtype)}"
 
 
 def count_steps(cases: Sequence[Case]) -> int:
+    """Return the number of progress steps: one for each case and one for the baselines of each size and dtype."""
     return len(cases) + len({_tensors(case) for case in cases})
 
 
 def measure(cases: Sequence[Case], repeats: int, progress: "Progress") -> Iterator[Row]:
-    """The baselines' rows and then the compressors', for each size and dtype; `Mismatch` names the row."""
+    """Yield the rows of the baselines, then those of the compressors, for each size and dtype.
+
+    Raises `Mismatch` with the tensor and the compressor if a result differs from the reference.
+    """
     for (numel, dtype, device), group in groupby(cases, _tensors):
         workload = Workload(numel, dtype, device)
         progress.start(f"{workload.title}, plain torch")
@@ -80,13 +89,14 @@ def measure(cases: Sequence[Case], repeats: int, progress: "Progress") -> Iterat
                 row = measure_compressor(case, workload, repeats)
             except Mismatch as mismatch:
                 raise Mismatch(f"{title}: {mismatch}") from mismatch
-            except ValueError as error:  # the options were checked: this is no mistake of the user
+            except ValueError as error:  # the options were checked, so this is not an error of the user
                 raise RuntimeError(f"{title}: {error}") from error
             progress.finish(f"compress {row.time.p50:.3g} ms = {row.times_add:.3g} x add_, 1/{row.ratio:.4g} of dense")
             yield row
 
 
 def measure_baselines(workload: Workload, repeats: int) -> list[Row]:
+    """Time plain torch on the tensors of a workload and return one row for each baseline."""
     workload.reset()
     k = ceil(workload.numel * baselines.DENSITY)
     jobs: dict[str, Job] = {
@@ -114,6 +124,7 @@ def measure_baselines(workload: Workload, repeats: int) -> list[Row]:
 
 
 def measure_compressor(case: Case, workload: Workload, repeats: int) -> CompressorRow:
+    """Check a compressor against the reference, time it in turns with its baselines and return its row."""
     workload.reset()
     compressor, keys = case.compressor, count(1)
     layout = compressor.layout(case.numel, case.dtype)
@@ -129,7 +140,7 @@ def measure_compressor(case: Case, workload: Workload, repeats: int) -> Compress
         "decompress": lambda: compressor.decompress(ct, workload.out),
         "accumulate": lambda: compressor.accumulate(ct, workload.out, WEIGHT),
     }
-    jobs: dict[str, Job] = {"add": workload.add} | own  # the slow one first, so that these follow close on each other
+    jobs: dict[str, Job] = {"add": workload.add} | own  # torch_ops, the slow one, goes before these
     if kept is not None:
         jobs = {"torch_ops": lambda: baselines.select(workload.gradient(), workload.plain_residual, kept)} | jobs
     times = interleave(jobs, repeats, case.device)
@@ -157,7 +168,10 @@ def measure_compressor(case: Case, workload: Workload, repeats: int) -> Compress
 
 
 def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, None]:
-    """(kept entries, bits spent on each one's position, the entropy bound), or Nones where nothing is selected."""
+    """Return the number of kept elements, the bits spent on the position of each, and the entropy bound of these bits.
+
+    All three are None if the layout selects nothing.
+    """
     if isinstance(layout, RandomKLayout):
         return layout.k, 0.0, _log2_choices(layout.numel, layout.k) / layout.k
     if not isinstance(layout, TopKLayout):
@@ -170,6 +184,7 @@ def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, No
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

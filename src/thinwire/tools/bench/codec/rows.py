@@ -1,4 +1,4 @@
-"""What is reported: one row per baseline or compressor, size and dtype."""
+"""The reported rows: one for each baseline or compressor, size and dtype."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,7 +7,7 @@ from thinwire.tools.bench.measure import Timing
 
 @dataclass(frozen=True)
 class Row:
-    """What all rows have: a job on tensors of one size, beside `residual.add_(grad)` on tensors of the same size."""
+    """A timed job on tensors of one size, and `residual.add_(grad)` on tensors of the same size."""
 
     label: str
     numel: int
@@ -15,22 +15,24 @@ class Row:
     device: str
     dense_bytes: int
     time: Timing
-    """Of the baseline, or of compress."""
+    """Time of the baseline, or of compress."""
     add: Timing
-    """Of `residual.add_(grad)`, measured in turns with it."""
+    """Time of `residual.add_(grad)`, measured in turns with the job."""
     working_bytes: int | None
-    """Peak beyond the tensor, its residual and the result."""
+    """Peak memory beyond the tensor, its residual and the result. None if it could not be measured."""
 
     @property
     def times_add(self) -> float:
+        """Time of the job divided by that of `residual.add_(grad)`."""
         return self.time.p50 / self.add.p50
 
     @property
     def working_share(self) -> float | None:
+        """`working_bytes` as a share of the uncompressed tensor."""
         return None if self.working_bytes is None else self.working_bytes / self.dense_bytes
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the row as a dict for one line of JSON."""
         return {
             "kind": "baseline",
             "name": self.label,
@@ -49,38 +51,46 @@ class Row:
 
 @dataclass(frozen=True)
 class CompressorRow(Row):
-    """A compressor's row: `time` is that of compress, residual included."""
+    """The row of a compressor. `time` is the time of compress, with the update of the residual."""
 
     spec: str
     kernels: str
     decompress: Timing
     accumulate: Timing
     torch_ops: Timing | None
-    """Of the same selection in torch operations; None for a compressor that selects nothing."""
+    """Time of the same selection in torch operations. None for a compressor that selects nothing."""
     payload_bytes: int
     frame_bytes: int
     kept: int | None
     position_bits: float | None
-    """For each kept entry, beside `position_bound`, the entropy of a choice of k out of n, log2 C(n, k) / k."""
+    """Bits spent on the position of each kept element.
+
+    `position_bound` is the entropy of a choice of k out of n for each kept element, log2 C(n, k) / k.
+    """
     position_bound: float | None
 
     @property
     def ratio(self) -> float:
+        """Bytes of the uncompressed tensor divided by those of the payload."""
         return self.dense_bytes / self.payload_bytes
 
     @property
     def frame_ratio(self) -> float:
+        """Bytes of the uncompressed tensor divided by those of the payload with its frame header."""
         return self.dense_bytes / self.frame_bytes
 
     @property
     def accumulate_times_add(self) -> float:
+        """Time of accumulate divided by that of `residual.add_(grad)`."""
         return self.accumulate.p50 / self.add.p50
 
     @property
     def speedup(self) -> float | None:
+        """Time of the same selection in torch operations divided by that of compress. None if nothing is selected."""
         return None if self.torch_ops is None else self.torch_ops.p50 / self.time.p50
 
     def record(self) -> dict[str, object]:
+        """Return the row as a dict for one line of JSON."""
         timings = {"compress": self.time, "decompress": self.decompress, "accumulate": self.accumulate}
         return {
             "kind": "codec",

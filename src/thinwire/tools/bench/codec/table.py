@@ -1,4 +1,4 @@
-"""The rows as tables for a person, one for each size and dtype."""
+"""Prints the rows as tables, one for each size and dtype."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -23,14 +23,16 @@ DISTURBED = 1.5
 
 
 class Column(NamedTuple):
+    """A column of the tables."""
+
     header: str
     cell: Callable[[Row], str]
     rank: int = 0
-    """The columns of the highest rank are the first that a narrow terminal does without."""
+    """Columns with the highest rank are the first that a narrow terminal leaves out."""
 
 
 def print_tables(rows: Sequence[Row], conditions: dict[str, Any]) -> None:
-    """Print to stdout; a narrow terminal gets fewer columns, a file all of them."""
+    """Print the tables to stdout: all columns into a file, only those that fit on a terminal."""
     print(
         "thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, {threads} threads, device {device}, "
         "kernels {kernels}, {repeats} repeats, {date}".format(**conditions)
@@ -54,7 +56,7 @@ def print_tables(rows: Sequence[Row], conditions: dict[str, Any]) -> None:
 
 
 def count_disturbed(rows: Sequence[Row]) -> int:
-    """How many rows were measured while the very same `residual.add_(grad)` took much longer than at best."""
+    """Return the number of rows during which `residual.add_(grad)` took more than `DISTURBED` times its best time."""
     best: dict[tuple[int, str], float] = {}
     for row in rows:
         tensors = row.numel, row.dtype
@@ -82,7 +84,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
 
 
 def _for_compressors(cell: Callable[[CompressorRow], str]) -> Callable[[Row], str]:
-    """Empty in the rows of the baselines."""
+    """Return a cell that is empty in the rows of baselines."""
     return lambda row: cell(row) if isinstance(row, CompressorRow) else ""
 
 
@@ -101,7 +103,7 @@ def _positions(row: CompressorRow) -> str:
 
 
 def short(value: float) -> str:
-    """About three digits, without an exponent.
+    """Format a number with about three digits and no exponent.
 
     >>> short(1234.5), short(12.345), short(1.2345), short(0.012345)
     ('1234', '12.3', '1.23', '0.012')

@@ -1,9 +1,9 @@
-"""`thinwire bench link`: a training step over real links of a given rate, by torch's own ways and thinwire's.
+"""`thinwire bench link`: measures a training step over real links of a given rate, with torch's methods and thinwire's.
 
-Ranks are processes of this machine, each behind a link of its own: network namespaces joined by shaped links (`lab`),
-made by root or in a user namespace, or a relay on the loopback interface (`relay`), which needs no rights. What a step
-takes and what the links count is measured, nothing is computed. Time is the median of steps; bytes are those that a
-rank has sent, as a mean over steps and ranks, in namespaces with the headers of TCP and Ethernet.
+Ranks are processes of this machine, each behind its own link. The links are network namespaces joined by shaped
+interfaces (`lab`), which root or a user namespace can create, or a relay on the loopback interface (`relay`), which
+needs no rights. Step times and bytes are measured and not computed. The time is the median over steps. The bytes are
+those sent by a rank, as the mean over steps and ranks. In namespaces they include the headers of TCP and Ethernet.
 """
 
 import os
@@ -18,14 +18,14 @@ from .options import Options
 
 
 def run(options: Options) -> int:
-    """Measure and print the table; 1 if a way failed."""
+    """Measure and print the table. Return 0, or 1 if a way failed."""
     from .network import prepare
     from .settings import settings
 
     given = settings(options)
     if not given.relay:
         prepare()  # before torch is loaded: a process with threads cannot enter a user namespace
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns that addresses have no names there
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
     from thinwire.tools.workers import WorkerError
 
     from .command import command
@@ -35,7 +35,7 @@ def run(options: Options) -> int:
     from .ways import way
 
     for name in given.ways:
-        way(name)  # ValueError for a compressor that there is not
+        way(name)  # raises ValueError for an unknown compressor
     rows = []
     said = command(options)
     links = "relay" if given.relay else "namespaces"

@@ -1,6 +1,6 @@
-"""What a relay does: accepts connections of ranks, and carries their bytes by the buckets of both ends.
+"""Accepts the connections of ranks and forwards their bytes through the token buckets of both ends.
 
-All of it happens in one event loop, in one thread.
+Everything runs in one event loop, in one thread.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from .token_bucket import LARGEST_PIECE, TokenBucket
 
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of a connection that ends with a reset, and nothing more sent."""
+"""SO_LINGER value with which a connection is closed by a reset, without sending the remaining data."""
 
 
 class _Line(NamedTuple):
-    """A connection that is carried."""
+    """A forwarded connection."""
 
     ranks: tuple[int, int]
     near: StreamWriter
@@ -33,12 +33,16 @@ class _Line(NamedTuple):
 
 
 class Carrier:
-    """`addresses` are those of ranks, `rate` is in bits a second."""
+    """Forwards the connections of all ranks.
+
+    addresses   IP address of each rank.
+    rate        rate of each link in bits per second. None means no limit.
+    """
 
     def __init__(self, addresses: Sequence[str], rate: float | None) -> None:
         self._addresses = addresses
         self.sent = [0] * len(addresses)
-        """Bytes that were carried, by the rank that sent them."""
+        """Bytes forwarded so far, by the rank that sent them."""
         self._plugged = [asyncio.Event() for _ in addresses]
         for plugged in self._plugged:
             plugged.set()
@@ -47,21 +51,23 @@ class Carrier:
         self.shape(rate)
 
     def shape(self, rate: float | None) -> None:
-        """What is under way keeps its bucket until its next piece."""
+        """Set the rate of all links. A transfer in progress uses the new rate from its next piece on."""
         bytes_a_second = None if rate is None else rate / 8
         self._up, self._down = ([TokenBucket(bytes_a_second) for _ in self._addresses] for _ in range(2))
 
     def cut(self, rank: int) -> None:
+        """Stop forwarding from and to a rank. Its connections stay open."""
         self._plugged[rank].clear()
 
     def drop(self, rank: int) -> None:
+        """Stop forwarding from and to a rank and reset its connections."""
         self.cut(rank)
         for line in self._lines:
             if rank in line.ranks:
                 line.reset()
 
     async def port(self, source: int, target: int, port: int) -> int:
-        """Where `source` reaches this port of `target`."""
+        """Return the port at which `source` reaches this port of `target`."""
         key = source, target, port
         if key not in self._ports:
             self._ports[key] = await asyncio.start_server(
@@ -70,6 +76,7 @@ class Carrier:
         return int(self._ports[key].sockets[0].getsockname()[1])
 
     async def close(self) -> None:
+        """Close all ports and cancel all transfers."""
         for server in self._ports.values():
             server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -80,17 +87,17 @@ class Carrier:
     async def _accept(self, source: int, target: int, port: int, reader: StreamReader, writer: StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(self._addresses[target], port, limit=LARGEST_PIECE)
-        except (OSError, asyncio.CancelledError):  # nobody listens there any more, or nobody carries
+        except (OSError, asyncio.CancelledError):  # the target has stopped listening, or the relay is closing
             writer.transport.abort()
             return
         line = _Line((source, target), writer, far_writer)
         self._lines.add(line)
         ways = [self._carry(reader, far_writer, source, target), self._carry(far_reader, writer, target, source)]
         tasks = [asyncio.create_task(way) for way in ways]
-        with suppress(asyncio.CancelledError):  # asyncio would print what `close` does
+        with suppress(asyncio.CancelledError):  # else asyncio would print the cancellation by `close`
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if any(task.cancelled() or task.exception() is not None for task in tasks if task.done()):
-            line.reset()  # one end was, so the other is too
+            line.reset()  # one end was reset, so the other is too
         for task in tasks:
             task.cancel()
         self._lines.discard(line)
@@ -98,7 +105,7 @@ class Carrier:
             one.close()
 
     async def _carry(self, reader: StreamReader, writer: StreamWriter, source: int, target: int) -> None:
-        """One way, until its end."""
+        """Forward one direction of a connection until it ends."""
         while data := await reader.read(self._up[source].piece):
             await self._up[source].take(len(data))
             await self._down[target].take(len(data))

@@ -1,4 +1,4 @@
-"""The command line of some options, to be written beside what came of them."""
+"""Builds the command line for given options, to record it with the results."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from .options import Options
 
 
 def command(options: Options) -> str:
-    """What differs from the defaults.
+    """Return the command line with all options that differ from the defaults.
 
     >>> command(Options(worlds=(2, 4), ways=("dense", "fp16 hook"), relay=True))
     "thinwire bench link --rates 100mbit 1gbit 10gbit --worlds 2 4 --ways dense 'fp16 hook' --relay"
@@ -24,7 +24,8 @@ def command(options: Options) -> str:
 
 
 def _word(value: object) -> str:
-    """
+    """Return a value as an argument of the command line.
+
     >>> _word(7.35e6), _word(2)
     ('7.35e6', '2')
     """

@@ -1,15 +1,15 @@
-"""Slow links on one machine: a network namespace for each rank, joined by a switch, each link shaped to a rate.
+"""Slow links on one machine: a network namespace for each rank, joined by a switch, with each link shaped to a rate.
 
     with Lab(ranks=2, rate=100e6) as lab:
         lab.links.enter(0)                   # in the process of rank 0, before it opens a socket
-        lab.links.address(0)                 # where the others reach it
+        lab.links.address(0)                 # the address of rank 0 for the other ranks
 
-Everything is inside namespaces that are made here: the switch has one of its own, so no interface, address or route of
-the machine is touched, and removing the namespaces removes all of it. Names carry the number of the process that made
-them. They are removed when the block ends, however it ends: a second process, which ^C does not reach, waits for the
-end of this one and then cleans up, so that even SIGKILL leaves nothing behind.
+Everything is inside namespaces that are created here. The switch has its own namespace, so no interface, address or
+route of the machine changes, and removing the namespaces removes everything. Their names contain the id of the process
+that created them. They are always removed at the end of the block. A second process, which ^C does not reach, waits for
+the end of this process and then cleans up, so that even SIGKILL leaves nothing behind.
 
-Both ends of a link are shaped by a token bucket (`tc ... tbf`), so a rank sends and receives at the rate at most.
+A token bucket (`tc ... tbf`) shapes both ends of a link, so a rank sends and receives at most at the rate.
 """
 
 import ctypes
@@ -26,15 +26,15 @@ _FOLDER = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _LIMIT_SECONDS = 30.0
 _NETWORK = "10.83.0"
-"""Of addresses that only exist inside the namespaces."""
+"""Prefix of the addresses, which exist inside the namespaces only."""
 LARGEST = 64
 _BURST_SECONDS, _SMALLEST_BURST = 0.002, 16_000
-"""What may pass at once: two milliseconds of the rate, and no less than a few packets."""
+"""Size of a burst: two milliseconds at the rate, but at least a few packets."""
 _QUEUE_SECONDS = 0.05
 
 
 def what_is_missing() -> str | None:
-    """Why no lab can be built here, not even by root; None if it can."""
+    """Return why no lab can be built on this system, even by root, or None if it can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, this is {sys.platform}"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -42,39 +42,44 @@ def what_is_missing() -> str | None:
 
 
 def why_not() -> str | None:
-    """Why this process cannot build a lab; None if it can."""
+    """Return why this process cannot build a lab, or None if it can."""
     return what_is_missing() or ("network namespaces need root, and this is not root" if os.geteuid() else None)
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a rank needs to know of a lab; goes to its process."""
+    """The part of a lab that is sent to the process of each rank."""
 
     prefix: str
     ranks: int
 
     @property
     def namespaces(self) -> list[str]:
-        """That of the switch, then those of the ranks."""
+        """Name of the switch's namespace, then those of the ranks."""
         return [f"{self.prefix}switch", *(f"{self.prefix}{rank}" for rank in range(self.ranks))]
 
     def address(self, rank: int) -> str:
+        """Return the IP address of a rank."""
         return f"{_NETWORK}.{rank + 1}"
 
     def enter(self, rank: int) -> None:
-        """Move the calling thread, and those that it starts from now on, into the namespace of a rank."""
+        """Move the calling thread, and all threads that it starts from now on, into the namespace of a rank."""
         with open(_FOLDER / self.namespaces[rank + 1], encoding="utf-8") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
-        """What `source` has to connect to, in order to be connected to this port of a rank: nothing special here."""
+        """Return the address of the rank and the same port, because `source` connects to it directly."""
         return self.address(rank), port
 
 
 class Lab:
-    """See the module. `rate` is in bits a second, None for links as fast as memory."""
+    """Network namespaces with shaped links. Use it as a context manager.
+
+    ranks   number of ranks.
+    rate    rate of each link in bits per second. None means no limit.
+    """
 
     def __init__(self, ranks: int, rate: float | None) -> None:
         reason = why_not()
@@ -89,11 +94,11 @@ class Lab:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def cut(self, rank: int) -> None:
-        """Pull the plug of a rank."""
+        """Take the link of a rank down."""
         _run("ip", "-n", self.links.namespaces[0], "link", "set", f"port{rank}", "down")
 
     def shape(self, rate: float | None) -> None:
-        """Another rate for all links."""
+        """Set the rate of all links."""
         switch, *others = self.links.namespaces
         for rank, namespace in enumerate(others):
             for where, device in ((namespace, "eth0"), (switch, f"port{rank}")):
@@ -108,7 +113,7 @@ class Lab:
         self._rate = rate
 
     def sent_bytes(self) -> list[int]:
-        """By the interface of each rank so far, headers included."""
+        """Return the bytes sent so far by the interface of each rank, headers included."""
         return [_counters(namespace)["tx"]["bytes"] for namespace in self.links.namespaces[1:]]
 
     def __enter__(self) -> Self:
@@ -141,13 +146,13 @@ class Lab:
         self.shape(rate)
 
     def _remove(self) -> None:
-        """The guard does it: it is told by the end of its input."""
+        """Close the input of the guard process, which then removes the namespaces, and wait for it."""
         assert self._guard is not None
         self._guard.communicate(timeout=_LIMIT_SECONDS)
 
 
 def sweep() -> None:
-    """Remove what is left of labs whose process is gone."""
+    """Remove the namespaces of labs whose process no longer exists."""
     for path in _FOLDER.glob("thinwire-*"):
         process = path.name.split("-")[1]
         if process.isdecimal() and not Path(f"/proc/{process}").exists():
@@ -155,12 +160,12 @@ def sweep() -> None:
 
 
 def _guard(namespaces: list[str]) -> "subprocess.Popen[bytes]":
-    """Reads until its input ends, which the end of this process makes it do, then removes the namespaces."""
+    """Start a process that removes the namespaces when its input ends, at the latest with the end of this process."""
     script = 'read -r _; for name in "$@"; do ip netns del "$name" 2>/dev/null; done; exit 0'
     return subprocess.Popen(
         ["sh", "-c", script, "thinwire-guard", *namespaces],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # a ^C on the terminal is not for it
+        start_new_session=True,  # so that ^C on the terminal does not reach it
     )
 
 

@@ -1,7 +1,8 @@
-"""A row for each world, rate and way.
+"""Measures each way at each rate and world size and yields one row for each.
 
-A machine is slower at some moments than at others, for seconds. So the ways at one rate are measured in rounds, each
-way for a few steps in every round: what is compared was measured side by side. Where steps are slow, one round will do.
+A machine is sometimes slower for a few seconds. The ways at one rate are therefore measured in rounds, with a few steps
+of each way in every round, so that compared times were taken close together. If steps are slow, there is one round
+only.
 """
 
 from collections.abc import Iterator
@@ -18,47 +19,51 @@ from .settings import PEERS, Settings
 from .timeline import Timeline
 
 _BEFORE = 3
-"""Steps that are not timed, in each round: DDP puts its buckets together anew, and warm-ups end."""
+"""Steps at the start of each round that are not timed, in which DDP rebuilds its buckets and warm-ups end."""
 _COLD = 10
 _TRIALS = 40
-"""At most, of "auto", before it has chosen."""
+"""Number of steps that the time limit of the warm-up allows, in which "auto" tries compressors and chooses."""
 _PER_ROUND, _SLOW_MS = 5, 1000.0
 _LEAST, _PATIENCE_SECONDS = 5, 15.0
 _TIMEOUT_SECONDS = 120.0
-"""For an exchange, beyond what the slowest link needs for it."""
+"""Seconds for an exchange, in addition to the time that the slowest link needs."""
 
 
 @dataclass(frozen=True)
 class Row:
+    """Results of one way at one rate and world size."""
+
     rate: str
     world: int
     way: str
     ms: float
-    """Median of a step, over steps and ranks."""
+    """Median time of a step, over steps and ranks."""
     ms_mean: float
     bytes_per_step: float
-    """That a rank has sent, the mean over ranks."""
+    """Bytes that a rank sends in a step, as the mean over ranks."""
     steps: int
     timeline: Timeline | None = None
 
     def record(self) -> dict[str, object]:
+        """Return the row without its timeline as a dict for one line of JSON."""
         return {"kind": "link", **{name: value for name, value in asdict(self).items() if name != "timeline"}}
 
 
 @dataclass
 class Taken:
-    """Of one way at one rate, so far."""
+    """Samples of one way at one rate, collected so far."""
 
     left: int
-    """Steps to be taken."""
+    """Number of steps that are still to be timed."""
     samples: list[float] = field(default_factory=list)
-    """Milliseconds, of all ranks."""
+    """Milliseconds of the steps of all ranks."""
     sent: int = 0
-    """Bytes, of all ranks."""
+    """Bytes sent by all ranks."""
     steps: int = 0
     timeline: Timeline | None = None
 
     def row(self, rate: str, world: int, way: str) -> Row:
+        """Return the row with the results of all samples."""
         bytes_per_step = self.sent / self.steps / world
         return Row(
             rate, world, way, median(self.samples), fmean(self.samples), bytes_per_step, self.steps, self.timeline
@@ -66,14 +71,17 @@ class Taken:
 
 
 def measure_all(settings: Settings, progress: Progress, *, timelines: bool = False) -> Iterator[Row]:
-    """Worlds one after the other, in each all rates, at each all ways; with a timeline of one more step if wanted."""
+    """Yield the rows of each world size, in each of them all rates, and at each rate all ways.
+
+    With `timelines`, each way takes one more step, whose timeline is recorded.
+    """
     for world in settings.worlds:
         first = next(iter(settings.rates.values()))
         with network(world, first, relay=settings.relay) as net, Workers(world) as workers:
             workers.make(world, LinkRank, net.links, timeout(settings))
             workers.ask("join", workers.ask("host")[0])
             workers.ask("start", PEERS[0], settings.model, limit=timeout(settings))
-            # Else the first way would pay for fresh memory and idle cores.
+            # Otherwise fresh memory and idle cores would slow the first way down.
             workers.ask("steps", _COLD, limit=_COLD * timeout(settings))
             for name, rate in settings.rates.items():
                 net.shape(rate)
@@ -81,7 +89,11 @@ def measure_all(settings: Settings, progress: Progress, *, timelines: bool = Fal
 
 
 def timeout(settings: Settings) -> float:
-    """Seconds for an exchange: a dense gradient over the slowest link takes two times its size at most."""
+    """Return the time limit of an exchange in seconds.
+
+    A dense all-reduce sends at most twice the gradient of 32 bits per parameter. The limit is four times that over the
+    slowest link, plus `_TIMEOUT_SECONDS`.
+    """
     return _TIMEOUT_SECONDS + 4 * 2 * 32 * settings.model.parameters / min(settings.rates.values())
 
 
@@ -107,7 +119,7 @@ def _measure_ways(
 
 
 def _take_steps(way: str, taken: Taken, settings: Settings, net: Network, workers: Workers, timelines: bool) -> None:
-    """One round of a way; the only one if its steps are slow, or many before it has made its choice."""
+    """Run one round of a way. Slow steps and "auto", which takes many steps to choose, get one round only."""
     limit = timeout(settings)  # of one step
     workers.ask("start", way, settings.model, limit=limit)
     last: float = workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)[0]

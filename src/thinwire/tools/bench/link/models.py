@@ -1,4 +1,4 @@
-"""Models by their number of parameters: what crosses the link depends on it, and little else does."""
+"""Builds models of a given number of parameters. The bytes sent depend on this number and on little else."""
 
 import torch
 from torch import Tensor, nn
@@ -7,15 +7,17 @@ from .settings import Model
 
 
 def build(model: Model) -> nn.Module:
+    """Build the model."""
     return _gpt(model.width) if model.kind == "gpt" else _cnn(model.width)
 
 
 def batch(model: Model) -> Tensor:
+    """Return a random batch of inputs for the model."""
     return torch.randn(model.batch_size, *([model.width] if model.kind == "gpt" else [model.width, 16, 16]))
 
 
 class Block(nn.Module):
-    """The four linear layers of a GPT's block, with their shapes; attention itself has no parameters."""
+    """The four linear layers of a GPT block. Attention itself is left out, because it has no parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,6 +26,7 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers, with an elementwise gate in place of attention."""
         query, key, value = self.attention(self.norm1(x)).chunk(3, dim=-1)
         x = x + self.project(value * torch.sigmoid(query * key))
         thought: Tensor = self.contract(nn.functional.gelu(self.expand(self.norm2(x))))

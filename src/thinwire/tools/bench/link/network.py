@@ -1,4 +1,4 @@
-"""What stands between ranks: links of a given rate that count their bytes. `lab` and `relay` make them."""
+"""The interface of links between ranks that have a rate and count their bytes. `lab` and `relay` implement it."""
 
 import os
 from typing import Protocol, Self
@@ -10,32 +10,33 @@ from .user_namespace import become_root
 
 
 class Links(Protocol):
-    """What a rank needs to know; goes to its process."""
+    """The part of a network that is sent to the process of each rank."""
 
     def enter(self, rank: int) -> None:
-        """In the process of this rank, before it opens a socket: what it sends to others goes by its link."""
+        """Make the calling process rank `rank`, before it opens a socket. What it sends then goes through its link."""
 
     def address(self, rank: int) -> str:
-        """Where a rank listens."""
+        """Return the IP address at which a rank listens."""
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
-        """What `source` has to connect to, in order to be connected to this port of a rank."""
+        """Return the address and port to which `source` connects to reach this port of a rank."""
 
 
 class Network(Protocol):
-    """In the process that starts the ranks."""
+    """All links, in the process that starts the ranks."""
 
     @property
-    def links(self) -> Links: ...
+    def links(self) -> Links:
+        """The part that is sent to the process of each rank."""
 
     def shape(self, rate: float | None) -> None:
-        """Another rate for all links, in bits a second each way; None: as fast as it goes."""
+        """Set the rate of all links, in bits per second in each direction. None means no limit."""
 
     def cut(self, rank: int) -> None:
-        """Pull the plug of a rank: nothing passes any more, and nobody is told."""
+        """Disconnect a rank: nothing passes its link, and no rank gets an error from it."""
 
     def sent_bytes(self) -> list[int]:
-        """So far, by rank."""
+        """Return the bytes sent so far by each rank."""
 
     def __enter__(self) -> Self: ...
 
@@ -43,18 +44,22 @@ class Network(Protocol):
 
 
 def network(ranks: int, rate: float | None, *, relay: bool) -> Network:
+    """Return a relay or a lab, which is not yet entered."""
     return Relay(ranks, rate) if relay else Lab(ranks, rate)
 
 
 def prepare() -> None:
-    """See that namespaces can be made, without root too; ValueError that says what to do instead if they cannot."""
+    """Check that namespaces can be created, with or without root.
+
+    Without root, the process moves into a user namespace. Raises ValueError with an alternative if it cannot.
+    """
     try:
         reason = lab.what_is_missing()
         if reason is not None:
             raise ValueError(reason)
         if os.geteuid():
             become_root()
-        with Lab(1, None):  # root in a container may have no right to
+        with Lab(1, None):  # root in a container may lack the rights
             pass
     except (ValueError, OSError) as error:
         raise ValueError(

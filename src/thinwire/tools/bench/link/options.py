@@ -1,4 +1,4 @@
-"""What `thinwire bench link` is told."""
+"""The options of `thinwire bench link`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,5 +37,5 @@ class Options:
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
-        """A relay is too slow for the fastest rate."""
+        """Return the defaults. With --relay they leave out the highest rate, for which a relay is too slow."""
         return cls(rates=RATES[:2]) if "--relay" in arguments else cls()

@@ -1,4 +1,4 @@
-"""A rank: enters its end of the links, joins the others over them, and takes timed steps."""
+"""Runs on each rank: enters the link, joins the process group and takes timed steps."""
 
 import gc
 import time
@@ -18,29 +18,34 @@ from .ways import Way, way
 
 
 class LinkRank:
-    """timeout   seconds for any exchange, after which it is an error."""
+    """A rank behind a link.
+
+    timeout   time limit of any exchange in seconds.
+    """
 
     def __init__(self, rank: int, size: int, links: Links, timeout: float) -> None:
         self._rank, self._size, self._links, self._timeout = rank, size, links, timedelta(seconds=timeout)
         links.enter(rank)
-        # The time of it is asked for, not the loss.
+        # The time is measured here, and not the loss.
         warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         self._store: TCPStore | None = None
         self._way: Way | None = None
 
     def host(self) -> int:
-        """Rank 0 hosts the store; its port."""
+        """Start the store on rank 0 and return its port. Return 0 on all other ranks."""
         if self._rank:
             return 0
         self._store = TCPStore(self._links.address(0), 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._store.port)
 
     def join(self, port: int) -> None:
+        """Connect to the store of rank 0 and create the process group."""
         host, port = self._links.reach(self._rank, 0, port)
         store = self._store or TCPStore(host, port, is_master=False, timeout=self._timeout)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
 
     def start(self, name: str, model: Model) -> None:
+        """Build the model and start to train it by the way of this name."""
         self._way = None
         gc.collect()
         torch.manual_seed(0)
@@ -49,7 +54,10 @@ class LinkRank:
         self._batch = batch(model)
 
     def warm_up(self, count: int) -> float:
-        """So many steps, and what "auto" needs to choose, at the same step on all ranks; milliseconds of the last."""
+        """Take `count` steps, then more until "auto" has chosen, and return the milliseconds of the last step.
+
+        "auto" chooses at the same step on all ranks.
+        """
         assert self._way is not None
         sync, taken = self._way.sync, self.steps(count)
         while sync is not None and sync.policy.auto and sync.choice is None:
@@ -57,13 +65,16 @@ class LinkRank:
         return taken[-1]
 
     def steps(self, count: int) -> list[float]:
-        """Milliseconds of so many steps."""
+        """Take `count` steps and return the milliseconds of each."""
         assert self._way is not None
         marks = [self._step(self._way) for _ in range(count)]
         return [1e3 * (one.end - one.begin) for one in marks]
 
     def timeline(self) -> Timeline | None:
-        """Of one more step, which all ranks begin together; None for ways that record nothing."""
+        """Take one more step, which all ranks begin together, and return its timeline.
+
+        Return None for ways that record nothing.
+        """
         assert self._way is not None
         sync = self._way.sync
         if sync is None:

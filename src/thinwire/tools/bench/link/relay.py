@@ -1,19 +1,19 @@
-"""Slow links without any rights: ranks talk through a relay, which holds their bytes back to a rate.
+"""Slow links without any rights: ranks are connected through a relay that limits the rate.
 
     with Relay(ranks=2, rate=100e6) as relay:
-        relay.links.enter(0)                 # in the process of rank 0, before it makes a group
+        relay.links.enter(0)                 # in the process of rank 0, before it creates a process group
         relay.sent_bytes()                   # by rank
 
-gloo connects ranks directly, at addresses that they tell each other; so it is these that have to change. Each rank has
-an address of its own on the loopback interface, which on Linux is all of 127.0.0.0/8 and needs no rights. For each rank
-that wants to connect to a port of another the relay opens one of its own, at the same address: that is what the rank is
-told (`relayed` says how), and all that changes for gloo is the number of a port. What comes in passes the token bucket
-of the sender's uplink, then that of the receiver's downlink: a rank sends and receives at the rate at most, over all
-its connections, store and groups alike.
+gloo connects ranks directly, at addresses that they exchange, so the relay has to replace these. Each rank has its own
+address on the loopback interface, which on Linux is all of 127.0.0.0/8 and needs no rights. For each rank that connects
+to a port of another rank, the relay opens a port of its own at the same address, and the rank gets this port instead
+(see `relayed`). For gloo, only the port number changes. Incoming bytes pass the token bucket of the sender's uplink and
+then that of the receiver's downlink. A rank therefore sends and receives at most at the rate, over all its connections,
+both those to the store and those of process groups.
 
-The relay is a thread of the process that starts the ranks, so nothing can be left behind by it. It copies every byte
-beside the ranks, in Python: at several Gbit/s it would be the relay that is measured, so such rates are refused. It
-counts what ranks hand over: the headers of TCP and Ethernet, about 5 %, are not in it, those of gloo are.
+The relay is a thread of the process that starts the ranks, so it leaves nothing behind. It copies every byte in Python
+while the ranks run. At several Gbit/s the relay itself would be the bottleneck, so such rates are refused. It counts
+the bytes that ranks write: the headers of gloo are included, those of TCP and Ethernet, about 5 %, are not.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from .carrier import Carrier
 T = TypeVar("T")
 LARGEST = 64
 FASTEST = 2e9
-"""Bits a second."""
+"""Highest rate in bits per second."""
 _NETWORK = "127.83.0"
 _CONTROL = "127.0.0.1"
 _LIMIT_SECONDS = 30.0
@@ -40,23 +40,24 @@ _LIMIT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RelayLinks:
-    """What a rank needs to know of a relay; goes to its process."""
+    """The part of a relay that is sent to the process of each rank."""
 
     control: int
-    """The port at which the relay is asked for others."""
+    """Port at which the relay accepts requests for other ports."""
     ranks: int
 
     def enter(self, rank: int) -> None:
-        """Make this process a rank: its gloo groups connect through the relay."""
-        from .relayed import connect_through  # which needs torch; the process that starts the ranks does not
+        """Make this process rank `rank`. Its gloo groups then connect through the relay."""
+        from .relayed import connect_through  # needs torch, but the process that starts the ranks does not
 
         connect_through(self, rank)
 
     def address(self, rank: int) -> str:
+        """Return the IP address at which a rank listens."""
         return _address(rank)
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
-        """What `source` has to connect to, in order to be connected to this port of a rank."""
+        """Return the address and port to which `source` connects to reach this port of a rank."""
         if source == rank:
             return _address(rank), port
         with socket.create_connection((_CONTROL, self.control), _LIMIT_SECONDS) as line, line.makefile("rw") as words:
@@ -66,7 +67,11 @@ class RelayLinks:
 
 
 class Relay:
-    """See the module. `rate` is in bits a second, None for as fast as it goes."""
+    """Links through a relay. Use it as a context manager.
+
+    ranks   number of ranks.
+    rate    rate of each link in bits per second. None means no limit.
+    """
 
     def __init__(self, ranks: int, rate: float | None) -> None:
         if sys.platform != "linux":
@@ -79,22 +84,23 @@ class Relay:
 
     @property
     def links(self) -> RelayLinks:
+        """The part that is sent to the process of each rank."""
         return RelayLinks(self._control.sockets[0].getsockname()[1], self._ranks)
 
     def shape(self, rate: float | None) -> None:
-        """Another rate for all links."""
+        """Set the rate of all links."""
         self._call(self._carrier.shape, _checked(rate))
 
     def cut(self, rank: int) -> None:
-        """Carry nothing from or to a rank any more, and tell nobody."""
+        """Stop forwarding from and to a rank. No rank gets an error from it."""
         self._call(self._carrier.cut, rank)
 
     def drop(self, rank: int) -> None:
-        """As `cut`, and reset its connections: whoever uses one is told by the operating system."""
+        """Stop forwarding from and to a rank and reset its connections. Ranks that use them get an error."""
         self._call(self._carrier.drop, rank)
 
     def sent_bytes(self) -> list[int]:
-        """So far, by rank."""
+        """Return the bytes sent so far by each rank."""
         return list(self._carrier.sent)
 
     def __enter__(self) -> Self:
@@ -111,14 +117,14 @@ class Relay:
         self._loop.close()
 
     async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """To `RelayLinks.reach`."""
+        """Answer a request of `RelayLinks.reach`."""
         with closing(writer):
             source, rank, port = json.loads(await reader.readline())
             writer.write(f"{await self._carrier.port(source, rank, port)}\n".encode())
             await writer.drain()
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """In the thread."""
+        """Call a function in the thread of the relay and return its result."""
 
         async def called() -> T:
             return function(*args)

@@ -1,10 +1,10 @@
-"""gloo through a relay: in a rank's process, every group that is made listens and connects by it.
+"""Connects gloo through a relay: every process group created in a rank's process listens and connects through it.
 
-gloo's ranks find each other by values in a store, in which each writes the address that it listens at, as the operating
-system keeps it (family, port, IP). torch lets Python choose both the address to listen at and the store. So a group
-made here listens at its rank's own address, and reads its peers' values with the port replaced by that of the relay.
-IPs stay as they are, since gloo lets the rank with the larger one connect. A value in which no peer's address is found
-is an error: no connection can pass the relay by.
+The ranks of a gloo group find each other through values in a store. Each rank writes the address at which it listens,
+in the form of the operating system (family, port, IP). torch lets Python choose both the address to listen at and the
+store. A group created here listens at the address of its rank and reads the values of its peers with the port replaced
+by that of the relay. IPs do not change, because gloo lets the rank with the larger IP connect. A value that contains no
+address of a peer is an error, so no connection can bypass the relay.
 """
 
 import socket
@@ -17,21 +17,21 @@ from torch.distributed import distributed_c10d
 
 
 class RelayLinks(Protocol):
-    """A relay, as a rank sees it."""
+    """A relay, as a rank uses it."""
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def address(self, rank: int) -> str:
         """Return the IP address at which a rank listens."""
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
-        """Return what `source` has to connect to, in order to be connected to this port of a rank."""
+        """Return the address and port to which `source` connects to reach this port of a rank."""
 
 
 def connect_through(links: RelayLinks, rank: int) -> None:
-    """From now on, in this process: torch's own groups, and those that thinwire makes beside them."""
+    """Connect all gloo groups that this process creates from now on through a relay, torch's own and thinwire's."""
     gloo: Any = dist.ProcessGroupGloo
 
     class RelayedGloo(gloo):  # type: ignore[misc]
@@ -49,33 +49,42 @@ def connect_through(links: RelayLinks, rank: int) -> None:
 
 
 class RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
-    """For a group that is about to connect: what it reads of its peers leads to the relay."""
+    """The store of a group that is about to connect. The addresses that it returns lead to the relay."""
 
     def __init__(self, store: Any, links: RelayLinks, rank: int) -> None:
         super().__init__()
         self._store, self._links, self._rank = store, links, rank
 
     def get(self, key: str) -> bytes:
+        """Return a value with the ports of all ranks replaced by those of the relay."""
         return redirected(bytes(self._store.get(key)), self._links, self._rank)
 
     def set(self, key: str, value: bytes) -> None:
+        """Set a value in the underlying store."""
         self._store.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta = dist.default_pg_timeout) -> None:
+        """Wait until the underlying store has all keys."""
         self._store.wait(keys, timeout)
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a counter in the underlying store and return its new value."""
         return int(self._store.add(key, amount))
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether the underlying store has all keys."""
         return bool(self._store.check(keys))
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key from the underlying store and return whether it existed."""
         return bool(self._store.delete_key(key))
 
 
 def redirected(value: bytes, links: RelayLinks, source: int) -> bytes:
-    """With the port of every address of a rank replaced by the one that `source` is to connect to."""
+    """Return a value with the port in every address of a rank replaced by the port to which `source` connects.
+
+    Raises RuntimeError if the value contains no address of a rank.
+    """
     found = 0
     for rank in range(links.ranks):
         address = socket.inet_aton(links.address(rank))

@@ -1,4 +1,4 @@
-"""The options, checked: `ValueError` for what cannot be run, before anything runs. Does not load torch."""
+"""Checks the options before anything runs. Raises `ValueError` for options that cannot be run. Does not load torch."""
 
 import importlib.util
 import math
@@ -12,25 +12,29 @@ from .relay import FASTEST
 _UNITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 POWERSGD_PACKAGE = "powersgd package"
 INSTALL_POWERSGD = "pip install git+https://github.com/epfml/powersgd.git"
-"""What PyPI has under that name is empty."""
+"""Command that installs the package from its repository, because the package of this name on PyPI is empty."""
 PEERS = (
     "no communication", "dense", "fp16 hook", "bf16", "powersgd rank 1", "powersgd rank 4", POWERSGD_PACKAGE,
 )  # fmt: skip
 MODES = ("attach", "thinwire.AdamW", "thinwire.SGD")
-"""Ways of thinwire's: one of these, then a compressor's spec."""
+"""Ways of thinwire. A way is one of these followed by the spec of a compressor."""
 OURS = (
     "attach quantize:bits=8",
     "attach topk:ratio=1/64,bits=2",
     "thinwire.AdamW topk:ratio=1/64,bits=2",
     "thinwire.AdamW default",
 )
-"""The last one keeps less of each rank, the more ranks there are."""
+"""Ways of thinwire that are measured by default. With more ranks, the last one keeps less of each rank."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """kind   gpt: the linear layers of 6 blocks of a GPT; cnn: 8 convolutions of 16 x 16 images.
-    parameters   about so many."""
+    """A model of a given size.
+
+    kind         gpt: the linear layers of 6 GPT blocks; cnn: 8 convolutions on 16 x 16 images.
+    parameters   approximate number of parameters.
+    batch_size   samples for each rank and step.
+    """
 
     kind: str
     parameters: float
@@ -38,14 +42,17 @@ class Model:
 
     @property
     def width(self) -> int:
+        """Width of the layers, a multiple of 8."""
         per_square = 6 * 12 if self.kind == "gpt" else 8 * 9
         return max(8, 8 * round(math.sqrt(self.parameters / per_square) / 8))
 
 
 @dataclass(frozen=True)
 class Settings:
+    """The checked options."""
+
     rates: dict[str, float]
-    """As they were given, and in bits a second."""
+    """Rates in bits per second, by the text that the user gave."""
     worlds: tuple[int, ...]
     ways: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -55,6 +62,7 @@ class Settings:
 
 
 def settings(options: Options) -> Settings:
+    """Return the checked options. Raises ValueError for options that cannot be run."""
     for name in ("rates", "worlds", "ways"):
         given = getattr(options, name)
         if not given or len(set(given)) < len(given):
@@ -85,7 +93,7 @@ def settings(options: Options) -> Settings:
 
 
 def _ways(options: Options) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those to run, and those of "all" that cannot be."""
+    """Return the ways to run, and the ways in "all" that cannot be run."""
     for way in options.ways:
         mode, _, spec = way.partition(" ")
         if way not in (*PEERS, "all") and not (mode in MODES and spec):
@@ -103,7 +111,7 @@ def _ways(options: Options) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def parse_rate(text: str) -> float:
-    """Bits a second.
+    """Return a rate in bits per second.
 
     >>> parse_rate("100mbit"), parse_rate("2.5gbit")
     (100000000.0, 2500000000.0)

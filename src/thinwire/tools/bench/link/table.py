@@ -1,4 +1,4 @@
-"""The tables: milliseconds and bytes, a row for each way and a column for each rate."""
+"""Prints the tables of milliseconds and bytes, with a row for each way and a column for each rate."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from .settings import INSTALL_POWERSGD, Settings
 
 
 def print_rows(settings: Settings, rows: Sequence[Row]) -> None:
+    """Print a table for each world size."""
     for world in settings.worlds:
         found = {(row.way, row.rate): row for row in rows if row.world == world}
         headers = [

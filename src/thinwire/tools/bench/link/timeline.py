@@ -1,6 +1,6 @@
-"""When a rank did what in one step: its own computing, and each operation of each bucket beside it.
+"""Records when a rank did what in one step: its own computation, and each operation on each bucket.
 
-From the spans that operations record (`Report.spans`), by the clock that the step itself is timed with.
+It uses the spans that operations record (`Report.spans`), from the same clock that times the step.
 """
 
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 PHASES = ("compute", "compress", "exchange", "decode")
 _PHASE_OF = {"update": "compute", "encode": "compress", "exchange": "exchange", "decode": "decode"}
-"""Of what operations record. An update is the optimizer's arithmetic on a bucket."""
+"""Phase of each kind of recorded span. An update is the optimizer's computation on a bucket."""
 
 
 class Bar(NamedTuple):
-    """Milliseconds since the step began."""
+    """A span of a timeline, in milliseconds since the step began."""
 
     phase: str
     label: str
@@ -27,33 +27,39 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
+    """A row of a timeline."""
+
     name: str
     bars: tuple[Bar, ...]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """`lanes`: first what the rank's own thread computed, then the operations in the order they were issued."""
+    """The timeline of one step on one rank.
+
+    The first lane is the computation of the rank's own thread. The other lanes are the operations in the order in which
+    they were issued.
+    """
 
     lanes: tuple[Lane, ...]
     ms: float
-    """Of the step."""
+    """Duration of the step."""
     whole: float
-    """When the last gradient was there; what goes on from then on is waited for."""
+    """Time at which the last gradient was ready. The step has to wait for what is not done then."""
 
     @property
     def beside(self) -> float:
-        """Milliseconds in which operations worked while gradients were still computed."""
+        """Milliseconds in which operations ran while gradients were still computed."""
         return _covered((bar.start, min(bar.stop, self.whole)) for lane in self.lanes[1:] for bar in lane.bars)
 
     @property
     def waited(self) -> float:
-        """Milliseconds from the last gradient to the optimizer's step."""
+        """Milliseconds from the last gradient to the step of the optimizer."""
         return self.lanes[0].bars[-1].start - self.whole
 
 
 class Marks(NamedTuple):
-    """Seconds of `time.perf_counter`: the begin of the step, of the backward pass, of the optimizer's, and the end."""
+    """Times of `time.perf_counter`: start of the step, of the backward pass and of the optimizer, and the end."""
 
     begin: float
     backward: float
@@ -62,14 +68,14 @@ class Marks(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Operations of a step by name, with their spans; and when the last gradient was there."""
+    """The operations of a step by name, with their spans, and the time at which the last gradient was ready."""
 
     operations: "list[tuple[str, list[Span]]]"
     whole_at: float
 
 
 def recorded(sync: "Synchronizer") -> Recorded | None:
-    """After a step: what its operations did; None if torch's own all-reduce did it, unrecorded."""
+    """Return the operations of the last step, or None if it used torch's own all-reduce, which is not recorded."""
     step = sync.last_step
     assert step is not None
     if step.passes_on:
@@ -79,7 +85,10 @@ def recorded(sync: "Synchronizer") -> Recorded | None:
 
 
 def timeline(marks: Marks, recorded: Recorded) -> Timeline:
-    """Put together; what the backward pass waits for after the last gradient is not computing."""
+    """Build the timeline of a step.
+
+    The bar of the backward pass ends with the last gradient, because the pass only waits after that.
+    """
 
     def bar(phase: str, label: str, start: float, stop: float) -> Bar:
         return Bar(phase, label, 1e3 * (start - marks.begin), 1e3 * (stop - marks.begin))
@@ -101,7 +110,7 @@ def _label(phase: str) -> str:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of their union.
+    """Return the length of the union of spans.
 
     >>> _covered([(0, 2), (1, 3), (5, 6), (9, 8)])
     4.0

@@ -1,4 +1,4 @@
-"""Timelines as one HTML file that opens anywhere, offline: a picture each, in the report's style, without a script."""
+"""Draws timelines into one HTML file that works offline, without scripts and in the style of the report."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ figcaption { min-height: 0; }
 
 
 def page(rows: Sequence[Row], conditions: Mapping[str, object], command: str) -> str:
-    """All rows that have a timeline."""
+    """Return the HTML page with the timelines of all rows that have one."""
     drawn = [(row, row.timeline) for row in rows if row.timeline is not None]
     style = resources.files("thinwire.tools.report").joinpath("page.css").read_text(encoding="utf-8") + _STYLE
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -78,7 +78,7 @@ def _drawing(title: str, timeline: Timeline) -> str:
 
 
 def _lane(lane: Lane, top: float, scale: float, *, named: bool) -> list[str]:
-    """`named`: its bars have their labels in them, where there is room."""
+    """Return the SVG elements of a lane. With `named`, bars contain their labels if there is room."""
     middle = top + _LANE / 2
     parts = [f'<text class="name" x="{_LEFT - 12}" y="{middle + 4:.1f}" text-anchor="end">{escape(lane.name)}</text>']
     for bar in lane.bars:
@@ -94,7 +94,7 @@ def _lane(lane: Lane, top: float, scale: float, *, named: bool) -> list[str]:
 
 
 def ticks(end: float) -> list[float]:
-    """From 0 on, up to ten or so.
+    """Return round values from 0 up to `end`, at most about ten.
 
     >>> ticks(43), ticks(0.8)[-1]
     ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0], 0.8)

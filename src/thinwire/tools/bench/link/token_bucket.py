@@ -1,15 +1,18 @@
-"""A rate, kept by a bucket of tokens that fills at it: what passes takes a token for each byte, or waits for them."""
+"""Limits a rate with a token bucket. The bucket fills at the rate, and each byte that passes takes one token."""
 
 import asyncio
 import time
 
 _SECONDS = 0.004
-"""What a full bucket lets pass at once, in seconds of the rate: timers of the system may be late by one or two."""
+"""Capacity of the bucket, in seconds of the rate. System timers may be late by one or two milliseconds."""
 _SMALLEST_PIECE, LARGEST_PIECE = 2_000, 256_000
 
 
 class TokenBucket:
-    """`rate` is in bytes a second, None for no limit. A bucket may be overdrawn: who did it waits until it is not."""
+    """A token bucket. Its level may become negative, and the caller then waits until it would be zero again.
+
+    rate   bytes per second. None means no limit.
+    """
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._at = rate, time.monotonic()
@@ -18,13 +21,13 @@ class TokenBucket:
 
     @property
     def piece(self) -> int:
-        """Not more should be taken at once, so that all who share the bucket have their turn."""
+        """Largest number of bytes to take at once, so that all users of the bucket get their turn."""
         if self._rate is None:
             return LARGEST_PIECE
         return int(min(LARGEST_PIECE, max(_SMALLEST_PIECE, self._rate * _SECONDS / 2)))
 
     async def take(self, nbytes: int) -> None:
-        """Returns when so many bytes may pass, in the order of the calls."""
+        """Take `nbytes` tokens and return when so many bytes may pass, in the order of the calls."""
         if self._rate is None:
             return
         now = time.monotonic()

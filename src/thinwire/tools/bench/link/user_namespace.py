@@ -1,6 +1,7 @@
-"""Root without being root: in a user namespace, where the kernel allows it, a process may make network namespaces.
+"""Gives a process the rights of root in a user namespace, if the kernel allows it, so that it can create namespaces.
 
-It is root there over what it makes, and over nothing that was there before. All of it ends with the last process in it.
+These rights apply to everything that the process creates in the namespace and to nothing outside of it. The namespace
+ends with its last process.
 """
 
 import ctypes
@@ -11,15 +12,16 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 
 
 def become_root() -> None:
-    """Move this process, which must have no second thread, into a user namespace of its own; OSError if refused.
+    """Move this process into a new user namespace. Raises OSError if the kernel refuses.
 
-    `ip netns` keeps its names in /run/netns, where only root may write: the process gets a /run of its own too.
+    The process must have one thread only. It also gets its own /run, because `ip netns` keeps its names in /run/netns,
+    where only root may write.
     """
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         _check("unshare", libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWNET))
-        Path("/proc/self/setgroups").write_text("deny")  # the kernel wants this before a group is mapped
+        Path("/proc/self/setgroups").write_text("deny")  # the kernel requires this before a group is mapped
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
         _check("mount", libc.mount(b"tmpfs", b"/run", b"tmpfs", ctypes.c_ulong(0), None))

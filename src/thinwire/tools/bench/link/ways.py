@@ -1,7 +1,7 @@
-"""The ways to train that are compared: torch's own, its hooks, a package, and thinwire's.
+"""The ways to train that are compared: torch's DDP, its communication hooks, the powersgd package, and thinwire.
 
-Each makes of a model, the same on every rank, what a step needs. All but thinwire.SGD have AdamW's arithmetic.
-torch's 8-bit and bf16 hooks do not run on gloo, so bf16 is done here as its hook does it: cast, all-reduce, cast back.
+Each is built from a model that is the same on every rank. All but thinwire.SGD step with AdamW. torch's 8-bit and bf16
+hooks do not run on gloo. bf16 is therefore implemented here as in torch's hook: cast, all-reduce, cast back.
 """
 
 import importlib
@@ -20,23 +20,28 @@ from thinwire.sync.policy import AUTO, DEFAULT
 from .settings import MODES, PEERS, POWERSGD_PACKAGE
 
 _ONE_BUCKET_MB = 1 << 14
-"""With several buckets torch's PowerSGD issues its collectives in an order that differs between ranks: gloo aborts."""
+"""Bucket size for PowerSGD, large enough for one bucket.
+
+With several buckets, torch's PowerSGD issues its collectives in an order that differs between ranks, and gloo aborts.
+"""
 _WARMUP_STEPS = 2
-"""Of what has one: what is measured comes after it."""
+"""Warm-up steps of the ways that have a warm-up. Timed steps come after it."""
 
 
 class Way(NamedTuple):
+    """The objects that a training step uses."""
+
     module: nn.Module
     optimizer: Any
     sync: thinwire.Synchronizer | None = None
-    """Of thinwire's ways."""
+    """The synchronizer of a way of thinwire, otherwise None."""
 
 
 Maker = Callable[[nn.Module], Way]
 
 
 def way(name: str) -> Maker:
-    """ValueError if there is none of this name."""
+    """Return the function that builds the way of this name. Raises ValueError for an unknown name."""
     if name in _PEERS:
         return _PEERS[name]
     mode, _, spec = name.partition(" ")
@@ -48,27 +53,32 @@ def way(name: str) -> Maker:
 
 
 def nothing(model: nn.Module) -> Way:
-    """No communication: the ceiling."""
+    """Build DDP without communication, as the upper bound on speed."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     return _hooked(model, None, noop_hook)
 
 
 def dense(model: nn.Module) -> Way:
+    """Build plain DDP with torch's AdamW."""
     return Way(_ddp(model), _adamw(model))
 
 
 def fp16(model: nn.Module) -> Way:
+    """Build DDP with torch's fp16 hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     return _hooked(model, None, fp16_compress_hook)
 
 
 def bf16(model: nn.Module) -> Way:
+    """Build DDP with an all-reduce in bf16."""
     return _hooked(model, None, _bf16_hook)
 
 
 def powersgd(rank: int) -> Maker:
+    """Return a function that builds DDP with torch's PowerSGD hook."""
+
     def make(model: nn.Module) -> Way:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -79,8 +89,10 @@ def powersgd(rank: int) -> Maker:
 
 
 def powersgd_package(model: nn.Module) -> Way:
-    """Of the method's authors. It exchanges after the backward pass, without DDP, and keeps what it has not sent in the
-    gradients: so these are not cleared."""
+    """Build a way with the package of PowerSGD's authors, without DDP.
+
+    It exchanges after the backward pass. It keeps what it has not sent in the gradients, so these are not cleared.
+    """
     package: Any = importlib.import_module("powersgd")
     config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregator = package.PowerSGD(list(model.parameters()), config=config)
@@ -97,14 +109,14 @@ def powersgd_package(model: nn.Module) -> Way:
 
 
 def _attached(spec: str, model: nn.Module) -> Way:
-    """thinwire compresses the gradients, torch's optimizer steps."""
+    """Build DDP with gradients compressed by thinwire, and torch's AdamW."""
     module = _ddp(model)
     sync = thinwire.attach(module, spec)
     return Way(module, _adamw(model), sync)
 
 
 def _stepping(optimizer: str, spec: str, model: nn.Module) -> Way:
-    """thinwire's optimizer compresses its updates."""
+    """Build DDP and thinwire's optimizer, which compresses its updates."""
     module = _ddp(model)
     made = getattr(thinwire, optimizer)(module, lr=1e-5, compressor=spec, warmup_steps=_WARMUP_STEPS)
     return Way(module, made, made.sync)
@@ -127,7 +139,10 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _ddp(model: nn.Module, **options: Any) -> DDP:
-    """Without sending the weights around first, which would take longer than the steps: all ranks have the same."""
+    """Wrap the model in DDP without broadcasting the weights.
+
+    The broadcast would take longer than the steps, and all ranks have the same weights.
+    """
     return DDP(model, init_sync=False, **options)
 
 

@@ -1,10 +1,10 @@
-"""`thinwire bench recipe`: the same model trained by different recipes: the loss beside the bytes sent.
+"""`thinwire bench recipe`: trains the same model by different recipes and compares loss and bytes sent.
 
-A recipe is an optimizer and a way to exchange gradients or updates. All of them start from the same weights, see the
-same data and have the same schedule; the table has the loss on validation data beside the bytes that each rank sent,
-warm-up included. Workers are processes with DDP over gloo, or, with --simulate, threads of one process.
+A recipe is an optimizer and a way to exchange gradients or updates. All recipes start from the same weights and have
+the same data and the same schedule. The table shows the validation loss and the bytes that each rank sent, warm-up
+included. Ranks are processes with DDP over gloo, or, with --simulate, threads of one process.
 
-Ranks that end with different weights end in exit code 1. Losses are told, never judged.
+If ranks end with different weights, the exit code is 1. Losses never change the exit code.
 """
 
 import sys
@@ -17,8 +17,8 @@ from .options import Options
 
 
 def run(options: Options) -> int:
-    """Train and print the table; 1 if ranks ended with different weights, or a worker failed."""
-    # These load torch, for which help and wrong options should not wait.
+    """Train and print the table. Return 0, or 1 if ranks ended with different weights or a rank failed."""
+    # These load torch; --help and errors in options should not wait for that.
     from thinwire.tools.workers import WorkerError, Workers
 
     from .measured import measure_all

@@ -1,17 +1,17 @@
-"""How the gradients of a step become those of all ranks, and how many bytes that took.
+"""Exchanges the gradients of a step between ranks and counts the bytes sent.
 
-Bytes of thinwire are counted by its synchronizer. Those of torch's own all-reduce are not to be had from torch, so they
-are what a ring sends for what is all-reduced: 2 (P - 1) / P times its bytes, of which there are, for N parameters,
+thinwire's synchronizer counts its own bytes. torch does not report the bytes of its all-reduce, so they are those of a
+ring: 2 (P - 1) / P times the bytes that are all-reduced. For N parameters these are
 
     dense       4 N
     fp16 hook   2 N
-    PowerSGD    4 N in its first steps; then 4 (rows + columns) rank for each matrix that it compresses and 4 for each
-                entry of the others, as its state counts them
+    PowerSGD    4 N in its first steps; then 4 (rows + columns) rank for each compressed matrix and 4 for each element
+                of the other tensors, as counted by the state of the hook
 
-torch's hooks need processes and DDP. Where ranks are threads, fp16 and PowerSGD are done here by the same rules, as one
-tensor for the whole model in place of DDP's buckets. The sum of fp16 is that of `all_reduce_compressed`: it adds in
-float32 and rounds to 16 bits at the end, where gloo and NCCL round at each addition, and what is not finite on any rank
-(fp16 ends at 65,504) makes all elements NaN, where torch keeps Inf in the one.
+torch's hooks need processes and DDP. If ranks are threads, this module implements fp16 and PowerSGD by the same rules,
+with one tensor for the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`. It adds
+in float32 and rounds to 16 bits at the end, whereas gloo and NCCL round at each addition. If any rank has a value that
+is not finite (fp16 ends at 65,504), all elements become NaN, whereas torch keeps Inf in that element only.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,56 +30,65 @@ from thinwire.sync.buckets import Bucket
 from .powersgd import PowerSGD
 
 _ONE_BUCKET_MB = 1 << 14
-"""With several buckets PowerSGD issues its collectives in an order that differs between ranks."""
+"""Bucket size for PowerSGD, large enough for one bucket.
+
+With several buckets, the order of its collectives differs between ranks.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a recipe starts from, on one rank."""
+    """The arguments from which a recipe builds its exchange, on one rank."""
 
     model: nn.Module
-    """On its device, with the same weights on every rank."""
+    """The model on its device, with the same weights on every rank."""
     optimizer: Callable[..., torch.optim.Optimizer]
     lr: float
     options: dict[str, Any]
-    """Of the recipe, as given; `compressor` and `algorithm` are for who exchanges, unless that is the optimizer."""
+    """Options of the recipe as given.
+
+    `compressor` and `algorithm` go to the synchronizer, or to the optimizer if it does the exchange.
+    """
     warmup_steps: int
     size: int
     group: LocalGroup | None
-    """This rank's, if ranks are threads; else it is the default group of torch.distributed."""
+    """Process group of this rank if ranks are threads. None stands for the default group of torch.distributed."""
     bucket: Bucket | None = None
-    """This rank's gradient, if ranks are threads."""
+    """Gradient of this rank if ranks are threads."""
 
     def make(self, parameters: object, **more: object) -> torch.optim.Optimizer:
-        """The optimizer; what the recipe was given comes before `more`."""
+        """Build the optimizer. The options of the recipe override `more`."""
         return self.optimizer(parameters, **{"lr": self.lr, **more, **self.options})
 
     def ring(self, nbytes: float) -> float:
+        """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
         return ring_bytes(nbytes, self.size)
 
     @property
     def parameters(self) -> int:
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the training loop needs."""
+    """The objects that the training loop uses."""
 
     module: nn.Module
-    """To be called: the model, or DDP around it."""
+    """The module to call: the model, or DDP around it."""
     optimizer: torch.optim.Optimizer
     bytes_sent: Callable[[int], float]
-    """By this rank in so many steps, which are all that were done."""
+    """Returns the bytes that this rank has sent. The argument is the number of steps done so far."""
     after_backward: Callable[[], None] = lambda: None
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
-    """What each rank sends when a ring all-reduces so many bytes."""
+    """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
     return 2 * nbytes * (ranks - 1) / ranks
 
 
 def dense(setup: Setup) -> Exchange:
+    """Build an exchange that averages gradients without compression."""
     if setup.group is not None:
         return synchronized(setup, "none", [])
     step = setup.ring(4 * setup.parameters)
@@ -87,6 +96,7 @@ def dense(setup: Setup) -> Exchange:
 
 
 def fp16(setup: Setup) -> Exchange:
+    """Build an exchange that averages gradients in fp16, by torch's hook if ranks are processes."""
     step = setup.ring(2 * setup.parameters)
     optimizer = setup.make(setup.model.parameters())
     if setup.group is not None:
@@ -99,7 +109,7 @@ def fp16(setup: Setup) -> Exchange:
 
 
 def _all_reduce_in_fp16(setup: Setup) -> None:
-    """Replace gradients by their mean; as `fp16_compress_hook` each rank divides before the sum."""
+    """Replace gradients by their mean. Each rank divides before the sum, as in `fp16_compress_hook`."""
     gradients = [one.grad for one in setup.model.parameters() if one.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients]).half().div_(setup.size)
     thinwire.all_reduce_compressed(flat, "none", group=setup.group)
@@ -108,6 +118,7 @@ def _all_reduce_in_fp16(setup: Setup) -> None:
 
 
 def powersgd(setup: Setup, rank: int) -> Exchange:
+    """Build an exchange that averages gradients by PowerSGD, by torch's hook if ranks are processes."""
     dense_steps = max(2, setup.warmup_steps)  # fewer are an error in torch's hook
     optimizer = setup.make(setup.model.parameters())
     if setup.group is not None:
@@ -134,7 +145,7 @@ def powersgd(setup: Setup, rank: int) -> Exchange:
 
 
 def synchronized(setup: Setup, compressor: str, warmup: Sequence[tuple[int, str]]) -> Exchange:
-    """Gradients are compressed; the optimizer is torch's."""
+    """Build an exchange in which thinwire compresses the gradients and torch's optimizer steps."""
     options = dict(setup.options)
     policy = thinwire.Policy(options.pop("compressor", compressor), warmup=warmup)
     given = {"algorithm": options.pop("algorithm", "auto")}
@@ -148,7 +159,7 @@ def synchronized(setup: Setup, compressor: str, warmup: Sequence[tuple[int, str]
 
 
 def in_optimizer(setup: Setup) -> Exchange:
-    """thinwire's optimizer, which exchanges its updates."""
+    """Build an exchange with thinwire's optimizer, which exchanges compressed updates."""
     module = DDP(setup.model) if setup.group is None else setup.model
     more = {} if setup.group is None else {"group": setup.group}
     optimizer: Any = setup.make(module, warmup_steps=setup.warmup_steps, **more)
@@ -159,7 +170,7 @@ def in_optimizer(setup: Setup) -> Exchange:
 
 
 def _reduced_by(sync: thinwire.Synchronizer, bucket: Bucket | None) -> Callable[[], None]:
-    """Return what hands a rank's whole gradient to its synchronizer, as DDP's hook does."""
+    """Return a function that passes the whole gradient of a rank to its synchronizer, as DDP's hook does."""
     assert bucket is not None
 
     def reduce() -> None:
@@ -170,7 +181,7 @@ def _reduced_by(sync: thinwire.Synchronizer, bucket: Bucket | None) -> Callable[
 
 
 def _sent_by(optimizer: Any, bucket: Bucket) -> Callable[[], None]:
-    """Return what hands a rank's whole gradient to its optimizer."""
+    """Return a function that passes the whole gradient of a rank to its optimizer."""
 
     def send() -> None:
         optimizer.add_bucket(bucket, first=True, last=True)

@@ -1,8 +1,9 @@
-"""Gradients of simulated ranks, which all have the same weights: one model serves them all.
+"""Computes the gradients of simulated ranks. All ranks have the same weights and share one model.
 
-On a GPU a small model is bound by the launches of its kernels, once for every rank. So the samples of all ranks go
-through the model in one pass where `torch.func.vmap` can keep their gradients apart, and the launches are recorded in
-a CUDA graph, which is replayed at every step. Whatever the way, row r of `flat` is what rank r would have computed.
+On a GPU, the speed of a small model is limited by kernel launches, which would be repeated for every rank. If
+`torch.func.vmap` can keep the gradients of ranks apart, the samples of all ranks go through the model in one pass.
+Otherwise ranks are computed one after the other. The launches are recorded in a CUDA graph that is replayed at every
+step. In either case, row r of `flat` is the gradient that rank r would compute by itself.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,20 @@ from thinwire.sync.buckets import Bucket
 from thinwire.tools.train.models.gpt import GPT
 
 _LONGEST_CONTEXT = 256
-"""Attention under vmap is made of plain matrix products, whose memory grows with the square of the context."""
+"""Longest context for one pass over all ranks.
+
+Attention under vmap consists of plain matrix products, whose memory grows with the square of the context.
+"""
 _FIRST_PASSES = 3
-"""Made before a CUDA graph is recorded, as torch asks for."""
+"""Passes that run before a CUDA graph is recorded, as torch requires."""
 
 
 class Gradients:
     """The gradients of all ranks at a step.
 
-    model   whose weights are those of every rank; they may change in place.
-    ranks   how many.
-    bf16    let the model compute in bfloat16 (autocast).
+    model   the model with the weights of every rank. They may change in place.
+    ranks   number of ranks.
+    bf16    whether the model computes in bfloat16 (autocast).
     """
 
     def __init__(self, model: nn.Module, ranks: int, *, bf16: bool) -> None:
@@ -43,14 +47,14 @@ class Gradients:
         self._passes = 0
 
     def bucket(self, rank: int) -> Bucket:
-        """Return the flat gradient of a rank, as DDP hands it to a hook."""
+        """Return the flat gradient of a rank, as DDP passes it to a hook."""
         return Bucket(self.flat[rank], self.names, self.sizes)
 
     def compute(self, batch: Sequence[Tensor]) -> None:
-        """Fill `flat` from the samples of all ranks, rank after rank.
+        """Fill `flat` from the samples of all ranks, ordered by rank.
 
-        The first calls must come from one thread: torch makes handles of CUDA's libraries for every thread, which it
-        cannot do while a graph is recorded.
+        The first calls must come from one thread. torch creates handles of the CUDA libraries for every thread, and
+        cannot do so while a graph is recorded.
         """
         inputs, targets = (part.unflatten(0, (self._ranks, -1)) for part in batch)
         if not self.flat.is_cuda:
@@ -97,7 +101,7 @@ class Gradients:
     def _precision(self) -> AbstractContextManager[object]:
         if not self._bf16:
             return nullcontext()
-        # Without its cache, which would keep weights as they were when a graph was recorded.
+        # The cache of autocast would keep the weights from when a graph was recorded.
         return torch.autocast(self.flat.device.type, torch.bfloat16, cache_enabled=False)
 
 

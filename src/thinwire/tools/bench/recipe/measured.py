@@ -1,4 +1,4 @@
-"""A row for each training: loss, bytes and time."""
+"""Measures loss, bytes and time of each training and yields one row for each."""
 
 import math
 import time
@@ -14,60 +14,66 @@ from .trainer import Score, Trainer
 
 _STEPS_AT_ONCE = 10
 _EVALUATIONS = 5
-"""Evenly over the steps, for a record; the last one counts."""
+"""Number of evaluations, evenly spread over the steps. The last one is the result, the others are only recorded."""
 
 
 class Ranks(Protocol):
-    """`Workers` or `Threads`."""
+    """The interface that `Workers` and `Threads` share."""
 
-    def form(self, size: int, actor: Any, *args: object) -> None: ...
+    def form(self, size: int, actor: Any, *args: object) -> None:
+        """Form a world of `size` ranks and build `actor(rank, size, *args)` on each."""
 
-    def ask(self, method: str, *args: object) -> list[Any]: ...
+    def ask(self, method: str, *args: object) -> list[Any]:
+        """Call a method of the object on each rank and return the results, ordered by rank."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training. Bytes are those that a rank sent, the mean over ranks."""
+    """Results of one training. Bytes are those sent by a rank, as the mean over ranks."""
 
     case: Case
     scores: dict[int, Score]
-    """By step; the last one counts."""
+    """Score by step. The last one is the result."""
     bytes_total: float
     bytes_per_step: float
-    """After the warm-up."""
+    """Mean bytes of a step after the warm-up."""
     dense_total: float
-    """What dense ring all-reduces would have sent."""
+    """Bytes that dense ring all-reduces would send in all steps."""
     dense_per_step: float
     seconds: float
-    """Of training, all ranks on this machine."""
+    """Training time, with all ranks on this machine."""
     checksums: tuple[int, ...]
-    """Of the weights, by rank."""
+    """Checksum of the weights of each rank."""
 
     @property
     def loss(self) -> float:
+        """Validation loss at the end."""
         return self.scores[max(self.scores)].loss
 
     @property
     def accuracy(self) -> float:
+        """Validation accuracy at the end."""
         return self.scores[max(self.scores)].accuracy
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than dense, warm-up included."""
+        """Reduction: bytes of dense divided by the bytes sent, warm-up included."""
         return self.dense_total / self.bytes_total if self.bytes_total else math.inf
 
     @property
     def ratio_per_step(self) -> float:
+        """Reduction after the warm-up."""
         return self.dense_per_step / self.bytes_per_step if self.bytes_per_step else math.inf
 
     @property
     def fault(self) -> str | None:
+        """Description of the error if ranks ended with different weights, otherwise None."""
         if len(set(self.checksums)) > 1:
             return f"{self.case.title}: ranks ended with different weights, expected the same bits on all"
         return None
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON, which has no word for infinite or not a number."""
+        """Return the row as a dict for one line of JSON, with None in place of infinity and NaN."""
         return {
             "kind": "recipe",
             "recipe": self.case.recipe.text,
@@ -88,6 +94,7 @@ class Row:
 
 
 def measure_all(settings: Settings, ranks: Ranks, progress: Progress) -> Iterator[Row]:
+    """Train every case and yield its row."""
     ranks.form(settings.workers, Trainer, settings)
     for case in settings.cases:
         row = _measure(case, settings, ranks, progress)

@@ -1,4 +1,4 @@
-"""What `thinwire bench recipe` is told."""
+"""The options of `thinwire bench recipe`."""
 
 from dataclasses import dataclass
 from pathlib import Path

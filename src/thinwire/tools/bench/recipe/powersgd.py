@@ -1,22 +1,23 @@
-"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727) on any mean over ranks, since torch's hook needs processes and DDP.
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727) on any mean over ranks, because torch's hook needs processes and DDP.
 
-In each step, for each gradient of two or more dimensions as a matrix of n rows (its first dimension) and m columns:
+Each gradient of two or more dimensions is a matrix of n rows (its first dimension) and m columns. In each step:
 
-    M = gradient + error                     of this rank
+    M = gradient + error                     on this rank
     P = orthogonalize(mean of M Q)           n x rank; Q, m x rank, is that of the last step, orthogonalized
     Q = mean of M^T P
     gradient, error = P Q^T, M - P Q^T
 
 The rules are those of torch's `powerSGD_hook` with its defaults: error feedback; Q drawn once, the same on all ranks;
-dense for the first steps, and for a matrix of which (n + m) rank is not less than half of n m. Matrices are taken in
-the order in which DDP's buckets have them, from the last parameter to the first, and Q is drawn as torch draws it.
+the first steps dense; and matrices dense if (n + m) rank is at least half of n m. Matrices are processed in the order
+of DDP's buckets, from the last parameter to the first, and Q is drawn as torch draws it.
 
-What differs: columns are orthogonalized by QR, those of rank 1 divided by their norm; torch has Gram-Schmidt for rank 1
-and 2, which differs from QR in signs, that cancel in P Q^T, and makes NaN of a column of zeros, which here becomes a
-unit vector. A dense tensor has no error; torch keeps its difference from the mean, which cancels in the next mean.
+There are two differences. Columns are orthogonalized by QR, and for rank 1 divided by their norm. torch uses
+Gram-Schmidt for ranks 1 and 2. It differs from QR in signs, which cancel in P Q^T. A column of zeros becomes NaN there
+and a unit vector here. Dense tensors have no error here. torch keeps their difference from the mean, which cancels in
+the next mean.
 
-All P of a step are one tensor, as are all Q and all dense tensors: three all-reduces. Matrices of the same shape are
-multiplied as one batch, and all are orthogonalized as one batch, with rows of zeros below the shorter ones.
+All P of a step are one tensor, as are all Q and all dense tensors, so a step has three all-reduces. Matrices of the
+same shape are multiplied as one batch. All matrices are orthogonalized as one batch, padded with rows of zeros.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 MIN_COMPRESSION_RATE = 2
-"""torch's default."""
+"""Same as torch's default."""
 
 
 @dataclass
 class _Batch:
-    """The matrices of one shape."""
+    """All matrices of one shape."""
 
     parameters: list[nn.Parameter]
     p: Tensor
@@ -40,17 +41,17 @@ class _Batch:
     q: Tensor
     """batch x m x rank, a view into all Q."""
     m: Tensor
-    """batch x n x m: between steps the error, within a step the gradient is added to it."""
+    """batch x n x m: the error between steps, and error + gradient within a step."""
 
 
 class PowerSGD:
-    """Replaces gradients by their mean over ranks, of which matrices are approximated by ones of low rank.
+    """Replaces gradients by their mean over ranks, with matrices approximated by matrices of low rank.
 
-    parameters    of the model, in its order; they all have gradients when `all_reduce_gradients` is called.
+    parameters    parameters of the model, in its order. All must have gradients when `all_reduce_gradients` is called.
     mean          replaces a tensor by its mean over ranks.
-    rank          of the approximation.
-    dense_steps   how many steps are dense before the first that compresses.
-    seed          of the first Q, the same on all ranks.
+    rank          rank of the approximation.
+    dense_steps   number of dense steps before the first compressed one.
+    seed          seed of the first Q, the same on all ranks.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class PowerSGD:
         self._parameters = list(parameters)[::-1]
         self._mean, self._dense_steps, self._step = mean, dense_steps, 0
         self.numel_sent = 0
-        """Elements that were all-reduced so far."""
+        """Number of elements that were all-reduced so far."""
         matrices = [one for one in self._parameters if _pays(one, rank)]
         compressed = {id(one) for one in matrices}
         self._dense = [one for one in self._parameters if id(one) not in compressed]
@@ -84,7 +85,7 @@ class PowerSGD:
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
-        """Replace the gradients of all parameters; called once in each step, on all ranks."""
+        """Replace the gradients of all parameters by their mean. Call it once in each step, on all ranks."""
         compresses = self._step >= self._dense_steps
         self._step += 1
         self._all_reduce_dense(self._dense if compresses else self._parameters)
@@ -125,7 +126,7 @@ class _LowRank:
     """All P, or all Q: one tensor, and a view of it for each batch."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], rank: int, like: Tensor) -> None:
-        """`shapes` has the number of matrices and of rows, for each batch."""
+        """Allocate the tensor. `shapes` holds the number of matrices and the number of rows of each batch."""
         self.flat = like.new_zeros(sum(count * rows for count, rows in shapes) * rank)
         parts = self.flat.split([count * rows * rank for count, rows in shapes])
         self.batches = [part.view(count, rows, rank) for part, (count, rows) in zip(parts, shapes, strict=True)]
@@ -134,10 +135,10 @@ class _LowRank:
         self._shape = len(heights), height, rank
         real = torch.arange(height).unsqueeze(0) < heights.unsqueeze(1)
         self._index = real.unsqueeze(-1).expand(self._shape).flatten().nonzero().flatten().to(like.device)
-        """Where the elements are, if each matrix had as many rows as the tallest."""
+        """Positions of the elements if each matrix were padded to the rows of the tallest."""
 
     def draw(self, seed: int) -> None:
-        """Fill with what torch's hook would draw."""
+        """Fill the matrices with the random numbers that torch's hook would draw."""
         generator = torch.Generator().manual_seed(int(np.random.RandomState(seed).randint(1_000_000_000)))
         for batch in self.batches:
             for matrix in batch:
@@ -171,7 +172,7 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def _pays(parameter: Tensor, rank: int) -> bool:
-    """Whether P and Q are less than half of the matrix. Then rank is below n and m, too."""
+    """Return whether P and Q are smaller than half of the matrix. If so, rank is also less than n and m."""
     if parameter.dim() < 2 or not parameter.numel():
         return False
     n, m = _shape(parameter)

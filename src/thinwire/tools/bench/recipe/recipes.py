@@ -1,14 +1,17 @@
-"""The recipes: names, and how each makes an optimizer and an exchange out of a model.
+"""The recipes: their names, and how each builds an optimizer and an exchange from a model.
 
 dense       torch's optimizer on averaged gradients
-fp16 hook   the same with gradients in 16 bits, and powersgd: between processes by torch's communication hooks, between
-            threads by the same rules
-textbook    the gradient is compressed with error feedback, then torch's optimizer steps: the way that papers begin with
-thinwire    thinwire's optimizer, which compresses its update; "8-bit": textbook with a compressor that is safe there
+fp16 hook   dense with gradients in 16 bits
+powersgd    dense with gradients approximated by PowerSGD
+textbook    error feedback on the gradient, then a step of torch's optimizer: the method that papers start from
+thinwire    thinwire's optimizer, which compresses its update; "8-bit": textbook with an 8-bit compressor, which is safe
+            there
 
-All that compress have the same warm-up: textbook and thinwire in 8 bits, PowerSGD dense. All of a family have the same
-learning rate, and SGD has momentum 0.9. A recipe that would do better with others, dense ones too, is asked for with
-them: "adamw dense;lr=2e-3;betas=0.8,0.999".
+fp16 and powersgd use torch's communication hooks between processes, and the same rules between threads.
+
+Textbook and thinwire have a warm-up in 8 bits. The warm-up of PowerSGD has as many steps, at least 2, and is dense. All
+recipes of a family have the same learning rate, and SGD has momentum 0.9. For a recipe that does better with other
+options, dense ones too, write them behind its name: "adamw dense;lr=2e-3;betas=0.8,0.999".
 """
 
 import ast
@@ -31,20 +34,22 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Recipe:
+    """A method to train: an optimizer and a way to exchange."""
+
     family: str
-    """adamw or sgd: which learning rate, and which dense run it is compared with."""
+    """adamw or sgd. It selects the learning rate and the dense run to compare with."""
     build: Callable[[Setup], Exchange]
     optimizer: Callable[[], Optimizer]
-    """The class that takes a recipe's options; asked for when it is needed."""
+    """Returns the optimizer class, which takes the options of the recipe."""
     compresses: bool = False
-    """Whether it takes a compressor, too."""
+    """Whether the recipe also takes the options `compressor` and `algorithm`."""
     options: dict[str, object] = field(default_factory=dict)
-    """Of the optimizer, where a training usually gives others than its defaults."""
+    """Options of the optimizer that usually differ from its defaults in training."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe as it was asked for."""
+    """A recipe with the options that the user gave."""
 
     text: str
     name: str
@@ -52,11 +57,14 @@ class Chosen:
 
     @property
     def recipe(self) -> Recipe:
+        """The recipe of this name."""
         return RECIPES[self.name]
 
 
 def parse(text: str) -> Chosen:
-    """A name, and options behind it: name;key=value;key=value.
+    """Parse a recipe name and its options: name;key=value;key=value.
+
+    Raises ValueError for an unknown name or option.
 
     >>> parse("adamw dense;lr=2e-3;betas=0.8,0.99").options
     {'lr': 0.002, 'betas': (0.8, 0.99)}
@@ -78,7 +86,7 @@ def parse(text: str) -> Chosen:
 
 
 def _value(text: str) -> object:
-    """A number, a tuple, True, None; else the text itself, as a compressor's spec is."""
+    """Return the Python literal in a text (a number, a tuple, True, None), or else the text itself, such as a spec."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""The rows as a table for a person: one line for each recipe, the mean over its seeds."""
+"""Prints the rows as a table: one line for each recipe, with the mean over its seeds."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from .settings import Settings
 
 
 def print_rows(settings: Settings, rows: Sequence[Row]) -> None:
+    """Print the table and the explanation of its columns."""
     by_recipe: dict[str, list[Row]] = {}
     for row in rows:
         by_recipe.setdefault(row.case.recipe.text, []).append(row)

@@ -1,4 +1,4 @@
-"""What a rank does: a plain training loop, some steps at a time, so that nobody waits for an answer for long."""
+"""Trains on each rank: a plain training loop, run for a few steps at a time so that each call returns soon."""
 
 import gc
 import warnings
@@ -21,14 +21,14 @@ from .settings import Case, Settings
 
 @dataclass(frozen=True)
 class Score:
-    """On validation data."""
+    """Loss and accuracy on validation data."""
 
     loss: float
     accuracy: float
 
 
 class Trainer:
-    """On each rank: one training at a time."""
+    """Runs on each rank and does one training at a time."""
 
     def __init__(
         self,
@@ -38,24 +38,26 @@ class Trainer:
         group: LocalGroup | None = None,
         ranks: "Sequence[Trainer]" = (),
     ) -> None:
-        """
-        group   of a rank that is a thread; else the default group of torch.distributed.
-        ranks   those of all ranks that are threads.
+        """Load the data.
+
+        group   group of a rank that is a thread. None stands for the default group of torch.distributed.
+        ranks   the trainers of all ranks, if ranks are threads.
         """
         self._rank, self._size, self._settings, self._group, self._ranks = rank, size, settings, group, ranks
         self._device = torch.device(settings.device)
-        if group is None:  # of what is to be shown here; this process is ours, where ranks are threads it is not
+        if group is None:  # this benchmark shows it on purpose; threads leave the filters of their process alone
             warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         self._data = (
             settings.load_data() if group is None or rank == 0 else None
-        )  # the first rank has all ranks' batches
+        )  # rank 0 loads the batches of all threads
         self._model: nn.Module | None = None
         self._exchange: Exchange | None = None
         self.gradients: Gradients | None = None
-        """Of all ranks that are threads; the first one has it."""
+        """Gradients of all ranks that are threads. Only rank 0 has them."""
 
     def start(self, case: Case) -> None:
-        self._model = self._exchange = self.gradients = None  # before the next ones take their memory
+        """Start the training of a case: build the model and its exchange."""
+        self._model = self._exchange = self.gradients = None  # free their memory before the next ones are built
         gc.collect()
         settings, recipe = self._settings, case.recipe.recipe
         model = settings.build(case.seed).to(self._device)
@@ -79,14 +81,14 @@ class Trainer:
         self._base_lr = [group["lr"] for group in self._exchange.optimizer.param_groups]
 
     def advance(self, until: int) -> float:
-        """Train up to this step; the bytes that this rank has sent so far."""
+        """Train up to step `until` and return the bytes that this rank has sent so far."""
         assert self._exchange is not None
         while self._step < until:
             self._train_step(self._exchange)
         return self._exchange.bytes_sent(self._step)
 
     def _take_gradients(self, model: nn.Module, group: LocalGroup) -> Bucket:
-        """Let every parameter's gradient be a part of this rank's row of the gradients of all ranks."""
+        """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks."""
         if self._rank == 0:
             self.gradients = Gradients(model, self._size, bf16=self._settings.bf16)
         group.barrier()
@@ -99,7 +101,7 @@ class Trainer:
         return bucket
 
     def evaluate(self) -> Score | None:
-        """By the first rank; all have the same weights."""
+        """Return the score on rank 0 and None on all others, because all ranks have the same weights."""
         if self._rank:
             return None
         assert self._model is not None
@@ -117,7 +119,7 @@ class Trainer:
         return Score(loss / count, right / count)
 
     def checksum(self) -> int:
-        """Of all weights."""
+        """Return a checksum of all weights."""
         assert self._model is not None
         total = 0
         for parameter in self._model.parameters():
@@ -130,7 +132,7 @@ class Trainer:
             group["lr"] = lr * factor
         size, first = self._settings.batch, self._step * self._size * self._settings.batch
         if self._group is not None:
-            self._group.barrier()  # nobody needs the gradients of the last step any more
+            self._group.barrier()  # no rank needs the gradients of the last step any more
             if self.gradients is not None and self._data is not None:
                 self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
             self._group.barrier()

@@ -1,7 +1,7 @@
-"""`thinwire bench results`: what `thinwire bench link` or `bench recipe` wrote, as tables for a README and a plot.
+"""`thinwire bench results`: turns the output of `bench link` or `bench recipe` into Markdown tables and a plot.
 
-The tables go between two lines of a Markdown file, each a comment, so that a README's figures are printed by a command
-that stands beside them, and never by hand. Rows of the two benchmarks have lines of their own. torch is not loaded.
+The tables go between two comment lines of a Markdown file, so that a command next to them writes all figures of a
+README and none is written by hand. The two benchmarks have different comment lines. torch is not loaded.
 
 rows of    are read by   tables by        a plot by
 link       sources       markdown         plot
@@ -37,7 +37,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Write what was asked for."""
+    """Write or print the tables and write the plot. Return 0."""
     files = options.files or tuple(sorted(FOLDER.glob(PATTERN)))
     if not files:
         raise ValueError(f"no file {FOLDER / PATTERN} here; give what thinwire bench link --out wrote")
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
         print(text)
     else:
         begin, end = (LOSS_BEGIN, LOSS_END) if are_losses else (BEGIN, END)
-        inside = replaced(options.readme, text, begin, end)  # before anything is written
+        inside = replaced(options.readme, text, begin, end)  # raises before anything is written
         options.readme.write_text(inside, encoding="utf-8")
     if options.plot is not None:
         options.plot.write_text(drawing(), encoding="utf-8")
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 Made = tuple[str, Callable[[], str]]
-"""The tables, and what draws the plot."""
+"""The tables, and a function that draws the plot."""
 
 
 def _of_links(files: Sequence[Path], options: Options) -> Made:
@@ -77,7 +77,7 @@ def _of_losses(files: Sequence[Path], options: Options) -> Made:
 
 
 def _are_losses(files: Sequence[Path]) -> bool:
-    """Return whether rows are of bench recipe, by the first of each file."""
+    """Return whether the files have rows of bench recipe, by the first row of each file."""
     from thinwire.tools.record import read
 
     kinds = {next((line["kind"] for line in read(file)), None): file for file in files}
@@ -90,7 +90,7 @@ def _are_losses(files: Sequence[Path]) -> bool:
 
 
 def replaced(readme: Path, text: str, begin: str, end: str) -> str:
-    """Return the file with `text` between its two lines."""
+    """Return the content of the file with `text` between the lines `begin` and `end`."""
     before, found, rest = readme.read_text(encoding="utf-8").partition(begin + "\n")
     _, closed, after = rest.partition(end)
     if not found or not closed:
@@ -99,13 +99,13 @@ def replaced(readme: Path, text: str, begin: str, end: str) -> str:
 
 
 def _places(options: Options) -> tuple[str, str, Callable[[Path], str]]:
-    """Return the command, the link to the plot, and what returns the link to a file."""
+    """Return the command, the link to the plot, and a function that returns the link to a file."""
     target = options.readme or Path()
     return _command(options), _seen_from(target, options.plot), lambda path: _seen_from(target, path)
 
 
 def _seen_from(readme: Path, path: Path | None) -> str:
-    """A path as a link in the README has it."""
+    """Return a path relative to the README, for use in a link."""
     return "" if path is None else Path(os.path.relpath(path, readme.parent)).as_posix()
 
 

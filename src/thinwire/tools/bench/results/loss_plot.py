@@ -1,7 +1,7 @@
-"""Validation loss over the bytes that a rank sends, as an SVG that stands alone: a panel for each comparison.
+"""Plots validation loss over the bytes that a rank sends as a self-contained SVG, with a panel for each comparison.
 
-A mark is a method with a number of ranks, at its best learning rate; its colour is the method's, which is written
-beside it, and its shape the number of ranks. What is far from dense is drawn on the edge, with its value.
+A mark is a method at one world size, with its best learning rate. Its colour stands for the method, whose name is next
+to it, and its shape for the world size. Values far from dense are drawn on the edge, with the value as text.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,13 @@ from .svg import BOTTOM, COLOURS, LEFT, RIGHT, TOP, Scale, axes, mark, page
 
 _WIDTH, _HEIGHT, _GAP = 780, 400, 20
 _LETTER, _LINE = 7.2, 15
-"""Of a label, in pixels: the mean width of a letter, and what two labels are apart."""
+"""Mean width of a letter and distance between labels, in pixels."""
 
 _FAR = 0.3
-"""Of the best dense value: what differs from it by more is on the edge, so that the others can be told apart."""
+"""Relative difference from the best dense value above which a mark is drawn on the edge.
+
+Otherwise the other marks could not be distinguished.
+"""
 
 Place = tuple[float, float]
 Box = tuple[float, float, float, float]
@@ -24,6 +27,7 @@ Box = tuple[float, float, float, float]
 
 
 def plot(comparisons: Sequence[Comparison]) -> str:
+    """Return the SVG with all panels."""
     height = len(comparisons) * (_HEIGHT + _GAP) + _GAP // 2
     parts = [
         f'<g class="panel" transform="translate(0 {_GAP // 2 + number * (_HEIGHT + _GAP)})">{_panel(one)}</g>'
@@ -33,7 +37,7 @@ def plot(comparisons: Sequence[Comparison]) -> str:
 
 
 def _panel(one: Comparison) -> str:
-    # Ours first: they have the first colours.
+    # thinwire's methods first, so that they get the first colours.
     methods = sorted(one.methods, key=lambda method: not method.is_ours)
     points = {
         (method, ranks): found for method in methods for ranks in one.worlds if (found := one.best(method, ranks))
@@ -43,7 +47,7 @@ def _panel(one: Comparison) -> str:
     assert dense
     low, high = (dense[2].value * (1 + sign * _FAR) for sign in (-1, 1))
     values = {key: min(max(result.value, low), high) for key, (_, result) in points.items()}
-    # At least a tenth of the value, so that what differs by chance looks like it.
+    # The axis spans at least a tenth of the value, so that differences by chance look small.
     spread = max(values.values()) - min(values.values())
     margin = max(0.08 * spread, (0.1 * dense[2].value - spread) / 2)
     x = Scale(min(sent) / 1.5, max(sent) * 1.5, LEFT, _WIDTH - RIGHT)
@@ -86,14 +90,14 @@ def _panel(one: Comparison) -> str:
 
 
 def _along(line: Sequence[Place]) -> list[Place]:
-    """Return places on a line, near enough to each other that no label fits between them."""
+    """Return points on a line, so close to each other that no label fits between them."""
     steps = [(start, stop, part / 64) for start, stop in pairwise(line) for part in range(64)]
     between = [(a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])) for a, b, share in steps]
     return [*between, line[-1]]
 
 
 def _label(text: str, places: Sequence[Place], taken: list[Box]) -> str:
-    """Write a method's name beside one of its marks, where nothing is yet, as near as that goes."""
+    """Return the name of a method at the nearest free place beside one of its marks."""
     width = _LETTER * len(text)
     candidates = [
         ((px + 9 if right else px - 9 - width), py + up * _LINE / 2, px, py)
@@ -122,7 +126,7 @@ def _label(text: str, places: Sequence[Place], taken: list[Box]) -> str:
 
 
 def _legend(worlds: Sequence[int]) -> str:
-    """Return the shapes of marks, below the axis."""
+    """Return the shapes of marks, for below the axis."""
     parts = [
         f"{mark(number, LEFT + 6 + 90 * number, _HEIGHT - 14)}"
         f'<text x="{LEFT + 16 + 90 * number}" y="{_HEIGHT - 10}">{ranks} ranks</text>'

@@ -1,4 +1,4 @@
-"""Tables of loss, or accuracy, and bytes by method, in Markdown, with the conditions and the command beside them."""
+"""Writes Markdown tables of loss or accuracy and bytes by method, with the conditions and the command."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,10 @@ from .markdown import short
 
 
 def section(comparisons: Sequence[Comparison], command: str, plot: str, seen: Callable[[Path], str]) -> str:
-    """Return all of it. `plot` is where the plot is, or empty; `seen` returns what a link to a file has to be."""
+    """Return the plot, the tables and their captions as Markdown.
+
+    `plot` is the link to the plot, or empty. `seen` returns the link to a file.
+    """
     parts = [f"![Validation loss over bytes that a rank sends, for every method]({plot})"] if plot else []
     for one in comparisons:
         parts += [_title(one), table(one), _made(one, [seen(file) for file in one.files])]
@@ -19,7 +22,7 @@ def section(comparisons: Sequence[Comparison], command: str, plot: str, seen: Ca
 
 
 def table(one: Comparison) -> str:
-    """Return a line for each method, a column for each number of ranks and learning rate, and the reduction."""
+    """Return a table with a line for each method, a column for each world size and learning rate, and the reduction."""
     heads = ["", *(f"{ranks} ranks, lr {lr:g}" for ranks, lr in one.columns), "seeds"]
     heads += [f"reduction, {ranks} ranks" for ranks in one.worlds]
     lines = [heads, ["---"] * len(heads)]
@@ -48,7 +51,7 @@ def _cell(one: Comparison, method: Method, lr: float, result: Result | None) -> 
 
 
 def _reduction(one: Comparison, method: Method, ranks: int) -> str:
-    """The mean over learning rates, on which few methods' bytes depend."""
+    """Return the mean reduction over learning rates. The bytes of few methods depend on the learning rate."""
     found = [result.reduction for (name, size, _), result in one.results.items() if (name, size) == (method, ranks)]
     return f"{short(sum(found) / len(found))}x" if found else ""
 

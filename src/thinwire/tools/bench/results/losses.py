@@ -1,8 +1,8 @@
-"""Rows of `thinwire bench recipe`, as comparisons: trainings of the same model, precision, steps and samples per step.
+"""Groups the rows of `thinwire bench recipe` into comparisons: same model, precision, steps and samples per step.
 
-A result is the mean over seeds of one method with one learning rate and number of ranks; several rows of one seed count
-as one. Dense and fp16 have the same loss with any number of ranks, since all ranks together see the same samples: their
-rows may have any number of ranks, and stand for all of the comparison.
+A result is the mean over seeds of one method with one learning rate and world size. Several rows with the same seed
+count as one. The loss of dense and fp16 does not depend on the world size, because all ranks together see the same
+samples. Their rows may have any world size and are used for all world sizes of the comparison.
 """
 
 import json
@@ -25,14 +25,14 @@ _ANY_RANKS = (" dense", " fp16 hook")
 
 @dataclass(frozen=True)
 class Metric:
-    """What trainings are compared by."""
+    """The quantity by which trainings are compared."""
 
     key: str
     name: str
     show: Callable[[float], str]
     tick: Callable[[float], str]
     difference: Callable[[float, float], str]
-    """Of a value to that of dense, as text."""
+    """Returns the difference between a value and that of dense, as text."""
     best: Callable[..., Any]
     """min or max."""
 
@@ -62,14 +62,16 @@ class Method:
     name: str
     options: str
     warmup_steps: int
-    """0 where there is none."""
+    """Number of warm-up steps, 0 for dense and fp16."""
 
     @property
     def is_dense(self) -> bool:
+        """Whether the method is uncompressed."""
         return self.name.endswith(" dense")
 
     @property
     def is_ours(self) -> bool:
+        """Whether the method is one of thinwire's."""
         return " thinwire" in self.name
 
 
@@ -78,14 +80,15 @@ class Result:
     """The mean over seeds."""
 
     value: float
-    """NaN if a training diverged."""
+    """Mean of the metric. NaN if a training diverged."""
     seeds: int
     bytes_total: float
-    """Sent by a rank in all steps."""
+    """Bytes that a rank sends in all steps."""
     dense_total: float
 
     @property
     def reduction(self) -> float:
+        """Bytes of dense divided by the bytes sent."""
         return self.dense_total / self.bytes_total if self.bytes_total else math.inf
 
 
@@ -102,51 +105,54 @@ class _Row:
 
 @dataclass
 class Comparison:
-    """Trainings that differ in method, learning rate and number of ranks alone, by one family of optimizers."""
+    """Trainings with one family of optimizers that differ only in method, learning rate and world size."""
 
     conditions: dict[str, Any]
     family: str
     samples: int
-    """Of all ranks, in a step."""
+    """Samples of all ranks in a step."""
     files: list[Path] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
-    """Device, torch and date of the runs."""
+    """Device, torch version and date of the runs."""
     rows: list[_Row] = field(default_factory=list)
     results: dict[tuple[Method, int, float], Result] = field(default_factory=dict)
-    """By method, ranks and learning rate."""
+    """Results by method, world size and learning rate."""
 
     @property
     def metric(self) -> Metric:
+        """The loss for a gpt, the accuracy for all other models."""
         return LOSS if self.conditions["model"] == "gpt" else ACCURACY
 
     @property
     def model(self) -> str:
+        """Name and configuration of the model, as text."""
         config = ", ".join(f"{key}={value}" for key, value in self.conditions["config"].items())
         text = f"{self.conditions['model']} ({config})" if config else str(self.conditions["model"])
         return f"{text} in bfloat16" if self.conditions.get("bf16") else text
 
     @property
     def methods(self) -> list[Method]:
-        """Dense first, ours last."""
+        """All methods: dense first, thinwire's last."""
         return sorted({key[0]: None for key in self.results}, key=lambda method: (not method.is_dense, method.is_ours))
 
     @property
     def columns(self) -> list[tuple[int, float]]:
-        """Numbers of ranks and learning rates of which there are rows."""
+        """World sizes and learning rates that have rows."""
         return sorted({(row.ranks, row.lr) for row in self.rows})
 
     @property
     def worlds(self) -> list[int]:
+        """World sizes that have rows."""
         return sorted({ranks for ranks, _ in self.columns})
 
     def title(self, method: Method) -> str:
-        """Return its name and options, and its warm-up steps if most others have another number."""
+        """Return the name and options of a method, and its warm-up steps if they differ from the usual number."""
         usual = multimode(row.method.warmup_steps for row in self.rows if row.method.warmup_steps)[:1]
         warmup = f"warm-up {method.warmup_steps}" if method.warmup_steps not in (0, *usual) else ""
         return "; ".join(part for part in (method.name, method.options, warmup) if part)
 
     def dense(self, lr: float | None = None) -> tuple[Method, float, Result] | None:
-        """Return the best dense method, its learning rate and result: of all, or of those with this learning rate."""
+        """Return the best dense method, its learning rate and its result. With `lr`, only that learning rate counts."""
         found = [
             (method, rate, result)
             for (method, _, rate), result in self.results.items()
@@ -155,7 +161,7 @@ class Comparison:
         return self.metric.best(found, key=lambda one: one[2].value) if found else None
 
     def best(self, method: Method, ranks: int) -> tuple[float, Result] | None:
-        """Return the learning rate with which a method ended best, and its result."""
+        """Return the best learning rate of a method at a world size, and its result."""
         found = [
             (lr, result)
             for (one, size, lr), result in self.results.items()
@@ -165,9 +171,9 @@ class Comparison:
 
 
 def read(files: Iterable[Path]) -> list[Comparison]:
-    """Return what can be compared, in the order of the files.
+    """Return the comparisons, in the order of the files.
 
-    Raises ValueError, with the file, for what is no row of bench recipe; and if there is no dense training to compare
+    Raises ValueError with the file if a row is not one of bench recipe, and if there is no dense training to compare
     with.
     """
     comparisons: dict[tuple[object, ...], Comparison] = {}

@@ -1,4 +1,4 @@
-"""Tables of step times and bytes, in Markdown, with the conditions and the commands beside them."""
+"""Writes Markdown tables of step times and bytes, with the conditions and the commands."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,10 @@ _NEXT_TO_NOTHING = 1000.0
 
 
 def section(sets: Sequence[Set], command: str, plot: str, seen: Callable[[Path], str]) -> str:
-    """All of it. `plot` is where the plot is, or empty; `seen` says what a link to a file has to be."""
+    """Return the plot, the tables and their captions as Markdown.
+
+    `plot` is the link to the plot, or empty. `seen` returns the link to a file.
+    """
     parts = []
     if plot:
         parts.append(f"![Milliseconds of a step against the bandwidth of the link, for every way]({plot})")
@@ -29,7 +32,7 @@ def section(sets: Sequence[Set], command: str, plot: str, seen: Callable[[Path],
 
 
 def table(world: World) -> str:
-    """Milliseconds by way and rate, in brackets how many times faster than dense; and bytes."""
+    """Return a table of milliseconds by way and rate, with the speed-up over dense in brackets, and of bytes."""
     rates = world.rates
     lines = [["", *rates, "MB a step", "x fewer"], ["---"] * (len(rates) + 3)]
     for way in world.ways:
@@ -47,7 +50,10 @@ def _time(world: World, way: str, rate: str) -> str:
 
 
 def _bytes(world: World, way: str) -> tuple[str, str]:
-    """At the slowest rate: over faster links the kernel makes larger packets, with fewer headers."""
+    """Return the MB that a rank sends in a step and the reduction, both at the slowest rate.
+
+    Over faster links the kernel makes larger packets with fewer headers.
+    """
     sent, dense = (
         next((world.points[name, rate].nbytes for rate in world.rates if (name, rate) in world.points), 0.0)
         for name in (way, "dense")
@@ -57,7 +63,8 @@ def _bytes(world: World, way: str) -> tuple[str, str]:
 
 
 def short(value: float) -> str:
-    """
+    """Format a number with at least two significant digits.
+
     >>> short(2507.4), short(78.26), short(7.312), short(0.8712)
     ('2,507', '78', '7.3', '0.87')
     """

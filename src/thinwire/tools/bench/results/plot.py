@@ -1,6 +1,6 @@
-"""Step time against bandwidth as an SVG that stands alone: a panel for each world, a line for each way.
+"""Plots step time over bandwidth as a self-contained SVG, with a panel for each world size and a line for each way.
 
-Both axes are logarithmic. Lines differ in their colours, marks and dashes.
+Both axes are logarithmic. Lines differ in colour, mark and dashes.
 """
 
 import math
@@ -17,8 +17,9 @@ _DASHES = ("", "7 3", "2 3")
 
 
 def plot(sets: Sequence[Set]) -> str:
+    """Return the SVG with all panels and the legend."""
     worlds = [(one, world) for one in sets for world in one.worlds]
-    # Ours first: they have the first colours, without dashes.
+    # thinwire's ways first, so that they get the first colours, without dashes.
     ways = sorted(dict.fromkeys(way for _, world in worlds for way in world.ways), key=lambda way: not _is_ours(way))
     columns = min(2, len(worlds))
     rows = math.ceil(len(worlds) / columns)

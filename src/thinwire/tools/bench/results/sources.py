@@ -1,4 +1,4 @@
-"""Rows of `thinwire bench link`, by the conditions that they were measured under."""
+"""Reads the rows of `thinwire bench link` and groups them by their conditions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,32 +17,35 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Point:
+    """Time and bytes of a step."""
+
     ms: float
     nbytes: float
-    """Sent by a rank in a step."""
+    """Bytes that a rank sends in a step."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What was measured with so many ranks."""
+    """Results at one world size."""
 
     ranks: int
     points: dict[tuple[str, str], Point]
-    """By way and rate."""
+    """Points by way and rate."""
 
     @property
     def ways(self) -> list[str]:
+        """All ways, in the order of the rows."""
         return list(dict.fromkeys(way for way, _ in self.points))
 
     @property
     def rates(self) -> list[str]:
-        """From slow to fast."""
+        """All rates, from slow to fast."""
         return sorted({rate for _, rate in self.points}, key=parse_rate)
 
 
 @dataclass(frozen=True)
 class Set:
-    """Rows of one run of the command."""
+    """Rows of one run of the benchmark."""
 
     file: Path
     conditions: dict[str, Any]
@@ -50,7 +53,7 @@ class Set:
 
 
 def read(files: Iterable[Path]) -> list[Set]:
-    """ValueError, with the file, for what is no row of bench link."""
+    """Return the rows of all runs in the files. Raises ValueError with the file if a row is not one of bench link."""
     sets: list[Set] = []
     for file in files:
         runs: list[tuple[dict[str, Any], dict[int, World]]] = []

@@ -1,7 +1,7 @@
-"""Small models: a GPT that reads bytes, a CNN and a ResNet for small images; each named by a spec, as compressors are.
+"""Small models: a byte-level GPT, a CNN and a ResNet for small images; each is named by a spec, like compressors.
 
-Weights depend on the seed alone, not on torch's global generator: ranks and threads that build the same model have the
-same bits, and nobody else's random numbers change.
+Weights depend only on the seed, not on torch's global generator. So ranks and threads that build the same model have
+the same bits, and other random numbers stay the same.
 """
 
 from dataclasses import fields
@@ -28,7 +28,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTC
 
 
 def model_config(spec: str) -> ModelConfig:
-    """name:key=value,...; what is not given has its default.
+    """Return the config of a model from its spec, name:key=value,...; a key that is not given has its default.
 
     >>> model_config("gpt:layers=4,width=256")
     GPTConfig(layers=4, width=256, heads=4, context=64, bias=0)

@@ -12,15 +12,17 @@ from .filled import filled
 
 @dataclass(frozen=True)
 class CNNConfig:
+    """Options of the CNN."""
+
     name: ClassVar = "cnn"
 
     width: int = 32
     """Channels of the first layer; the next ones have 2 and 4 times as many."""
     size: int = 8
-    """Of the images, in pixels each way."""
+    """Height and width of the images in pixels."""
     classes: int = 10
     channels: int = 1
-    """Of the images: 1 if they are grey, 3 if they have colours."""
+    """Channels of the images: 1 if they are grey, 3 if they have colours."""
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.classes < 2:
@@ -32,15 +34,16 @@ class CNNConfig:
 
     @property
     def inputs(self) -> tuple[int, int, int]:
-        """The shape of an image."""
+        """Shape of an image: channels, height and width."""
         return self.channels, self.size, self.size
 
     def build(self, seed: int) -> "SimpleCNN":
+        """Return a new model with weights that depend only on the seed."""
         return filled(lambda: SimpleCNN(self), seed)
 
 
 class SimpleCNN(nn.Module):
-    """Three convolutions with group norms, halved twice, and two linear layers."""
+    """Three convolutions, the last two with a group norm and a max pool of 2 x 2, and two linear layers."""
 
     def __init__(self, config: CNNConfig) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class SimpleCNN(nn.Module):
         self.head = nn.Linear(4 * width, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes; images are (batch, channels, size, size)."""
+        """Return the scores of the classes; images are (batch, channels, size, size)."""
         x = F.relu(self.conv1(images))
         x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
         x = F.max_pool2d(F.relu(self.norm3(self.conv3(x))), 2)
@@ -61,6 +64,7 @@ class SimpleCNN(nn.Module):
         return scores
 
     def initialise(self, generator: torch.Generator) -> None:
+        """Give every parameter its initial value."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -1,4 +1,4 @@
-"""A GPT that reads bytes."""
+"""A byte-level GPT."""
 
 import math
 from dataclasses import dataclass
@@ -11,20 +11,22 @@ from torch.nn import functional as F
 from .filled import filled
 
 VOCABULARY = 256
-"""Bytes."""
+"""Number of different tokens, which are bytes."""
 
 
 @dataclass(frozen=True)
 class GPTConfig:
+    """Options of the GPT."""
+
     name: ClassVar = "gpt"
 
     layers: int = 2
     width: int = 128
     heads: int = 4
     context: int = 64
-    """Bytes that the model sees at once."""
+    """Number of bytes that the model sees at once."""
     bias: int = 0
-    """1: layers and norms have biases, as GPT-2's; later models do without."""
+    """1 if layers and norms have biases, as in GPT-2; 0 if not, as in later models."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -34,11 +36,12 @@ class GPTConfig:
             raise ValueError(f"width {self.width} with {self.heads} heads, expected a multiple of the heads")
 
     def build(self, seed: int) -> "GPT":
+        """Return a new model with weights that depend only on the seed."""
         return filled(lambda: GPT(self), seed)
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and around a skip."""
+    """Attention and a feed-forward network, each after a layer norm and with a skip connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -49,6 +52,7 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block; x is (batch, length, width)."""
         batch, length, width = x.shape
         query, key, value = (
             part.view(batch, length, self.heads, -1).transpose(1, 2)
@@ -61,7 +65,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-norm transformer over bytes; weights as in nanoGPT: normal of 0.02, less on the way into the skips."""
+    """Pre-norm transformer over bytes, with initial weights as in nanoGPT.
+
+    Weights are normal with standard deviation 0.02. It is 0.02 / sqrt(2 * layers) for `project` and `contract`, the
+    layers whose output is added to a skip connection.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -72,13 +80,14 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=bool(config.bias))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next byte at each position; tokens are (batch, length) of int64."""
+        """Return the scores of the next byte at each position; tokens are (batch, length) of int64."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
 
     def initialise(self, generator: torch.Generator) -> None:
+        """Give every parameter its initial value."""
         into_skips = 0.02 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

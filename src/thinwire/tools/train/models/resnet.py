@@ -1,7 +1,8 @@
 """ResNet-18 for images of 32 x 32 (He et al., "Deep residual learning for image recognition", 2015).
 
-As usual for small images it begins with a convolution of 3 x 3, where the one for ImageNet has 7 x 7, a stride and a
-pool; the rest is the paper's. Batch norms keep running averages: call `eval()` before validation, `train()` after it.
+As usual for small images, it begins with a convolution of 3 x 3. The one for ImageNet begins with a strided convolution
+of 7 x 7 and a pool. The rest is as in the paper. Batch norms keep running averages: call `eval()` before validation and
+`train()` after it.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from .filled import filled
 
 @dataclass(frozen=True)
 class ResNet18Config:
+    """Options of the ResNet-18."""
+
     name: ClassVar = "resnet18"
     inputs: ClassVar = (3, 32, 32)
-    """The shape of an image."""
+    """Shape of an image: channels, height and width."""
 
     width: int = 64
     """Channels of the first stage; the next ones have 2, 4 and 8 times as many."""
@@ -29,11 +32,12 @@ class ResNet18Config:
             raise ValueError(f"width {self.width} and {self.classes} classes, expected 1 and 2 or more")
 
     def build(self, seed: int) -> "ResNet18":
+        """Return a new model with weights that depend only on the seed."""
         return filled(lambda: ResNet18(self), seed)
 
 
 class Residual(nn.Module):
-    """Two convolutions around a skip, which is a convolution of 1 x 1 where the shape changes."""
+    """Two convolutions with a skip connection, which is a convolution of 1 x 1 where the shape changes."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -45,12 +49,13 @@ class Residual(nn.Module):
             self.skip = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block; x is (batch, channels, height, width)."""
         inner = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(inner)) + self.skip(x))
 
 
 class ResNet18(nn.Module):
-    """Four stages of two blocks; each but the first halves the image and doubles the channels."""
+    """Four stages of two blocks. Each stage but the first halves the image and doubles the channels."""
 
     def __init__(self, config: ResNet18Config) -> None:
         super().__init__()
@@ -63,15 +68,16 @@ class ResNet18(nn.Module):
         self.head = nn.Linear(widths[-1], config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes; images are (batch, 3, 32, 32)."""
+        """Return the scores of the classes; images are (batch, 3, 32, 32)."""
         x = self.stages(F.relu(self.norm(self.stem(images))))
         scores: Tensor = self.head(x.mean(dim=(2, 3)))
         return scores
 
     def initialise(self, generator: torch.Generator) -> None:
+        """Give every parameter and every buffer its initial value."""
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.reset_parameters()  # ones and zeros, in its averages too
+                module.reset_parameters()  # ones and zeros, also in the running averages
             elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
         nn.init.kaiming_normal_(self.head.weight, nonlinearity="linear", generator=generator)

@@ -1,16 +1,16 @@
-"""`thinwire bench codec --device cuda`: how close the kernels come to the speed of the memory, on one GPU, in one run.
+"""`thinwire bench codec --device cuda`: measures how close the kernels come to the memory bandwidth of one GPU.
 
-For each (compressor, size, dtype), beside each other: what plain torch takes to copy, to add a gradient to a residual
-and to write zeros; the kernels; `torch.topk`, and the same selection in torch operations. The *floor* of a kernel is
-the time its bytes need at the speed of the float32 `residual.add_(grad)` of this run. Decoding is held against writing
-the result once.
+One run measures, for each (compressor, size, dtype): the time plain torch takes to copy, to add a gradient to a
+residual and to write zeros; the kernels; `torch.topk`; and the same selection in torch operations. The *floor* of a
+kernel is the time its bytes need at the speed of the float32 `residual.add_(grad)` of the same run. The floor of
+decoding is the time to write the result once.
 
-clock.py     how a time is taken          buffers.py   the tensors that are measured on
-floors.py    plain torch, and the floors  check.py     is it right? before it is timed
-parts.py     the rows of a compressor     updates.py   the rows of Adam's update
-rows.py      what is reported             table.py     as text
+clock.py     takes the times             buffers.py   holds the tensors
+floors.py    plain torch and the floors  check.py     checks results before they are timed
+parts.py     rows of a compressor        updates.py   rows of Adam's update
+rows.py      the reported row            table.py     prints rows as text
 
-Needs torch and Triton, and nothing else: where the command line's packages are missing,
+It needs torch and Triton and no other package. Where the packages of the command line are missing, run
 
     python3 -c "from thinwire.tools.bench.codec import gpu; gpu.run(out='rows.jsonl')"
 """
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SIZES = ("25M", "268435456")
-"""The usual bucket, and a model: 2**28."""
+"""Numels of a usual bucket and of a model, 2**28."""
 REPEATS = 50
 
 
@@ -29,11 +29,12 @@ def run(
     specs: Sequence[str] = (), sizes: Sequence[str] = SIZES, dtypes: Sequence[str] = (), *,
     repeats: int = REPEATS, out: str | Path | None = None,
 ) -> int:  # fmt: skip
-    """Measure, check, and print the tables; 1 if a result differs from the reference. ValueError: cannot be run.
+    """Measure, check and print the tables. Return 0, or 1 if a result differs from the reference.
 
-    Compressors that are named here are measured part by part, by default the first one only.
+    Compressors given in `specs` are measured as a whole and part by part. By default only the first one is measured in
+    parts. Raises ValueError for options that cannot be run.
     """
-    # These load torch, for which help should not wait.
+    # These load torch; --help should not wait for that.
     from itertools import groupby
 
     import torch

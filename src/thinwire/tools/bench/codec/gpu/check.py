@@ -1,4 +1,4 @@
-"""Is it right? Before anything is timed, each kernel makes the very bits that the reference makes."""
+"""Checks before the timing that each kernel produces the same bits as the reference."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,14 +13,17 @@ from thinwire.kernels.updates import AdamUpdate
 from ..check import Mismatch
 
 ENTRIES = (1 << 24) + 123
-"""As many, at most, are compared: chunks, a tail, and enough for the way that `chunk=none` takes with large tensors."""
+"""Largest number of elements that are compared.
+
+It covers full chunks, a tail, and the code path of `chunk=none` for large tensors.
+"""
 PAYLOADS = 8
 
 
 def compress(
     kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """In one pass where the kernel can; the reference takes two, and waits for the device in between."""
+    """Compress in one pass if the kernel supports it. Otherwise encode, wait for the device, and commit."""
     if device := kernels.on_device(kernel):
         device.compress(tensor, residual, layout, key, payload, flag)
     elif kernel.encode(tensor, residual, layout, key, payload):
@@ -30,7 +33,7 @@ def compress(
 def encode(
     kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
 ) -> None:
-    """Without waiting for the device, where the kernel can."""
+    """Encode without waiting for the device if the kernel supports it."""
     if device := kernels.on_device(kernel):
         device.encode_flagged(tensor, residual, layout, key, payload, flag.zero_())
     else:
@@ -38,7 +41,7 @@ def encode(
 
 
 def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
-    """`Mismatch` if compress, encode, commit or decode differ from the reference anywhere. Changes neither tensor."""
+    """Raise `Mismatch` if compress, encode, commit or decode differs from the reference. Change neither tensor."""
     _, kernel = kernels.select(layout, gradient.device)
     with kernels.force("reference"):
         _, reference = kernels.select(layout, gradient.device)
@@ -66,9 +69,10 @@ def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
 
 
 def check_update(update: AdamUpdate, gradient: Tensor, residual: Tensor) -> None:
-    """`Mismatch` if write or advance differ from the reference by more than rounding, or from each other at all.
+    """Raise `Mismatch` if an update is wrong, without changing any tensor.
 
-    Changes none of the tensors.
+    `write` and `advance` may differ from the reference by rounding only. The update that `advance` adds to the residual
+    must equal the one that `write` wrote, bit for bit.
     """
     results = []
     for backend in (None, "reference"):

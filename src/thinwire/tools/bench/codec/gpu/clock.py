@@ -1,7 +1,7 @@
-"""The time of single calls by the device's own events, with nothing of their data in its cache.
+"""Times single calls with CUDA events, with none of their data in the cache.
 
-Calls take turns on `SETS` sets of buffers. Where it can be, a call is captured into a CUDA graph: what is timed is then
-the device alone, and not Python.
+Calls take turns on `SETS` sets of buffers. If possible, a call is captured into a CUDA graph. The time is then that of
+the device alone, without Python.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,30 @@ from thinwire.tools.bench.measure import Timing, peak_memory, percentile
 
 SETS = 3
 Call = Callable[[int], object]
-"""Does its work on one of the sets of buffers."""
+"""A timed function. Its argument is the index of the set of buffers that it works on."""
 
 
 class Clock(Protocol):
+    """Measures the time and memory of calls."""
+
     def time(self, call: Call, samples: int, *, graph: bool) -> Timing:
-        """graph: the call never waits for the device, nor copies from the host."""
+        """Return the time of `samples` calls.
+
+        With `graph`, the call must neither wait for the device nor copy from the host.
+        """
 
     def peak(self, call: Call) -> int | None:
-        """Bytes that a call holds at its highest beyond what was held before."""
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
 
 
 class DeviceClock:
-    """That of a CUDA device."""
+    """The clock of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def time(self, call: Call, samples: int, *, graph: bool) -> Timing:
+        """Return the time of `samples` calls after a warm-up. With `graph`, the calls are replays of CUDA graphs."""
         for index in range(2 * SETS):  # compiles, and fills the caches of the allocator
             call(index % SETS)
         torch.cuda.synchronize(self._device)
@@ -48,6 +54,7 @@ class DeviceClock:
         return Timing(percentile(taken, 20), percentile(taken, 50), percentile(taken, 80), samples)
 
     def peak(self, call: Call) -> int | None:
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
         return peak_memory(partial(call, 0), self._device)
 
 

@@ -1,7 +1,8 @@
-"""Plain torch on the same buffers in the same run: what kernels are held against.
+"""Measures plain torch on the same buffers in the same run, as the reference for the kernels.
 
-torch adds a bfloat16 gradient to a float32 residual slowly (at two thirds of the memory's speed on an H200). A floor
-made of that would flatter, so the floor is the speed of the float32 addition, times the bytes; the other stands beside.
+torch adds a bfloat16 gradient to a float32 residual slowly (at two thirds of the memory bandwidth on an H200). A floor
+from that addition would be too easy to reach. The floor therefore uses the speed of the float32 addition, times the
+bytes. The floor from the addition in the measured dtypes is reported as well.
 """
 
 from dataclasses import dataclass
@@ -17,24 +18,27 @@ from .rows import Row
 from .timer import Timer
 
 WIDE_ADD = 12
-"""Bytes an entry of the float32 addition: two reads and a write."""
+"""Bytes per element of the float32 addition: two reads and a write."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What bytes take at best."""
+    """Times of plain torch, from which floors are computed."""
 
     wide_add: Timing
-    """`residual.add_(grad)`, both float32."""
+    """Time of `residual.add_(grad)` with both in float32."""
     add: Timing
-    """The same with a gradient of the dtype that is measured."""
+    """Time of `residual.add_(grad)` with a gradient of the measured dtype."""
     add_bytes: int
-    """An entry of that."""
+    """Bytes per element that `add` reads and writes."""
     write: Timing
-    """Zeros over a residual."""
+    """Time to write zeros over a residual."""
 
     def of(self, entry_bytes: float) -> dict[str, Any]:
-        """Milliseconds of so many bytes an entry: the floor, and the one by torch's own addition of these dtypes."""
+        """Return the floors in milliseconds for a number of bytes per element.
+
+        `floor` is based on the float32 addition, `torch_floor` on torch's addition in the measured dtypes.
+        """
         return {
             "floor": self.wide_add.p50 * entry_bytes / WIDE_ADD,
             "torch_floor": self.add.p50 * entry_bytes / self.add_bytes,
@@ -42,6 +46,7 @@ class Floors:
 
 
 def measure_floors(timer: Timer) -> tuple[Floors, list[Row]]:
+    """Time copy, addition and zeroing in plain torch. Return the floors and the rows."""
     buffers = timer.buffers
     gradients, residuals = buffers.gradients, buffers.residuals
     add_bytes = buffers.gradient_bytes + 2 * buffers.residual_bytes
@@ -58,7 +63,7 @@ def measure_floors(timer: Timer) -> tuple[Floors, list[Row]]:
 
 
 def measure_selection(timer: Timer, floors: Floors, k: int) -> tuple[Row, Row]:
-    """The k largest of everything: by `torch.topk` alone, and with all that error feedback does around it."""
+    """Time the selection of the k largest elements: by `torch.topk` alone, and with the rest of error feedback."""
     buffers, share = timer.buffers, f"1/{timer.buffers.numel / k:.3g}"
     gradients, residuals = buffers.gradients, buffers.residuals
 

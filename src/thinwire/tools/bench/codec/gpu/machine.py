@@ -1,4 +1,4 @@
-"""What a time on a GPU depends on besides the code."""
+"""Describes the hardware and drivers that a time on a GPU depends on."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ import torch
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """For the conditions of a record."""
+    """Return the properties of the device for the conditions of a record."""
     found = torch.cuda.get_device_properties(device)
     return {
         "device": device.type,
@@ -29,7 +29,7 @@ def _triton() -> str | None:
 
 
 def _driver() -> str | None:
-    """torch does not tell; None where there is no nvidia-smi either."""
+    """Return the driver version from nvidia-smi, because torch does not report it. None if nvidia-smi fails."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout

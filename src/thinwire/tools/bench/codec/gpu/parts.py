@@ -1,4 +1,4 @@
-"""The rows of one size and dtype: plain torch, every compressor, as a whole and in its parts, and Adam's update."""
+"""Measures the rows of one size and dtype: plain torch, every compressor as a whole and in parts, and Adam's update."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -20,7 +20,11 @@ from .updates import measure_updates
 
 
 def measure(cases: Sequence[Case], in_parts: Collection[str], clock: Clock, samples: int) -> Iterator[Row]:
-    """Each row as soon as there is one; `Mismatch` names the compressor. in_parts: labels."""
+    """Yield each row as soon as it is measured.
+
+    Raises `Mismatch` with the name of the compressor. `in_parts` holds the labels of the compressors that are measured
+    part by part too.
+    """
     first = cases[0]
     timer = Timer(Buffers(first.numel, first.dtype, first.device), clock, samples)
     floors, rows = measure_floors(timer)
@@ -46,7 +50,7 @@ def measure(cases: Sequence[Case], in_parts: Collection[str], clock: Clock, samp
 
 
 class Measured:
-    """One compressor on the buffers of a timer."""
+    """A compressor that is checked and timed on the buffers of a timer."""
 
     def __init__(self, case: Case, timer: Timer, floors: Floors) -> None:
         self._case, self._timer, self._floors = case, timer, floors
@@ -55,13 +59,13 @@ class Measured:
         _, self.kernel = kernels.select(self.layout, case.device)
 
     def check(self) -> None:
-        """Against the reference, on a part of the first buffers."""
+        """Compare the kernel with the reference, on the first elements of the first buffers."""
         buffers = self._timer.buffers
         gradient, residual = buffers.gradients[0][:ENTRIES], buffers.residuals[0][:ENTRIES]
         check(self._case.compressor.layout(gradient.numel(), gradient.dtype), self._key, gradient, residual)
 
     def compressed(self, selection: tuple[Row, Row] | None) -> Row:
-        """Gradient and residual in, payload and residual out."""
+        """Time compress: it reads gradient and residual and writes payload and residual."""
         buffers = self._timer.buffers
         entry_bytes = buffers.gradient_bytes + 2 * buffers.residual_bytes + self._payload_bytes
         beside = {} if selection is None else {"torch_topk": selection[0].time, "torch_ops": selection[1].time}
@@ -69,7 +73,7 @@ class Measured:
         return self._row("compress", entry_bytes, call, peak=True, **self._floors.of(entry_bytes), **beside)
 
     def parts(self) -> Iterator[Row]:
-        """What a collective does one after the other: encode, commit, decode."""
+        """Time the parts that a collective calls one after the other: encode, commit, decode."""
         buffers, kernel, layout, key = self._timer.buffers, self.kernel, self.layout, self._key
         gradients, residuals = buffers.gradients, buffers.residuals
         read = buffers.gradient_bytes + buffers.residual_bytes + self._payload_bytes
@@ -101,7 +105,7 @@ class Measured:
         )
 
     def _fill(self, payloads: list[Tensor]) -> None:
-        """As many ranks would: each payload from a gradient of its own."""
+        """Fill the payloads from a different gradient each, as different ranks would."""
         buffers = self._timer.buffers
         for number in range(PAYLOADS):
             buffers.reset()
@@ -128,9 +132,9 @@ class Measured:
 
 
 def can_be_captured(kernel: kernels.Kernel, layout: Layout) -> bool:
-    """Whether a CUDA graph can hold it: nothing waits for the device, nor copies constants from the host."""
+    """Return whether a CUDA graph can capture the kernel: it must not wait for the device or copy from the host."""
     if kernels.on_device(kernel) is None:
         return False
-    from thinwire.kernels.cuda.topk import LARGEST_CHUNK  # which loads Triton, as the kernel has
+    from thinwire.kernels.cuda.topk import LARGEST_CHUNK  # loads Triton, which the kernel has loaded already
 
     return not isinstance(layout, TopKLayout) or layout.record.n <= LARGEST_CHUNK

@@ -1,4 +1,4 @@
-"""What is reported: one row for each thing that was timed."""
+"""The reported row: one for each timed call."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,49 +7,56 @@ from thinwire.tools.bench.measure import Timing
 
 @dataclass(frozen=True)
 class Row:
-    """A call on tensors of one size, beside what its bytes take at best."""
+    """The time of a call on tensors of one size, and the least time that its bytes need."""
 
     name: str
     numel: int
     dtype: str
-    """Of the gradient; the residual is float32 (float64 for float64)."""
+    """Dtype of the gradient. The residual is float32, or float64 for float64."""
     entry_bytes: float
-    """Bytes an entry that must be moved, each read or written once."""
+    """Bytes per element that must be moved, with each read and each write counted once."""
     time: Timing
     graph: bool
-    """Captured into a CUDA graph; else Python's part shows in what is short."""
+    """Whether the call was captured into a CUDA graph. Otherwise the time of a short call includes Python."""
     floor: float | None = None
-    """Milliseconds: its bytes at the speed of the float32 `residual.add_(grad)`; for decoding, writing them once."""
+    """Milliseconds that the bytes take at the speed of the float32 `residual.add_(grad)`.
+
+    For decoding, the milliseconds to write the result once.
+    """
     torch_floor: float | None = None
-    """Its bytes at the speed of torch's `residual.add_(grad)` of these very dtypes."""
+    """Milliseconds that the bytes take at the speed of `residual.add_(grad)` in the measured dtypes."""
     torch_ops: Timing | None = None
-    """The same selection by add, topk, gather, a cast to float16, and clear."""
+    """Time of the same selection in torch: add, topk, gather, a cast to float16, and clear."""
     torch_topk: Timing | None = None
-    """`torch.topk` alone of as many."""
+    """Time of `torch.topk` alone for the same number of elements."""
     kernel: str = "torch"
-    """The module that did it."""
+    """Name of the kernel module, or "torch"."""
     payload_bytes: int | None = None
     working_bytes: int | None = None
-    """Peak beyond tensor, residual and payload, where it was measured."""
+    """Peak memory beyond tensor, residual and payload. None if it was not measured."""
 
     @property
     def gb_per_s(self) -> float:
+        """Throughput in GB/s: bytes that must be moved over the median time."""
         return self.entry_bytes * self.numel / self.time.p50 / 1e6
 
     @property
     def of_floor(self) -> float | None:
+        """`floor` divided by the median time. 1 means that the kernel is as fast as the floor."""
         return None if self.floor is None else self.floor / self.time.p50
 
     @property
     def of_torch_floor(self) -> float | None:
+        """`torch_floor` divided by the median time."""
         return None if self.torch_floor is None else self.torch_floor / self.time.p50
 
     @property
     def speedup(self) -> float | None:
+        """Time of the same selection in torch operations divided by the median time."""
         return None if self.torch_ops is None else self.torch_ops.p50 / self.time.p50
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON."""
+        """Return the row as a dict for one line of JSON."""
         return {
             "kind": "gpu",
             "name": self.name,

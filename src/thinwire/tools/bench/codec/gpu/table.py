@@ -1,4 +1,4 @@
-"""Rows as text, each printed when it is there: a run takes minutes, and may be cut short."""
+"""Prints each row as soon as it is measured, because a run takes minutes and may be interrupted."""
 
 import shutil
 import sys
@@ -17,15 +17,18 @@ x torch: how many times faster than add, topk, gather, a cast to float16 and cle
 
 
 class Column(NamedTuple):
+    """A column of the table."""
+
     header: str
     width: int
     cell: Callable[[Row], str]
     always: bool = True
-    """Also on a narrow terminal."""
+    """Whether a narrow terminal shows the column too."""
 
 
 def share(value: float | None) -> str:
-    """
+    """Format a share as a percentage, and None as an empty string.
+
     >>> share(0.7649), share(None)
     ('76.5%', '')
     """
@@ -45,7 +48,7 @@ NAME_WIDTH = 45
 
 
 class Table:
-    """To stdout; a narrow terminal gets fewer columns."""
+    """Prints rows to stdout, with fewer columns on a narrow terminal."""
 
     def __init__(self, conditions: Mapping[str, Any], name_width: int = NAME_WIDTH) -> None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
@@ -58,7 +61,7 @@ class Table:
         )
 
     def print(self, row: Row) -> None:
-        """With a heading if it is the first of its size and dtype."""
+        """Print a row, below a heading if it is the first of its size and dtype."""
         if (row.numel, row.dtype) != self._tensors:
             self._tensors = row.numel, row.dtype
             headers = "".join(f"{column.header:>{column.width}}" for column in self._columns)
@@ -72,4 +75,5 @@ class Table:
         )
 
     def print_notes(self) -> None:
+        """Print the explanation of the columns."""
         print(NOTES)

@@ -1,4 +1,4 @@
-"""A call becomes a row."""
+"""Times a call and returns the row for it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +11,20 @@ from .rows import Row
 
 @dataclass(frozen=True)
 class Timer:
-    """Times calls on some buffers."""
+    """Times calls on a set of buffers."""
 
     buffers: Buffers
     clock: Clock
     samples: int
-    """Of what can be captured into a graph. The others are slow, and get an eighth."""
+    """Number of samples for calls that can be captured into a graph.
+
+    Other calls are slow and get an eighth of it, but at least 6.
+    """
 
     def row(
         self, name: str, entry_bytes: float, call: Call, *, graph: bool = True, peak: bool = False, **details: Any
     ) -> Row:
-        """Starts from fresh gradients and residuals. details: further fields of the row."""
+        """Time a call on fresh gradients and residuals. `details` are further fields of the row."""
         self.buffers.reset()
         time = self.clock.time(call, self.samples if graph else max(6, self.samples // 8), graph=graph)
         return Row(

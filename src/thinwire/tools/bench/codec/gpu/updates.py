@@ -1,4 +1,4 @@
-"""The rows of Adam's update: written beside the gradient before it is compressed, and advanced when the step counts."""
+"""Measures Adam's update: `write` computes it before it is compressed, `advance` updates the moments after the step."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,10 @@ WRITE, ADVANCE = "write Adam's update", "advance Adam's moments and the residual
 
 
 def measure_updates(timer: Timer, floors: Floors) -> Iterator[Row]:
-    """`write` reads gradient and moments and writes the update; `advance` reads the residual too, and writes all three.
+    """Check and time `write` and `advance`.
 
-    The moments have the dtype of the residual: float32, also for a gradient of 16 bits.
+    `write` reads gradient and moments and writes the update. `advance` reads the residual too, and writes the moments
+    and the residual. The moments have the dtype of the residual, which is float32 for a gradient of 16 bits too.
     """
     buffers = timer.buffers
     dtype, width = buffers.residuals[0].dtype, buffers.residual_bytes
