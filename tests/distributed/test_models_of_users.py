@@ -162,7 +162,7 @@ def test_join_is_refused(ranks: Ranks) -> None:
 
 
 def fit_nothing(rank: int, world_size: int) -> None:
-    for wrong in ({"exclude": ["embedding.*"]}, {"layers": {"head": "none"}}):
+    for wrong in ({"exclude": ["embedding.*"]}, {"overrides": {"head": "none"}}):
         with raises(ValueError, "fits no parameter"):
             thinwire.attach(DistributedDataParallel(make_net()), policy(TOPK, **wrong))
         with raises(ValueError, "fits no parameter"):

@@ -150,8 +150,8 @@ def command(options: Options) -> int:
 def test_a_command_is_one_line_in_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "test it", cli.Command(f"{__name__}:command", "tests it"))
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    monkeypatch.setitem(cli.COMMANDS, "test it", cli.Command("tested:command", "tests it"))
+    monkeypatch.setitem(sys.modules, "thinwire.tools.tested", sys.modules[__name__])
     assert cli.main(["test", "it"]) == 7
     assert cli.main(["test", "it", "--error", "value"]) == 2
     assert capsys.readouterr().err == "thinwire test it: error: two lines\n"
