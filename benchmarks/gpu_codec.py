@@ -1,4 +1,4 @@
-"""The kernels with other settings: registers, warps, entries per lane, chunks per program. One GPU, one run.
+"""The kernels with other settings: registers, warps, elements per lane, chunks per program. One GPU, one run.
 
     PYTHONPATH=src python3 benchmarks/gpu_codec.py [--tune compress decode quantize] [--out rows.jsonl]
 

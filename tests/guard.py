@@ -12,7 +12,7 @@ ZONE = 4096
 
 @contextmanager
 def guarded(numel: int, dtype: torch.dtype, *, offset: int = 0) -> Iterator[Tensor]:
-    """A contiguous view of `numel` entries; fails if anything beside it was written. `offset` moves its address."""
+    """A contiguous view of `numel` elements; fails if anything beside it was written. `offset` moves its address."""
     fill = 0xA5 if dtype == torch.uint8 else 77
     whole = torch.full((numel + 2 * ZONE + offset,), fill, dtype=dtype)
     start, stop = ZONE + offset, ZONE + offset + numel

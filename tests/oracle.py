@@ -42,7 +42,7 @@ def largest(magnitudes: Tensor, k: int) -> np.ndarray:
 
 
 def topk_positions(came_in: Tensor, layout: TopKLayout) -> list[int]:
-    """Where the kept entries of the whole tensor are, chunk by chunk."""
+    """Where the kept elements of the whole tensor are, chunk by chunk."""
     magnitudes, found = came_in.abs(), []
     for start, record, rows in ((0, layout.record, layout.rows), (layout.rows * layout.record.n, layout.tail, 1)):
         if record is not None and rows:

@@ -114,7 +114,7 @@ def check_row(layout: Layout, key: int, tensor: Tensor, residual: Tensor | None,
 
 
 def drowned(spec: str, numel: int) -> list[str]:
-    """`check_drowned` alone, for more entries than the interpreter has time for otherwise."""
+    """`check_drowned` alone, for more elements than the interpreter has time for otherwise."""
     compressor = thinwire.compressor(spec)
     layout = compressor.layout(numel, torch.float32)
     tensor, residual = make_input("normal", numel, torch.float32)
@@ -131,7 +131,7 @@ def spared(spec: str, numel: int = 1100) -> list[str]:
     with kernels.force("cuda"):
         thinwire.compressor(spec).compress(tensor, residual)
     lost = (residual != 1).nonzero().view(-1).tolist()
-    return [] if lost in ([], [5]) else [f"{spec}: other residuals than that of entry 5 changed: {lost[:9]}"]
+    return [] if lost in ([], [5]) else [f"{spec}: other residuals than that of element 5 changed: {lost[:9]}"]
 
 
 def check_drowned(kernel: Any, layout: Layout, key: int, spoilt: Tensor, residual: Tensor) -> Iterator[str]:

@@ -27,7 +27,7 @@ def descend(compressor: thinwire.Compressor, *, feedback: bool, steps: int, rate
 def test_quadratic_converges(spec: str, backend: str) -> None:
     """With error feedback; stochastic rounding without, as it is meant.
 
-    The longer an entry waits for its turn, the smaller the steps must be, and the more of them.
+    The longer an element waits for its turn, the smaller the steps must be, and the more of them.
     """
     if backend == "reference" and spec not in SLOWLY:
         return

@@ -70,7 +70,7 @@ def test_other_generators_are_left_alone(spec: str, backend: str) -> None:
 
 @pytest.mark.parametrize("spec", DRAWING)
 def test_unbiased_without_a_residual(spec: str, backend: str) -> None:
-    """The mean of n draws misses the tensor by what n draws miss by chance, entry by entry."""
+    """The mean of n draws misses the tensor by what n draws miss by chance, element by element."""
     compressor, draws = thinwire.compressor(spec), 1500
     tensor = torch.linspace(-1, 1, 96)
     decoded = torch.stack([compressor.compress(tensor, key=key).decompress() for key in range(draws)]).to(torch.float64)
@@ -95,7 +95,7 @@ def test_randomk_takes_one_of_each_stratum(ratio: str, numel: int, backend: str)
         assert int(sent.sum()) == kept
         ever += sent
     if 60 * compressor.ratio > 10 and ever.any():
-        assert ever.all(), "an entry that is never sent would stay in the residual for ever"
+        assert ever.all(), "an element that is never sent would stay in the residual for ever"
 
 
 def splitmix64(state: int) -> int:

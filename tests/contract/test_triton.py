@@ -33,7 +33,7 @@ def test_interpreted_kernels_are_the_reference(name: str) -> None:
 
 
 def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -> None:
-    """Also where an entry is small, and the level that was sent for it is not; but those beside it are left alone."""
+    """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
     code = """
         import triton_rows
         from thinwire import kernels

@@ -58,7 +58,7 @@ def poison(rank: int, world_size: int, poisons: list[Poison]) -> list[str]:
         bad = with_poison.step(1, poisoned=rank == case.rank)
         after = with_poison.residual, with_poison.state.residual
         if not bad.isnan().all():
-            wrong.append(f"{case}: {int(bad.isnan().sum())} of {NUMEL} entries are NaN")
+            wrong.append(f"{case}: {int(bad.isnan().sum())} of {NUMEL} elements are NaN")
         if with_poison.report.finite:
             wrong.append(f"{case}: the report says finite")
         for name, old, new in zip(("residual", "share"), before, after, strict=True):

@@ -109,7 +109,7 @@ def test_an_inf_on_one_rank_is_skipped_by_all(ranks: Ranks, name: str) -> None:
 
 
 def missing_gradients(rank: int, world_size: int, spec: str) -> dict[str, Any]:
-    """One parameter has a gradient on rank 0 only, one on none, one wants none; two have no entries or shape."""
+    """One parameter has a gradient on rank 0 only, one on none, one wants none; two have no elements or shape."""
     model = nn.ParameterDict(
         {
             "here": nn.Parameter(torch.zeros(5000)),

@@ -29,7 +29,7 @@ def policy(spec: str, **options: Any) -> thinwire.Policy:
 
 
 def make_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Four weights, of 2048, 4096, 4096 and 512 entries; no ReLU, so that no gradient is 0 for long."""
+    """Four weights, of 2048, 4096, 4096 and 512 elements; no ReLU, so that no gradient is 0 for long."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(

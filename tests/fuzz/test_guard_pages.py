@@ -21,7 +21,7 @@ SCRIPT = """
     PAGE, libc, keep = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True), []
 
     def fenced(numel, dtype, end):
-        # numel entries that end (or begin) right at a page without access
+        # numel elements that end (or begin) right at a page without access
         size = numel * dtype.itemsize
         pages = size // PAGE + 1
         region = mmap.mmap(-1, (pages + 2) * PAGE)

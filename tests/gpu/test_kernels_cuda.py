@@ -173,7 +173,7 @@ def test_graph_capture_of_a_compressor() -> None:
 
 
 def test_more_than_two_to_the_31_entries() -> None:
-    """Positions beyond 32 bits. The last chunk is compared with the same entries by themselves."""
+    """Positions beyond 32 bits. The last chunk is compared with the same elements by themselves."""
     numel = (1 << 31) + 4096
     if torch.cuda.mem_get_info()[0] < 40 << 30:
         return

@@ -74,7 +74,7 @@ def test_a_processor_that_is_shared_is_slower(capsys: pytest.CaptureFixture[str]
 def test_a_codec_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*arguments(params="100M", codec="1e9"), "--specs", "randomk:ratio=1/64"]) == 0
     shown = capsys.readouterr().out
-    assert "codec: 1 G entries of randomk:ratio=1/64 a second, as given" in shown
+    assert "codec: 1 G elements of randomk:ratio=1/64 a second, as given" in shown
     assert re.search(r"randomk:ratio=1/64 +values \(auto\)", shown)
 
 

@@ -78,7 +78,7 @@ def test_a_model_of_ours_is_measured(tmp_path: Path) -> None:
         r"\S+ k parameters in \d+ buckets; 2 ranks, each with a link of \S+ .bit/s, latency \S+ .?s; ", first
     )
     assert codec.startswith(
-        "codec: measured here, 1 thread(s) a rank; entries compressed in a second: quantize:bits=8 "
+        "codec: measured here, 1 thread(s) a rank; elements compressed in a second: quantize:bits=8 "
     )
     for row in ("dense +ring", "fp16 hook +ring", "quantize:bits=8 +gather", r"topk:ratio=1/64,bits=2 +sharded"):
         assert len(re.findall(rf"^ *{row}", done.out, re.MULTILINE)) == 1, "one rank prints"

@@ -259,7 +259,7 @@ def simulated(size: str, spec: str = TOPK) -> dict[tuple[int, str], SimulatedRow
 
 
 def test_eight_ranks_by_hand() -> None:
-    """80 records of 4,096 entries: 84 bytes each, and those of a sum, with 512 entries of 4 bits, 580."""
+    """80 records of 4,096 entries: 84 bytes each, and those of a sum, with 512 elements of 4 bits, 580."""
     rows = simulated(str(80 * 4096))
     gather, sharded, dense = (rows[8, name] for name in ("gather", "sharded", "dense"))
     assert (gather.sent, gather.messages, gather.memory) == (7 * 80 * 84, 7, 8 * 80 * 84)

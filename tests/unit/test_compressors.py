@@ -126,9 +126,9 @@ def test_settle_refuses_tensors_that_do_not_fit() -> None:
     compressor, gradient, residual = thinwire.TopK("1/64", bits=2), torch.randn(5000), torch.zeros(5000)
     ct = compressor.encode(gradient, residual)
     payloads = ct.payload.unsqueeze(0)
-    with pytest.raises(ValueError, match="gradient holds 4999 entries, expected 5000"):
+    with pytest.raises(ValueError, match="gradient holds 4999 elements, expected 5000"):
         compressor.settle(ct, gradient[:4999], residual, payloads, 0, 1.0, out=torch.empty(5000))
-    with pytest.raises(ValueError, match="residual holds 4999 entries, expected 5000"):
+    with pytest.raises(ValueError, match="residual holds 4999 elements, expected 5000"):
         compressor.settle(ct, gradient, residual[:4999], payloads, 0, 1.0)
     with pytest.raises(ValueError, match=r"residual has shape .*, torch.float64"):
         compressor.settle(ct, gradient, residual.double(), payloads, 0, 1.0)

@@ -16,7 +16,7 @@ CUTTABLE = {
     "quantize:bits=1": 16 * 256,
     "quantize:bits=2,block=32": 16 * 32,
 }
-"""Spec -> how many entries a record holds."""
+"""Spec -> how many elements a record holds."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

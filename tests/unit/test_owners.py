@@ -26,7 +26,7 @@ def vectors_for(run: Run) -> NamedVectors:
 
 
 def owe(owners: Owners, run: Run, vectors: NamedVectors, spans: list[tuple[int, int]]) -> Any:
-    """Let this rank own some entries, and owe 1, 2, 3 ... for them."""
+    """Let this rank own some elements, and owe 1, 2, 3 ... for them."""
     state = owners.state(run, vectors)
     residual = state.prepare(spans, torch.float32, CPU)
     residual.copy_(torch.arange(1.0, residual.numel() + 1))

@@ -78,7 +78,7 @@ class TestPositions:
 
     @pytest.mark.parametrize("field", ["low_at", "high_at", "nbytes"])
     def test_padding_bits(self, field: str) -> None:
-        """Behind the codes, behind the low bits and behind the bitmap: 63 entries fill none of them."""
+        """Behind the codes, behind the low bits and behind the bitmap: 63 elements fill none of them."""
         data = bytearray(self.with_positions(list(range(self.record.k))))
         data[getattr(self.record, field) - 1] ^= 0x80
         if field == "nbytes":  # keep the count right, or that is what is reported
@@ -233,7 +233,7 @@ class TestQuickCheck:
         return bytearray([0x80, 0x3F, 0x80, 0x3F, 0]) + write_positions(positions, record)
 
     def test_a_level_that_overflows_only_counts_where_it_is_used(self) -> None:
-        """Top-k: low + i * step is infinite for the highest i, and 4,000 entries are one record."""
+        """Top-k: low + i * step is infinite for the highest i, and 4,000 elements are one record."""
         for bits in (2, 4, 8, 16):
             spec = f"topk:ratio=1/64,bits={bits}"
             layout = thinwire.compressor(spec).layout(4000, torch.float32)

@@ -72,7 +72,7 @@ def test_shares_cover_every_entry_once(parts: int) -> None:
 
 
 def test_a_short_share_that_would_be_sent_dense_is_not_cut_off() -> None:
-    """Pieces must be slices of the payload: 16 of 16 entries in 32 bits never pay, so a lone tail would be dense."""
+    """Pieces must be slices of the payload: 16 of 16 elements in 32 bits never pay, so a lone tail would be dense."""
     compressor = thinwire.TopK(ratio="1/2", bits=16, chunk=16)
     for numel in range(1, 200):
         for ranks in (2, 3, 8):

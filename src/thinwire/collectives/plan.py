@@ -63,7 +63,7 @@ def choose(
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
     if algorithm == "values" and not layout.summable:
         raise ValueError(
-            f"algorithm 'values' with {format_spec(first)}, whose ranks keep different entries; only the values of "
+            f"algorithm 'values' with {format_spec(first)}, whose ranks keep different elements; only the values of "
             "randomk can be summed as they are"
         )
     if algorithm == "sharded" and isinstance(layout, RandomKLayout):
@@ -73,7 +73,7 @@ def choose(
     if isinstance(first, NoCompression):
         return "dense", "the compressor is none"
     if isinstance(layout, DenseLayout):
-        return "dense", f"{format_spec(first)} would not be smaller for {numel} entries of {dtype}"
+        return "dense", f"{format_spec(first)} would not be smaller for {numel} elements of {dtype}"
     if layout.summable:
         return "values", "all ranks keep the same positions, so their values are summed by a plain all-reduce"
     if ranks == 1:

@@ -24,9 +24,9 @@ from .state import ShardState
 from .transport.channel import Channel
 
 _WHY_NOT = {
-    "PRODUCT": "an entry that is not sent would count as 0, and make every product 0",
-    "MIN": "an entry that is not sent would count as 0, which may be less than the rest",
-    "MAX": "an entry that is not sent would count as 0, which may be more than the rest",
+    "PRODUCT": "an element that is not sent would count as 0, and make every product 0",
+    "MIN": "an element that is not sent would count as 0, which may be less than the rest",
+    "MAX": "an element that is not sent would count as 0, which may be more than the rest",
 }
 
 

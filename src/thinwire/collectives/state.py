@@ -37,7 +37,7 @@ class ShardState:
         entries = sum(stop - start for start, stop in spans)
         if (0 if residual is None else residual.numel()) != entries:
             raise ValueError(
-                f"a residual of {None if residual is None else residual.numel()} entries, expected {entries}"
+                f"a residual of {None if residual is None else residual.numel()} elements, expected {entries}"
             )
         self.residual, self.spans = None if residual is None else residual.clone(), spans
 
@@ -49,7 +49,7 @@ class ShardState:
         self.residual = self.residual.to(device)  # a checkpoint may have been loaded to another device
         if self.spans != spans or self.residual.dtype != dtype:
             raise ValueError(
-                f"the state holds entries {_listed(self.spans)} as {self.residual.dtype} on {self.residual.device}, "
+                f"the state holds elements {_listed(self.spans)} as {self.residual.dtype} on {self.residual.device}, "
                 f"expected {_listed(spans)} as {dtype} on {device}: it was made for another tensor, group or max_bytes"
             )
         return self.residual

@@ -351,7 +351,7 @@ def _check_settled(
         _check_apart("out", out, "residual", residual)
     for name, tensor, dtype in given:
         if tensor.numel() != ct.numel:
-            raise ValueError(f"{name} holds {tensor.numel()} entries, expected {ct.numel}")
+            raise ValueError(f"{name} holds {tensor.numel()} elements, expected {ct.numel}")
         _check_buffer(name, tensor, tuple(tensor.shape), dtype, out.device)
     if (gradient.data_ptr(), gradient.dtype) != (out.data_ptr(), out.dtype):
         _check_apart("out", out, "gradient", gradient)

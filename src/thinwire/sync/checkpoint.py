@@ -149,7 +149,7 @@ def check_lengths(state: State) -> None:
         if not isinstance(residual, Tensor) or residual.numel() != state["entries"].get(name):
             raise ValueError(
                 f"the residual of {name!r} in the checkpoint of rank {state['rank']} does not have the "
-                f"{state['entries'].get(name, 'no')} entries of its parameter: the checkpoint is damaged"
+                f"{state['entries'].get(name, 'no')} elements of its parameter: the checkpoint is damaged"
             )
 
 
@@ -160,6 +160,6 @@ def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> Non
     for name in [*saved, *here]:
         if saved.get(name) != here.get(name):
             raise ValueError(
-                f"the checkpoint is of another model: parameter {name!r} has {saved.get(name, 'no')} entries in it and "
+                f"the checkpoint is of another model: parameter {name!r} has {saved.get(name, 'no')} elements in it and "
                 f"{here.get(name, 'no')} here"
             )

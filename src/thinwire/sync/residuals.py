@@ -53,7 +53,7 @@ class NamedVectors:
         for name, size in zip(names, sizes, strict=True):
             if name in self._parts and self._parts[name].numel() != size:
                 raise ValueError(
-                    f"parameter {name!r} has {size} entries, its residual has {self._parts[name].numel()}: it belongs "
+                    f"parameter {name!r} has {size} elements, its residual has {self._parts[name].numel()}: it belongs "
                     "to another model"
                 )
         self.generation = next(_generations)

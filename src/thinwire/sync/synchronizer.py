@@ -480,7 +480,7 @@ class Synchronizer:
             known = self.entries.get(name)
             if known is not None and known != size:
                 raise ValueError(
-                    f"parameter {name!r} has {size} entries, it had {known} before: a synchronizer is for one model"
+                    f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one model"
                 )
 
     def _follow_scale(self) -> None:

@@ -30,7 +30,7 @@ class Options:
     """From sending a message to its arrival."""
     host: Annotated[str, arg(metavar="SPEC")] = "ranks=1"
     """What a host has, such as ranks=8,inside=300gbit (ranks that share its link, and the rate between two of them);
-    cores=16 if the model runs on its processor; per_switch=32,oversubscription=4 and jitter=5% to simulate switches,
+    cores=16 if the model runs on its CPU; per_switch=32,oversubscription=4 and jitter=5% to simulate switches,
     and ranks that differ."""
     specs: Annotated[tuple[str, ...], arg(metavar="SPEC ...")] = DEFAULT_SPECS
     """Compressors to compare."""

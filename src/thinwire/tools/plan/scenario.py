@@ -51,7 +51,7 @@ def _speeds(codec: str, made: dict[str, Compressor], host: Host) -> Speeds:
     wanted = parse_count("--codec", codec, 1e15)
     first = next(iter(base.codecs.values()), None)
     factor = wanted * (first.encode + first.commit) if first else 1.0
-    return base.faster(factor, f"{show_count(wanted)} entries of {next(iter(made), '')} a second, as given")
+    return base.faster(factor, f"{show_count(wanted)} elements of {next(iter(made), '')} a second, as given")
 
 
 def _on_cores(base: Speeds, host: Host) -> Speeds:
@@ -66,7 +66,7 @@ def _measured_here(made: dict[str, Compressor], host: Host) -> Speeds:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if host.cores is None and device.type == "cpu":
         raise ValueError(
-            "--codec here measures this machine's processor, but the host has no cores: give --host ...,cores=16, or "
+            "--codec here measures this machine's CPU, but the host has no cores: give --host ...,cores=16, or "
             "entries a second, such as --codec 20e9"
         )
     count = cores() if host.cores is None else max(1, min(cores(), host.cores // host.ranks))

@@ -23,7 +23,7 @@ def print_case(case: Case, host: Host) -> None:
         f"a step without communication {show_seconds(work.seconds)}, {show_seconds(work.backward)} of it backward"
     )
     rates = (f"{spec} {show_count(1 / (c.encode + c.commit))}" for spec, c in case.speeds.codecs.items())
-    print(f"codec: {case.speeds.origin}; entries compressed in a second: {', '.join(rates)}")
+    print(f"codec: {case.speeds.origin}; elements compressed in a second: {', '.join(rates)}")
     if host.simulated:
         switches = "one switch" if host.per_switch is None else f"{host.per_switch} hosts at a switch"
         print(f"simulated: {switches}, oversubscription {host.oversubscription:g}, jitter {host.jitter:.0%}")

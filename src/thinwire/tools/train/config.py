@@ -57,7 +57,7 @@ class Config:
     workers: int = 2
     """Processes that are started on this machine; under torchrun it is torchrun that says how many."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto: CUDA if there is one, else MPS, else the processor."""
+    """auto: CUDA if there is one, else MPS, else the CPU."""
     seed: int = 0
     """Of weights and of the order of samples."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None

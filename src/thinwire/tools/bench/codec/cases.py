@@ -90,7 +90,7 @@ def parse_size(text: str) -> int:
     except (InvalidOperation, ValueError, OverflowError):
         size, whole = Decimal(0), 0
     if size != whole or not 1 <= whole <= 1 << 40:
-        raise ValueError(f"size {text!r}, expected a whole number of entries, such as 1e6, 25_000_000 or 25M")
+        raise ValueError(f"size {text!r}, expected a whole number of elements, such as 1e6, 25_000_000 or 25M")
     return whole
 
 

@@ -80,7 +80,7 @@ def _check_positions(ct: CompressedTensor, reference: CompressedTensor) -> None:
         wrong = (given != expected).any(1)
         if bool(wrong.any()):
             start = part.entries.start + int(wrong.nonzero()[0]) * record.n
-            raise Mismatch(f"other positions than the reference's in entries {start} to {start + record.n - 1}")
+            raise Mismatch(f"other positions than the reference's in elements {start} to {start + record.n - 1}")
 
 
 def _differs(sent: Tensor, reference: Tensor, came_in: Tensor) -> Tensor:
@@ -93,6 +93,6 @@ def _raise_first(wrong: Tensor, what: str, given: Tensor, expected: Tensor) -> N
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
         raise Mismatch(
-            f"{what} {given[at].item():.9g} at entry {at}, expected {expected[at].item():.9g} "
-            f"({int(wrong.sum())} of {wrong.numel()} entries differ)"
+            f"{what} {given[at].item():.9g} at element {at}, expected {expected[at].item():.9g} "
+            f"({int(wrong.sum())} of {wrong.numel()} elements differ)"
         )

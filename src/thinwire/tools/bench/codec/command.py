@@ -54,7 +54,7 @@ def run(options: Options) -> int:
     """Measure, check and print the tables. Return 0, or 1 if a result differs from the reference."""
     if options.device == "cuda":
         if options.threads is not None:
-            raise ValueError(f"--threads {options.threads} with --device cuda, expected none: the processor only waits")
+            raise ValueError(f"--threads {options.threads} with --device cuda, expected none: the CPU only waits")
         return gpu.run(options.specs, options.sizes, options.dtypes, repeats=options.repeats, out=options.out)
     # These load torch; --help and errors in options should not wait for that.
     from .cases import plan

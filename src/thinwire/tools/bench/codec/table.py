@@ -16,7 +16,7 @@ NOTES = """
 Times are medians; GB/s counts the bytes of the dense tensor.
 x add_: time against residual.add_(grad), measured in turns with it: "add_ ms" is its time beside this row.
 vs torch: speed-up over add, topk of everything, gather and clear in torch operations, at the same density.
-bits/position: spent on each kept entry, beside log2 C(n,k)/k. memory: peak beyond tensor, residual and payload."""
+bits/position: spent on each kept element, beside log2 C(n,k)/k. memory: peak beyond tensor, residual and payload."""
 
 
 DISTURBED = 1.5

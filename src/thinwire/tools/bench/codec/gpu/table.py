@@ -67,7 +67,7 @@ class Table:
             headers = "".join(f"{column.header:>{column.width}}" for column in self._columns)
             print(f"\n{f'{row.numel:,} x {row.dtype}':<{self._name_width}}{headers}")
             if SETS * row.numel * 8 <= 2 * self._cache:
-                print("So few entries stay in the device's cache: these times are not those of its memory.")
+                print("So few elements stay in the device's cache: these times are not those of its memory.")
         name = row.name if row.graph else f"{row.name} *"
         print(
             f"{name:<{self._name_width}}" + "".join(f"{column.cell(row):>{column.width}}" for column in self._columns),
