@@ -83,7 +83,7 @@ def read_shared_floats(at: Any) -> tuple[Any, ...]:
 def add_to_shared(at: Any, value: Any, there: Any) -> None:
     there = to_numpy(there).astype(bool)
     memory, index = words(to_numpy(at)[there], np.float32)
-    assert len(set(index)) == len(index), "two lanes add to one entry"
+    assert len(set(index)) == len(index), "two lanes add to one element"
     memory[index] += to_numpy(value)[there].astype(np.float32)
 
 

@@ -150,4 +150,4 @@ def check_expected(found: list[list[Outcome]], case: Case, index: int, algorithm
 def _distance(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape:
         return f"shape {tuple(a.shape)} for {tuple(b.shape)}"
-    return f"{(a.double() - b.double()).abs().max():.3g} in {int((a != b).sum())} of {a.numel()} entries"
+    return f"{(a.double() - b.double()).abs().max():.3g} in {int((a != b).sum())} of {a.numel()} elements"

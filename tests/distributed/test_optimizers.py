@@ -292,7 +292,7 @@ def start_apart(rank: int, world_size: int, how: str) -> str:
         weight = model.get_parameter("2.weight")
         if how == "random" and rank == world_size - 1:
             weight.normal_()
-        elif how == "one entry" and rank == 0:
+        elif how == "one element" and rank == 0:
             weight[3, 4] += 1e-3
         elif how == "same sum" and rank == 0:
             weight.copy_(weight.t().clone())
@@ -305,7 +305,7 @@ def start_apart(rank: int, world_size: int, how: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("how", ["random", "one entry", "same sum"])
+@pytest.mark.parametrize("how", ["random", "one element", "same sum"])
 def test_replicas_that_start_apart_are_noticed(ranks: Ranks, how: str) -> None:
     for text in ranks.run(start_apart, 3, how):
         assert "'2.weight'" in text

@@ -20,7 +20,7 @@ def known() -> Timeline:
     """A step of 100 ms: 20 forward, 40 backward, 30 waiting, 10 for the optimizer; two buckets."""
     first = [Span("update", 1.030, 1.031), Span("encode", 1.031, 1.035), Span("exchange", 1.035, 1.055)]
     second = [Span("encode", 1.058, 1.062), Span("exchange", 1.062, 1.080), Span("decode", 1.080, 1.088)]
-    recorded = Recorded([("bucket 1, 10 entries", first), ("bucket 2, 20 entries", second)], 1.060)
+    recorded = Recorded([("bucket 1, 10 elements", first), ("bucket 2, 20 elements", second)], 1.060)
     return timeline(Marks(1.0, 1.020, 1.090, 1.100), recorded)
 
 
@@ -29,7 +29,7 @@ def test_what_ran_beside_the_backward_pass_is_told_from_what_was_waited_for(know
     assert known.whole == pytest.approx(60)
     assert known.beside == pytest.approx(25 + 2)
     assert known.waited == pytest.approx(30)
-    assert [lane.name for lane in known.lanes] == ["compute", "bucket 1, 10 entries", "bucket 2, 20 entries"]
+    assert [lane.name for lane in known.lanes] == ["compute", "bucket 1, 10 elements", "bucket 2, 20 elements"]
     assert [bar.label for bar in known.lanes[0].bars] == ["forward", "backward", "optimizer"]
     assert [bar.phase for bar in known.lanes[1].bars] == ["compute", "compress", "exchange"]
 
@@ -45,7 +45,7 @@ def test_bars_are_where_their_times_are(known: Timeline) -> None:
         assert title is not None
         places[str(title.text)] = float(bar.attrib["x"]), float(bar.attrib["width"])
     forward = places["compute: forward, 0.00 to 20.00 ms (20.00 ms)"]
-    exchange = places["bucket 2, 20 entries: exchange, 62.00 to 80.00 ms (18.00 ms)"]
+    exchange = places["bucket 2, 20 elements: exchange, 62.00 to 80.00 ms (18.00 ms)"]
     scale = forward[1] / 20
     assert exchange[0] == pytest.approx(forward[0] + 62 * scale, abs=0.02)
     assert exchange[1] == pytest.approx(18 * scale, abs=0.02)

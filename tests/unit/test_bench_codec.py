@@ -173,8 +173,8 @@ class CallsItNotFinite(Broken):
 @pytest.mark.parametrize(
     ("broken", "label", "message"),
     [
-        (DropsAnEntry, "topk:ratio=1%,bits=32", "sent 0 at entry"),
-        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2", "other positions than the reference's in entries"),
+        (DropsAnEntry, "topk:ratio=1%,bits=32", "sent 0 at element"),
+        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2", "other positions than the reference's in elements"),
         (ChoosesOtherPositions, "topk:ratio=1/64,bits=2,chunk=none", "other positions"),
         (CutsTheScale, "quantize:bits=8", "sent"),
         (CutsTheScale, "quantize:bits=1", "sent"),
@@ -260,7 +260,7 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "M", "0", "-5", "1.5", "1.0001k", "nan", "inf", "1e400", "10MB", "ten"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a whole number of entries"):
+    with pytest.raises(ValueError, match="expected a whole number of elements"):
         parse_size(text)
 
 

@@ -93,7 +93,7 @@ def test_every_option_has_help() -> None:
         (["bench", "codec", "--dtypes", "int8"], "'int8'"),
         (["bench", "codec", "--repeats", "0"], "--repeats 0, expected 1 or more"),
         (["bench", "codec", "--threads", "-1"], "--threads -1, expected 1 or more"),
-        (["bench", "codec", "--sizes", "many"], "size 'many', expected a whole number of entries"),
+        (["bench", "codec", "--sizes", "many"], "size 'many', expected a whole number of elements"),
         (["bench", "codec", "--sizes"], "--sizes without a size"),
         (["bench", "codec", "--specs", "zip"], "compressor 'zip' in 'zip' is unknown"),
         (["bench", "codec", "--specs", "topk:ratio=2"], "ratio='2' in 'topk:ratio=2'"),

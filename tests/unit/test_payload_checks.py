@@ -188,7 +188,7 @@ class TestQuickCheck:
     def test_wrong_size(self, spec: str, change: int) -> None:
         """Nothing is read outside."""
         layout = thinwire.compressor(spec).layout(9001, torch.float32)
-        expected = f"a payload of {layout.nbytes + change} bytes, expected {layout.nbytes} for 9001 entries"
+        expected = f"a payload of {layout.nbytes + change} bytes, expected {layout.nbytes} for 9001 elements"
         with pytest.raises(ValueError, match=expected):
             kernels.check(torch.zeros(layout.nbytes + change, dtype=torch.uint8), layout)
 

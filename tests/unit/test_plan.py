@@ -175,7 +175,7 @@ def test_auto_without_a_comparison(spec: str, numel: int, ranks: int, name: str,
 def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ValueError, match="algorithm 'ring', expected one of auto, gather"):
         choose("ring", TOPK, TOPK, 100, torch.float32, 2, can_shard=True)
-    with pytest.raises(ValueError, match="whose ranks keep different entries"):
+    with pytest.raises(ValueError, match="whose ranks keep different elements"):
         choose("values", TOPK, TOPK, 10_000, torch.float32, 2, can_shard=True)
     randomk = thinwire.RandomK(ratio="1/64")
     with pytest.raises(ValueError, match="use 'values'"):

@@ -87,7 +87,7 @@ def test_short_dtypes_are_kept_in_float32(dtype: torch.dtype) -> None:
 def test_a_parameter_of_another_size_is_refused_and_changes_nothing() -> None:
     vectors = NamedVectors()
     slice_of(vectors, ["a"]).fill_(1.0)
-    with pytest.raises(ValueError, match=r"'a' has 4 entries.* 3.*another model"):
+    with pytest.raises(ValueError, match=r"'a' has 4 elements.* 3.*another model"):
         vectors.slice(["d", "a"], [7, 4], torch.float32, CPU)
     assert vectors["a"].tolist() == [1.0] * 3
     assert "d" not in vectors

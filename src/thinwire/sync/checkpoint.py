@@ -160,6 +160,6 @@ def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> Non
     for name in [*saved, *here]:
         if saved.get(name) != here.get(name):
             raise ValueError(
-                f"the checkpoint is of another model: parameter {name!r} has {saved.get(name, 'no')} elements in it and "
-                f"{here.get(name, 'no')} here"
+                f"the checkpoint is of another model: parameter {name!r} has {saved.get(name, 'no')} elements "
+                f"there and {here.get(name, 'no')} here"
             )

@@ -88,7 +88,7 @@ def readable(payload: Tensor, layout: Layout) -> Any:
     A shorter payload is padded with zeros. Raises ValueError if its size does not match the layout.
     """
     if payload.numel() != layout.nbytes:
-        raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} entries")
+        raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} elements")
     data = payload.contiguous().numpy()
     return data if data.size >= 8 else np.concatenate([data, np.zeros(8 - data.size, np.uint8)])
 

@@ -180,6 +180,6 @@ def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
     if bool((positions[:, 1:] <= positions[:, :-1]).any()):
         raise ValueError("positions do not rise")
     if bool((positions[:, -1] >= record.n).any()):
-        raise ValueError(f"a position is outside its chunk of {record.n} entries")
+        raise ValueError(f"a position is outside its chunk of {record.n} elements")
     numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
     return values
