@@ -1,6 +1,6 @@
 """When things happen in a training step of `gpu_step.py`: two ranks on one GPU, without a profiler.
 
-    PYTHONPATH=src python3 benchmarks/gpu_timeline.py [NAME ...]     ways of gpu_step.py; by default both of thinwire.AdamW
+    PYTHONPATH=src python3 benchmarks/gpu_timeline.py [NAME ...]     ways of gpu_step.py; by default thinwire.AdamW
 
 For each rank, in milliseconds after the step began: the end of the forward pass, of backward, of `step()` and of the
 device's work; then for each bucket when its exchange began and ended, and when it was ready to be applied. The clock is

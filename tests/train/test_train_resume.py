@@ -169,6 +169,16 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     assert kept == left, "somebody may want to look at it"
 
 
+def test_a_checkpoint_whose_replacement_was_interrupted_is_used(cut: Path, whole: Path, ranks: Ranks) -> None:
+    """Killed after the old checkpoint of a step lost its name, and before the new one had it."""
+    newest(cut).rename(cut / "checkpoints" / ".step-00000012.replaced.partial")
+    ended = go_on(ranks, cut)
+    assert ended.finished, ended
+    assert "going on from step 12" in ended.err
+    assert_same_weights(cut, whole)
+    assert_whole(cut)
+
+
 def test_if_all_are_damaged_it_is_an_error_and_all_is_left_as_it_was(cut: Path, ranks: Ranks) -> None:
     for step, damage in zip(checkpoints(cut), ("a bit of rank 1", "empty manifest", "shortened weights"), strict=True):
         name, break_it = DAMAGES[damage]

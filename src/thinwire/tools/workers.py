@@ -104,7 +104,8 @@ class Workers:
 
     def _make(self, size: int, actor: Actor, args: tuple[object, ...], port: int | None) -> None:
         self._size = size
-        self._question([(None, (port, self._limit, rank, size, actor, args)) for rank in range(size)])
+        limit = max(LIMIT_SECONDS, self._limit)  # that of the process group, which the ranks form now
+        self._question([(None, (port, self._limit, rank, size, actor, args)) for rank in range(size)], limit)
 
     def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
         """Call this method on every rank and return the results, ordered by rank.

@@ -28,6 +28,8 @@ from .control import Control
 from .folder import replace_text
 from .place import Place
 
+_REPLACED = ".replaced.partial"
+"""Suffix of a checkpoint that is about to be replaced by another of the same step."""
 _FORMAT = 1
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
@@ -70,6 +72,7 @@ class Checkpoints:
 
         Each damaged checkpoint is reported. Raises ValueError if there are checkpoints but none can be used.
         """
+        self._together(lambda: self._put_back() if self.leads else None)
         found = self._control.gather(sorted(self._steps()))
         fault = "not every rank has the same"
         for step in sorted(set.intersection(*map(set, found)), reverse=True):
@@ -92,9 +95,17 @@ class Checkpoints:
 
     def _prepare(self, partial: Path) -> None:
         self._folder.mkdir(exist_ok=True)
+        self._put_back()
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
         partial.mkdir()
+
+    def _put_back(self) -> None:
+        """Undo an interrupted replacement: give the old checkpoint of a step its name back if there is no new one."""
+        for hidden in self._folder.glob(f".step-*{_REPLACED}"):
+            final = self._folder / hidden.name.removeprefix(".").removesuffix(_REPLACED)
+            if not final.exists():
+                os.rename(hidden, final)
 
     def _write(self, partial: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
         files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
@@ -106,7 +117,7 @@ class Checkpoints:
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(partial / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(partial)
-        replaced = self._folder / f".{final.name}.replaced.partial"
+        replaced = self._folder / f".{final.name}{_REPLACED}"
         if final.exists():
             os.rename(final, replaced)
         os.rename(partial, final)
