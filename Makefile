@@ -51,10 +51,10 @@ unit: $(READY)
 	$(BIN)/python -m pytest -m "alone and ($(WHICH))" $(FIRST) $(SECOND)
 
 first: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" $(FIRST)
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" --durations=30 $(FIRST)
 
 second: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" $(SECOND)
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" --durations=30 $(SECOND)
 
 test-all:
 	$(MAKE) test WHICH="slow or not slow"
