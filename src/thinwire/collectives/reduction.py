@@ -345,17 +345,27 @@ def pass_on(request: Request, operation: Operation, tensor: Tensor) -> Handle:
         operation.give_up(error)
         raise
 
+    # `finish` runs in a thread of the process group. If it held the last reference to the group, the group's destructor
+    # would wait for its own thread, and abort the process. So it lets go of the operation before anybody goes on.
+    held, divides = [operation], request.weight != 1.0
+
     def finish(done: "torch.futures.Future[list[Tensor]]") -> None:
+        mine = held.pop()
         try:
             done.value()  # raises the error of the all-reduce
-        except Exception as error:
-            caught = error  # explained in another thread, because that can take seconds
-            threading.Thread(target=lambda: handle.fail(operation.explain(caught)), daemon=True).start()
+        except Exception as error:  # explained in another thread, because that can take seconds
+            threading.Thread(target=_explain, args=(handle, mine, error), daemon=True).start()
             return
-        operation.finish()
-        if request.weight != 1.0:
+        mine.finish()
+        del mine
+        if divides:
             flat.div_(size)
         handle.complete([tensor])
 
     work.get_future().add_done_callback(finish)
     return handle
+
+
+def _explain(handle: Handle, operation: Operation, error: Exception) -> None:
+    """Fail a handle with the cause of an error of torch's all-reduce."""
+    handle.fail(operation.explain(error))
