@@ -116,13 +116,18 @@ class Way:
         self.optimizer.step()
 
 
-def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[str], out: str) -> None:
+def join(rank: int, rendezvous: str) -> torch.Tensor:
+    """Be one of two ranks on the first GPU; the tokens of this one."""
     torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
-    tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+    return torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+
+
+def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[str], out: str) -> None:
+    tokens = join(rank, rendezvous)
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, float] = {}
     python: dict[str, tuple[float, float]] = {}

@@ -11,13 +11,11 @@ import os
 import sys
 import tempfile
 import time
-import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_step import BATCH, CONFIG, TOPK, Way
+from gpu_step import TOPK, Way, join
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
@@ -50,12 +48,7 @@ def timed_step(way: Way, tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def rank_main(rank: int, rendezvous: str, names: list[str]) -> None:
-    torch.cuda.set_device(0)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
-    tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+    tokens = join(rank, rendezvous)
     for name in names:
         way = Way(name)
         for _ in range(STEPS_BEFORE):

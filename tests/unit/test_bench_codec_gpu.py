@@ -27,7 +27,7 @@ from thinwire.tools.bench.codec.command import Options
 from thinwire.tools.bench.codec.gpu.check import check, check_update
 from thinwire.tools.bench.codec.gpu.clock import SETS, Call
 from thinwire.tools.bench.codec.gpu.floors import Floors
-from thinwire.tools.bench.codec.gpu.parts import can_be_captured, measure
+from thinwire.tools.bench.codec.gpu.parts import measure
 from thinwire.tools.bench.codec.gpu.rows import Row
 from thinwire.tools.bench.codec.gpu.table import COLUMNS, NAME_WIDTH, NOTES, Table
 from thinwire.tools.bench.codec.gpu.updates import ADVANCE, WRITE
@@ -240,8 +240,8 @@ def test_long_records_cannot_be_captured() -> None:
 
     for spec, captured in (("topk:ratio=1/64", True), ("topk:ratio=1/64,chunk=none", False)):
         layout = thinwire.compressor(spec).layout(100_000, torch.float32)
-        assert can_be_captured(topk, layout) == captured
-    assert not can_be_captured(reference_quantize, layout)
+        assert kernels.is_recordable(topk, layout) == captured
+    assert not kernels.is_recordable(reference_quantize, layout)
 
 
 class Broken:

@@ -175,8 +175,6 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 }
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
-_LARGEST_RECORDED_CHUNK = 1 << 14
-"""Largest top-k chunk that can be recorded. The search in longer ones copies constants from the CPU."""
 _LARGEST_BLOCK = 8192
 """Largest block of Quantize that fits into the registers of one program of `cuda`."""
 _OLDEST_GPU = (8, 0)
@@ -238,13 +236,14 @@ def on_device(kernel: Kernel) -> DeviceKernel | None:
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
-def is_recordable(layout: Layout, device: torch.device) -> bool:
-    """Return whether encoding and decoding can be recorded as a CUDA graph: the CPU neither waits nor copies."""
-    _, kernel = select(layout, device)
-    if device.type != "cuda" or on_device(kernel) is None:
+def is_recordable(kernel: Kernel, layout: Layout) -> bool:
+    """Return whether a CUDA graph can hold this work: the CPU must not wait for the device or copy anything to it.
+
+    Top-k searches longer chunks in several passes, with constants that are copied from the CPU.
+    """
+    if on_device(kernel) is None:
         return False
-    records = [layout.record, layout.tail] if isinstance(layout, TopKLayout) else []
-    return all(record is None or record.n <= _LARGEST_RECORDED_CHUNK for record in records)
+    return not isinstance(layout, TopKLayout) or layout.record.n <= getattr(kernel, "LARGEST_CHUNK", 0)
 
 
 def settling(kernel: Kernel) -> SettlingKernel | None:

@@ -41,14 +41,19 @@ class Recording:
         self._graph.replay()
         return True
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run the work on the current stream. After `_RUNS_BEFORE` runs with the same key, record and replay it."""
+    def run(self, key: Hashable, work: Callable[[], None]) -> bool:
+        """Run the work on the current stream; return True if it was a replay, and `work` was not called.
+
+        After `_RUNS_BEFORE` runs with the same key, the work is recorded.
+        """
+        if self.replay(key):
+            return True
         if key != self._key:
             self._key, self._runs, self._graph = key, 0, None
         self._runs += 1
         if self._runs <= _RUNS_BEFORE:
             work()
-            return
+            return False
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             # While this thread records, others may wait for the GPU and allocate memory, as the wire does. This is what
@@ -60,3 +65,4 @@ class Recording:
                 graph.capture_end()
         graph.replay()  # recording has done nothing so far
         self._graph = graph
+        return False

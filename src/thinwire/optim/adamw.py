@@ -207,7 +207,7 @@ class AdamW(CompressedOptimizer):
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
             return made
-        rules = [self._rule(group) for group in self.param_groups]
+        rules = [rule for rule in made.rules if isinstance(rule, AdamRule)]
         rows = [
             by_numbers.numbers_of(rule.beta1, 1 / made.scale, rule.scale, rule.floor, rule.limit, rule.rate, rule.beta2)
             for rule in rules
@@ -218,10 +218,10 @@ class AdamW(CompressedOptimizer):
 
     def _recording_key(self, sent: Step) -> Hashable:
         self._on_device = None
-        parameters = [(name, self._parameters[name]) for name in sent.entries]
         if sent.updates is None or sent.updates.numbers is None:
             return None
-        if any(p.grad is None or p.dtype != torch.float32 for _, p in parameters):
+        parameters = [self._parameters[name] for name in sent.entries]
+        if any(p.grad is None or p.dtype != torch.float32 for p in parameters):
             return None
         addresses = sent.addresses()
         if addresses is None:
@@ -232,10 +232,10 @@ class AdamW(CompressedOptimizer):
         moments = tuple(
             vectors[name].data_ptr() if name in vectors else 0 for vectors in self._vectors.values() for name in small
         )
-        places = tuple(parameter.data_ptr() for _, parameter in parameters)
+        places = tuple(parameter.data_ptr() for parameter in parameters)
         return addresses, places, moments, constants, sent.updates.scale, self._on_device.vector.data_ptr()
 
-    def _numbers_of_step(self, device: torch.device) -> "_StepNumbers":
+    def _numbers_of_step(self, device: torch.device) -> _StepNumbers:
         rates = {name: self._rate_of(group, name) for group in self.param_groups for name in group["param_names"]}
         lr = [float(group["lr"]) for group in self.param_groups]
         keep = [1 - rate * group["weight_decay"] for rate, group in zip(lr, self.param_groups, strict=True)]

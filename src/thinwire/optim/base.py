@@ -256,10 +256,8 @@ class CompressedOptimizer(Optimizer):
         if self._recording is None:
             self._recording = self.sync.workspace.new_recording()
         started = time.perf_counter()
-        if self._recording.replay(key):
+        if self._recording.run(key, lambda: self._apply_runs(sent)):
             sent.handles[-1].report.spans.append(Span("decode", started, time.perf_counter()))
-        else:
-            self._recording.run(key, lambda: self._apply_runs(sent))
 
     def _recording_key(self, sent: Step) -> Hashable:
         """Return everything that applying this step depends on; None if it cannot be recorded."""

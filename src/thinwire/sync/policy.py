@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
-from math import sqrt
+from math import ceil, sqrt
 
 import torch
 
@@ -243,7 +243,8 @@ def halvings(ranks: int, step: int) -> int:
     ([0, 0, 1, 1, 2, 2], 0)
     """
     until_now = (step // _FIRST_STEPS + 1).bit_length() - 1
-    return min(until_now, (FIRST_RATIO * max(2, ranks) / UNION - 1).__ceil__().bit_length())
+    in_all = ceil(FIRST_RATIO * max(2, ranks) / UNION - 1).bit_length()
+    return min(until_now, in_all)
 
 
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
 from typing import Any, Protocol
@@ -198,13 +198,18 @@ class Step(StepRecord):
         with refusing(operations):
             self._hold(slot)
         reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
-        sent = Sent(
-            known.run, known.gradient, known.source, slot, reduction, known.residual, known.update, (), known.key
-        )
         side = self.sync.workspace.side_stream(known.gradient.device)
-        if side is not None and slot.recording is not None:
-            reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward does not wait for Python
-        self._submit(sent, None)
+
+        def encode() -> None:
+            assert slot.recording is not None
+            if side is not None:
+                reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward does not wait for Python
+                return
+            is_replayed = slot.recording.replay(known.key)
+            assert is_replayed
+            reduction.encode(is_replayed=True)
+
+        self._submit(replace(known, reduction=reduction), encode)
 
     def _send_run(self, run: Run, gradient: Tensor) -> None:
         self._sample(run, gradient)
@@ -229,7 +234,7 @@ class Step(StepRecord):
                 torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
             reduction.encode()
 
-        self._submit(sent, encode)
+        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
         if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
             self.sync.workspace.prepare(sent)
 
@@ -261,7 +266,7 @@ class Step(StepRecord):
                 self._as_gradient(packed)
             reduction.encode()
 
-        self._submit(sent, encode)
+        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
 
     def _begin(
         self, run: Run, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
@@ -289,27 +294,23 @@ class Step(StepRecord):
                     key = mix_key(key, self.rank)  # each rank rounds by its own random draws
             return slot, Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
 
-    def _submit(self, sent: Sent, encode: Callable[[], None] | None) -> None:
-        """Encode a run, or replay its recording, and hand the payload to the wire.
+    def _encode_or_replay(self, sent: Sent, encode: Callable[[], None]) -> None:
+        """Encode a run, or replay the recording of it."""
+        recording = sent.slot.recording
+        if recording is None or sent.key is None or self._samples:
+            encode()
+        elif recording.run(sent.key, encode):
+            sent.reduction.encode(is_replayed=True)
 
-        encode   the function that encodes; None if it is known to be recorded.
-        """
-        reduction, recording = sent.reduction, sent.slot.recording
+    def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
+        """Encode a run by calling `encode`, and hand the payload to the wire."""
+        reduction = sent.reduction
         self.handles.append(reduction.handle)
         label = f"bucket {len(self.marks) + 1}, {sent.gradient.numel():,} elements"
         self.labels.append("small tensors" if sent.places else label)
         self._sent.append(sent)
         try:
-            if reduction.encoded:
-                pass
-            elif encode is not None and (recording is None or sent.key is None or self._samples):
-                encode()
-            elif recording is not None and recording.replay(sent.key):
-                reduction.encode(is_replayed=True)
-            else:
-                assert recording is not None
-                assert encode is not None
-                recording.run(sent.key, encode)
+            encode()
             reduction.submit()
         except BaseException as error:
             reduction.fail(error)  # otherwise a caller would wait for it forever

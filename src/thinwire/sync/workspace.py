@@ -119,7 +119,8 @@ class Workspace:
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
         layout = compressor.layout(source.numel(), source.dtype)
-        return self.new_recording() if kernels.is_recordable(layout, source.device) else None
+        _, kernel = kernels.select(layout, source.device)
+        return self.new_recording() if kernels.is_recordable(kernel, layout) else None
 
     def new_recording(self) -> Recording:
         """Return a recording that shares its memory with all others here, because they run one after the other."""
@@ -144,12 +145,16 @@ class Workspace:
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.tensor, group[0].compressor
         names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
-        run, kept = self._packs.get(names, (None, like))
-        if run is None or (run.sizes, run.compressor, kept.dtype) != (sizes, compressor, like.dtype):
-            run = Run(0, sum(sizes), compressor, None, names, sizes)
-            kept = torch.empty(run.stop, dtype=like.dtype, device=like.device)
-            self._packs[names] = run, kept
-        return run, kept
+        known = self._packs.get(names)
+        if known is not None and (known[0].sizes, known[0].compressor, known[1].dtype) == (
+            sizes,
+            compressor,
+            like.dtype,
+        ):
+            return known
+        run = Run(0, sum(sizes), compressor, None, names, sizes)
+        self._packs[names] = run, torch.empty(run.stop, dtype=like.dtype, device=like.device)
+        return self._packs[names]
 
     def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return memory with the numel and device of `like`; the next call may return the same memory."""

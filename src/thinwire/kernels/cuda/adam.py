@@ -15,9 +15,6 @@ from .launch import REFERENCE_DTYPES, launch
 
 _TILE = 4096
 
-NUMBERS = 9
-"""How many numbers the kernels read; `numbers_of` returns them."""
-
 
 def numbers_of(
     beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float

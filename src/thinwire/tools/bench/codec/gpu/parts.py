@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels.layout import Layout, TopKLayout
 
 from ..cases import Case
 from ..check import Mismatch
@@ -125,16 +124,8 @@ class Measured:
 
     def _row(self, part: str, entry_bytes: float, call: Call, *, peak: bool = False, **details: object) -> Row:
         return self._timer.row(
-            f"{part} {self._case.label}", entry_bytes, call, graph=can_be_captured(self.kernel, self.layout), peak=peak,
+            f"{part} {self._case.label}", entry_bytes, call, peak=peak,
+            graph=kernels.is_recordable(self.kernel, self.layout),
             kernel=getattr(self.kernel, "__name__", type(self.kernel).__name__), payload_bytes=self.layout.nbytes,
             **details,
         )  # fmt: skip
-
-
-def can_be_captured(kernel: kernels.Kernel, layout: Layout) -> bool:
-    """Return whether a CUDA graph can capture the kernel: it must not wait for the device or copy from the host."""
-    if kernels.on_device(kernel) is None:
-        return False
-    from thinwire.kernels.cuda.topk import LARGEST_CHUNK  # loads Triton, which the kernel has loaded already
-
-    return not isinstance(layout, TopKLayout) or layout.record.n <= LARGEST_CHUNK
