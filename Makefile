@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit first second bench clean
+.PHONY: help demo test test-all lint types packages unit soak bench clean
 
 help:
-	@echo "make demo   train a small CNN between two workers on this machine, beside dense training; with its bytes"
+	@echo "make demo   train a small CNN between two ranks on this machine, beside dense training; with its bytes"
 	@echo "make test   lint, types and tests"
 	@echo "make test-all  the same with slow variants"
+	@echo "make soak   attacks, for MINUTES=30 from SEED=0; goes on where it was stopped"
 	@echo "make bench  the codec benchmark (minutes)"
 	@echo "make clean  remove .venv and caches"
 
@@ -40,24 +41,24 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 dataset-fashion-mnist >/dev/null; }
 
-# Two rows of tests side by side, of about the same length: while one forms groups of processes, the other does not, as far
-# as that goes. Then those that want the machine for themselves.
-FIRST := tests/train tests/link tests/plan tests/contract tests/gpu tests/fuzz tests/browser
-SECOND := tests/cases.py tests/framing.py tests/oracle.py tests/processes.py tests/unit src tests/distributed
+# Two processes of pytest, each of which takes a file of tests at a time, the longest ones first. Then come the tests
+# that want the machine for themselves.
 WHICH := not slow
 
 unit: $(READY)
-	$(MAKE) --jobs 2 --output-sync=target first second
-	$(BIN)/python -m pytest -m "alone and ($(WHICH))" $(FIRST) $(SECOND)
-
-first: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" --durations=30 $(FIRST)
-
-second: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" --durations=30 $(SECOND)
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
+		tests src
+	$(BIN)/python -m pytest -m "alone and ($(WHICH))"
 
 test-all:
 	$(MAKE) test WHICH="slow or not slow"
+
+# One case again: make soak CASE=kill:0/17. docs/reliability.md says more.
+MINUTES := 30
+SEED := 0
+
+soak: $(READY) packages
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED) $(if $(CASE),--case $(CASE))
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

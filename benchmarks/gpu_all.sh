@@ -20,6 +20,7 @@ done
 wait
 check step python3 benchmarks/gpu_step.py --out "$out/step-h200.jsonl"
 check codec python3 -c "
-from thinwire.tools.bench.codec import gpu
-raise SystemExit(gpu.run(out='$out/codec-h200.jsonl'))"
+from pathlib import Path
+from thinwire.tools.bench.codec import on_gpu, run
+raise SystemExit(run(on_gpu(out=Path('$out/codec-h200.jsonl'))))"
 cat "$out/step.txt" "$out/codec.txt"

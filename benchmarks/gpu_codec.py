@@ -7,8 +7,10 @@ Measured as `thinwire bench codec --device cuda` does, whose parts these are. Wh
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,28 +20,33 @@ import torch
 import thinwire
 from thinwire import kernels
 from thinwire.kernels.cuda import quantize, topk
-from thinwire.tools.bench.codec.gpu.buffers import Buffers
-from thinwire.tools.bench.codec.gpu.clock import DeviceClock
-from thinwire.tools.bench.codec.gpu.floors import Floors, measure_floors
-from thinwire.tools.bench.codec.gpu.machine import machine
-from thinwire.tools.bench.codec.gpu.rows import Row
-from thinwire.tools.bench.codec.gpu.table import Table
-from thinwire.tools.bench.codec.gpu.timer import Timer
-from thinwire.tools.record import Writer, conditions
+from thinwire.tools.bench.codec import describe_device, show
+from thinwire.tools.bench.codec.measurement import Bench, Buffers, Timed
+from thinwire.tools.bench.harness import Progress, Row, run
+from thinwire.tools.bench.measure import DeviceClock
+from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
 
 PAYLOADS = 8
-TOPK, QUANTIZE = "topk:ratio=1/64,bits=2", "quantize:bits=8"
 COMPRESS = [
-    {"_ENTRIES_PER_LANE": entries, "_REGISTERS": registers, "_CHUNKS_PER_PROGRAM": chunks}
-    for entries, registers, chunks in (
+    {"_ELEMENTS_PER_LANE": elements, "_REGISTERS": registers, "_CHUNKS_PER_PROGRAM": chunks}
+    for elements, registers, chunks in (
         (32, 96, 8), (32, 112, 8), (32, 128, 8), (32, 144, 8), (32, 128, 4), (32, 128, 2), (32, 128, 16), (64, 168, 8),
     )
 ]  # fmt: skip
 DECODE = [{"_SUM_WARPS": warps} for warps in (1, 2, 4, 8)]
 QUANTIZED = [
-    {"_TILE": tile, "_warps": lambda entries, warps=warps: warps}
+    {"_TILE": tile, "_warps": lambda elements, warps=warps: warps}
     for tile, warps in ((2048, 2), (4096, 4), (4096, 8), (8192, 8), (8192, 4))
 ]
+FACTS = {"kernel": "cuda"}
+
+
+@dataclass(frozen=True)
+class Options:
+    tune: tuple[str, ...] = ("compress", "decode", "quantize")
+    numel: int = 1 << 28
+    calls: int = 50
+    out: Path | None = None
 
 
 @contextmanager
@@ -54,80 +61,58 @@ def settings(module: ModuleType, values: dict[str, Any]) -> Iterator[str]:
         vars(module).update(before)
 
 
-def tune_compress(timer: Timer, floors: Floors) -> Iterator[Row]:
-    buffers, layout = timer.buffers, thinwire.compressor(TOPK).layout(timer.buffers.numel, torch.float32)
-    payloads = buffers.payloads(layout)
-    for values in COMPRESS:
-        with settings(topk, values) as words:
-            yield timer.row(
-                f"compress {words}", 12,
-                lambda i: topk.compress(
-                    buffers.gradients[i], buffers.residuals[i], layout, 0, payloads[i][0], buffers.flag
-                ), **floors.of(12),
-            )  # fmt: skip
+def tune(name: str, bench: Bench) -> Iterator[Row]:
+    """The rows of one kernel with all its settings."""
+    buffers, kernel = bench.buffers, quantize if name == "quantize" else topk
+    spec = EIGHT_BITS if name == "quantize" else TOPK
+    layout = thinwire.compressor(spec).layout(buffers.numel, torch.float32)
+    payloads = buffers.payloads(layout, PAYLOADS if name == "decode" else 1)
 
+    def compress(i: int, number: int = 0) -> None:
+        kernel.compress(buffers.gradients[i], buffers.residuals[i], layout, 0, payloads[i][number], buffers.flag)
 
-def tune_decode(timer: Timer, floors: Floors) -> Iterator[Row]:
-    buffers, layout = timer.buffers, thinwire.compressor(TOPK).layout(timer.buffers.numel, torch.float32)
-    payloads = buffers.payloads(layout, PAYLOADS)
-    for number in range(PAYLOADS):
+    for number in range(len(payloads[0])):
         buffers.reset()
-        for stack, gradient, residual in zip(payloads, buffers.gradients, buffers.residuals, strict=True):
-            topk.compress(gradient, residual, layout, 0, stack[number], buffers.flag)
-    for values in DECODE:
-        with settings(topk, values) as words:
-            for count in (1, PAYLOADS):
-                yield timer.row(
-                    f"decode {count} x {words}", 4,
-                    lambda i, count=count: topk.decode(
-                        payloads[i][:count], layout, 0, buffers.residuals[i], 1 / count, False
-                    ), floor=floors.write.p50,
-                )  # fmt: skip
-
-
-def tune_quantize(timer: Timer, floors: Floors) -> Iterator[Row]:
-    buffers, layout = timer.buffers, thinwire.compressor(QUANTIZE).layout(timer.buffers.numel, torch.float32)
-    payloads = buffers.payloads(layout)
-    for values in QUANTIZED:
-        with settings(quantize, values) as words:
-            yield timer.row(
-                f"{QUANTIZE} {words}", 13,
-                lambda i: quantize.compress(
-                    buffers.gradients[i], buffers.residuals[i], layout, 0, payloads[i][0], buffers.flag
-                ), **floors.of(13),
-            )  # fmt: skip
-
-
-TUNED = {"compress": tune_compress, "decode": tune_decode, "quantize": tune_quantize}
+        for i in range(buffers.sets):
+            compress(i, number)
+    for values in {"compress": COMPRESS, "decode": DECODE, "quantize": QUANTIZED}[name]:
+        with settings(kernel, values) as words:
+            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / buffers.numel, compress, facts=FACTS)]
+            if name == "decode":
+                calls = [
+                    Timed(
+                        f"decode {count} x {words}", 4,
+                        lambda i, count=count: topk.decode(
+                            payloads[i][:count], layout, 0, buffers.outs[i], 1 / count, False
+                        ), facts=FACTS,
+                    )
+                    for count in (1, PAYLOADS)
+                ]  # fmt: skip
+            yield from bench.rows(calls)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", nargs="*", choices=TUNED, default=[], help="which kernels; default: all")
-    parser.add_argument("--numel", type=int, default=1 << 28)
-    parser.add_argument("--calls", type=int, default=50, help="timed calls of each")
+    parser.add_argument("--tune", nargs="*", choices=Options.tune, default=Options.tune, help="which kernels")
+    parser.add_argument("--numel", type=int, default=Options.numel)
+    parser.add_argument("--calls", type=int, default=Options.calls, help="timed calls of each")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    device = torch.device("cuda")
-    kernels.force_now("cuda")
-    under = conditions(**machine(device), kernels="cuda", repeats=arguments.calls)
-    timer = Timer(Buffers(arguments.numel, torch.float32, device), DeviceClock(device), arguments.calls)
-    with Writer(arguments.out) as writer:
-        writer.write(under)
-        table = Table(under, name_width=66)
+    options = Options(tuple(given.tune), given.numel, given.calls, given.out)
+    os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
 
-        def report(row: Row) -> None:
-            writer.write(row.record())
-            table.print(row)
+    def measure(progress: Progress) -> Iterator[Row]:
+        bench = Bench(Buffers(options.numel, torch.float32, torch.device("cuda")), DeviceClock(), options.calls)
+        yield from bench.baselines()
+        for name in options.tune:
+            progress.start(name)
+            yield from tune(name, bench)
+            progress.finish("done")
 
-        floors, rows = measure_floors(timer)
-        for row in rows:
-            report(row)
-        for name in arguments.tune or TUNED:
-            for row in TUNED[name](timer, floors):
-                report(row)
+    under = describe_device("cuda", "cuda")
+    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=options.calls, **under)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # What the kernels wait for, by the counters of the device (Nsight Compute). A minute on one GPU.
-# usage: benchmarks/gpu_counters.sh [entries]
+# usage: benchmarks/gpu_counters.sh [elements]
 set -eu
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src:${PYTHONPATH:-}
+export PYTHONPATH=src:${PYTHONPATH:-} THINWIRE_KERNELS=cuda
 program='
 import sys, torch, thinwire
 from thinwire import kernels
-kernels.force_now("cuda")
 numel = int(sys.argv[1])
 grad, kept, flag = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
 for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8"):
@@ -18,8 +17,8 @@ for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8"):
         kernel.compress(grad.normal_(), kept, layout, 0, row, flag)
     torch.cuda.profiler.start()
     kernel.compress(grad, kept, layout, 0, payloads[0], flag)
-    kernel.decode(payloads[:1], layout, 0, kept, 1.0, False)
-    kernel.decode(payloads, layout, 0, kept, 0.125, False)
+    kernel.decode(payloads[:1], layout, 0, kept, weight=1.0, add=False)
+    kernel.decode(payloads, layout, 0, kept, weight=0.125, add=False)
     torch.cuda.profiler.stop()
 '
 ncu --clock-control none --profile-from-start off -k 'regex:(encode|decode|sum)_(chunks|blocks)' \

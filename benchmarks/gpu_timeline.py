@@ -1,6 +1,6 @@
 """When things happen in a training step of `gpu_step.py`: two ranks on one GPU, without a profiler.
 
-    PYTHONPATH=src python3 benchmarks/gpu_timeline.py [NAME ...]     ways of gpu_step.py; by default thinwire.AdamW
+    PYTHONPATH=src python3 benchmarks/gpu_timeline.py [NAME ...]     methods of gpu_step.py; by default thinwire.AdamW
 
 For each rank, in milliseconds after the step began: the end of the forward pass, of backward, of `step()` and of the
 device's work; then for each bucket when its exchange began and ended, and when it was ready to be applied. The clock is
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_step import TOPK, Way, join
+from gpu_step import LARGE_BUCKETS, TOPK, Trained, join
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
@@ -23,20 +23,20 @@ STEPS_BEFORE, STEPS = 20, 8
 """By then everything is recorded, and second moments are not averaged again before step 32."""
 
 
-def timed_step(way: Way, tokens: torch.Tensor) -> dict[str, Any]:
+def timed_step(trained: Trained, tokens: torch.Tensor) -> dict[str, Any]:
     started = time.perf_counter()
-    way.optimizer.zero_grad()
+    trained.optimizer.zero_grad()
     with torch.autocast("cuda", torch.bfloat16):
-        scores = way.module(tokens[:, :-1])
+        scores = trained.module(tokens[:, :-1])
     loss = F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
     times = {"forward": time.perf_counter()}
     loss.backward()
     times["backward"] = time.perf_counter()
-    way.optimizer.step()
+    trained.optimizer.step()
     times["step"] = time.perf_counter()
     torch.cuda.synchronize()
     times["device"] = time.perf_counter()
-    last = way.optimizer.sync.last_step
+    last = trained.optimizer.sync.last_step
     exchanges = [
         tuple(round(1e3 * (at - started), 2) for at in (span.start, span.stop, handle.ended))
         for handle in last.handles
@@ -50,19 +50,19 @@ def timed_step(way: Way, tokens: torch.Tensor) -> dict[str, Any]:
 def rank_main(rank: int, rendezvous: str, names: list[str]) -> None:
     tokens = join(rank, rendezvous)
     for name in names:
-        way = Way(name)
+        trained = Trained(name)
         for _ in range(STEPS_BEFORE):
-            way.step(tokens)
+            trained.step(tokens)
         torch.cuda.synchronize()
         for number in range(STEPS):
             dist.barrier()
-            mine = timed_step(way, tokens)
+            mine = timed_step(trained, tokens)
             both: list[Any] = [None, None]
             dist.all_gather_object(both, mine)
             if rank == 0 and number >= STEPS - 3:
                 for other, one in enumerate(both):
                     print(f"{name}, step {number}, rank {other}: {one}", flush=True)
-        del way
+        del trained
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 
@@ -71,7 +71,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    names = sys.argv[1:] or [f"thinwire.AdamW {TOPK}", f"thinwire.AdamW {TOPK}, buckets of 100 MB"]
+    names = sys.argv[1:] or [f"thinwire.AdamW {TOPK}", f"thinwire.AdamW {TOPK}{LARGE_BUCKETS}"]
     with tempfile.TemporaryDirectory() as folder:
         spawn(rank_main, args=(f"{folder}/rendezvous", names), nprocs=2)
 

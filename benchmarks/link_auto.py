@@ -2,43 +2,43 @@
 
     python benchmarks/link_auto.py [RATE ...]              # such as 100mbit 10gbit; needs root and iproute2
 
-A way makes its choice first, then takes turns of a few steps with DDP as it is. Printed are medians of turns, of the
+A method makes its choice first, then takes turns of a few steps with DDP as it is. Printed are medians of turns, of the
 quotient of each turn and its neighbour, and what was chosen.
 """
 
 import sys
 from statistics import median
 
-from thinwire.tools.bench.link.lab import Lab
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model, parse_rate
-from thinwire.tools.bench.link.ways import Way
+from thinwire.tools.bench.training import Training
+from thinwire.tools.links.lab import Lab
 from thinwire.tools.workers import Workers
 
 MODEL = Model("gpt", 7.35e6, 32)
-WAYS = ("dense", "attach auto", "thinwire.AdamW auto")
+METHODS = ("dense", "attach auto", "thinwire.AdamW auto")
 TURNS, STEPS, SLOW_TURNS, SLOW_STEPS = 30, 5, 6, 2
 TIMEOUT = 300.0
 
 
 class Keeper(LinkRank):
-    """A rank that keeps its ways, and turns from one to another."""
+    """A rank that keeps its trainings, and turns from one to another."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self._kept: dict[str, Way] = {}
+        self._kept: dict[str, Training] = {}
 
     def prepare(self, name: str) -> str:
         """What was chosen."""
         self.start(name, MODEL)
         self.warm_up(5)
-        assert self._way is not None
-        self._kept[name] = self._way
-        choice = None if self._way.sync is None else self._way.sync.choice
+        assert self._training is not None
+        self._kept[name] = self._training
+        choice = None if self._training.sync is None else self._training.sync.choice
         return "" if choice is None else choice.reason
 
     def turn(self, name: str, steps: int) -> float:
-        self._way = self._kept[name]
+        self._training = self._kept[name]
         return median(self.steps(steps + 1)[1:])
 
 
@@ -47,14 +47,14 @@ def main(rates: list[str]) -> None:
         with Lab(2, parse_rate(rate)) as lab, Workers(2) as workers:
             workers.make(2, Keeper, lab.links, TIMEOUT)
             workers.ask("join", workers.ask("host")[0])
-            chosen = {name: workers.ask("prepare", name, limit=40 * TIMEOUT)[0] for name in WAYS}
+            chosen = {name: workers.ask("prepare", name, limit=40 * TIMEOUT)[0] for name in METHODS}
             is_slow = workers.ask("turn", "dense", 1)[0] > 500
             turns, steps = (SLOW_TURNS, SLOW_STEPS) if is_slow else (TURNS, STEPS)
-            times: dict[str, list[float]] = {name: [] for name in WAYS}
+            times: dict[str, list[float]] = {name: [] for name in METHODS}
             for turn in range(turns):
-                for name in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
+                for name in METHODS[turn % len(METHODS) :] + METHODS[: turn % len(METHODS)]:
                     times[name].append(median(workers.ask("turn", name, steps)))
-        for name in WAYS:
+        for name in METHODS:
             ratio = median(mine / dense for mine, dense in zip(times[name], times["dense"], strict=True))
             print(
                 f"{rate:>8}  {name:<20} {median(times[name]):9.1f} ms  {ratio:6.3f} x dense  {chosen[name]}", flush=True

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 
-from thinwire.tools.bench.link import lab
-from thinwire.tools.bench.link.lab import Lab, Links
-from thinwire.tools.bench.link.network import Network
-from thinwire.tools.bench.link.relay import FASTEST, Relay
 from thinwire.tools.bench.link.settings import parse_rate
+from thinwire.tools.links import lab
+from thinwire.tools.links.lab import Lab, Links
+from thinwire.tools.links.network import Network
+from thinwire.tools.links.relay import FASTEST, Relay
 
 LIMIT_SECONDS = 60.0
 

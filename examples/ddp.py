@@ -26,7 +26,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}, {optimizer.sync.stats.ratio:.0f} times fewer bytes")
+            print(f"step {step + 1}: loss {loss.item():.4f}, reduction {optimizer.sync.stats.reduction:.0f}x")
     dist.destroy_process_group()
 
 

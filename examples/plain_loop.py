@@ -23,7 +23,7 @@ def main() -> None:
         if sync.finite is not False:  # else a rank had NaN or Inf, and all ranks skip the step
             optimizer.step()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}, {sync.stats.ratio:.0f} times fewer bytes")
+            print(f"step {step + 1}: loss {loss.item():.4f}, reduction {sync.stats.reduction:.0f}x")
     dist.destroy_process_group()
 
 

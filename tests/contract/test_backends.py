@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import thinwire
-from cases import ALL_SPECS, BACKENDS, DTYPES, KEY, WITH_RESIDUAL, make_input, rows
-from oracle import bytes_of, read_quantize, same_bits, scale_values
+from support.cases import ALL_SPECS, BACKENDS, DTYPES, KEY, WITH_RESIDUAL, make_input, rows
+from support.oracle import bytes_of, read_quantize, same_bits, scale_values
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout
 

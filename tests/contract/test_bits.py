@@ -24,9 +24,9 @@ def test_positions_are_near_their_entropy(ratio: str, chunk: int | None, numel: 
     full = [(layout.record, layout.rows)]
     everything = [*full, (layout.tail, 1)] if layout.tail else full
     for part in (full, everything):  # a short last record alone has the rounding to whole bytes against it
-        entries, kept = (sum(count * getattr(record, of) for record, count in part) for of in ("n", "k"))
+        elements, kept = (sum(count * getattr(record, of) for record, count in part) for of in ("n", "k"))
         spent = sum(8 * count * (record.nbytes - record.low_at) for record, count in part) / kept
-        bound = entropy_bits(entries, kept)
+        bound = entropy_bits(elements, kept)
         assert spent <= 1.13 * bound, f"{part}: {spent:.2f} bits for a position, the entropy is {bound:.2f}"
     alone = entropy_bits(layout.record.n, layout.record.k)
     assert 8 * (layout.record.nbytes - layout.record.low_at) / layout.record.k <= 1.13 * alone, (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import thinwire
-from cases import ALL_SPECS, SPECS, density
+from support.cases import ALL_SPECS, SPECS, density
 
 NUMEL = 768
 SLOWLY = {specs[at] for specs in SPECS.values() for at in (0, len(specs) // 2, -1)}
@@ -30,7 +30,7 @@ def test_quadratic_converges(spec: str, backend: str) -> None:
     The longer an element waits for its turn, the smaller the steps must be, and the more of them.
     """
     if backend == "reference" and spec not in SLOWLY:
-        return
+        pytest.skip("the reference does the same, many times slower: a few specs are enough")
     compressor = thinwire.compressor(spec)
     wait = float(1 / density(compressor))
     rate = min(0.05, 0.3 / wait if compressor.name == "randomk" else 0.3 / wait**0.75)

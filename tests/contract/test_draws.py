@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import thinwire
-from cases import DRAWING, KEY, WITH_RESIDUAL, make_input
-from oracle import bytes_of
+from support.cases import DRAWING, KEY, WITH_RESIDUAL, make_input
+from support.oracle import bytes_of
 
 UNSEEDED = sorted({spec.partition(",seed")[0] for spec in DRAWING})
 

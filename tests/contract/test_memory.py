@@ -2,13 +2,16 @@
 
 import gc
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import thinwire
-from cases import SPECS
+from support.cases import SPECS
+from support.framing import build, take_apart
+from support.slow import slow
 from thinwire import CompressedTensor, kernels
 from thinwire.tools.bench.measure import peak_memory
 
@@ -25,7 +28,13 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("backend", "numel", "name"),
-    [*(("cpu", 1_000_000, name) for name in SPECS), *(("reference", 5000, name) for name in SPECS)],
+    [
+        ("cpu", 1_000_000, "topk"),
+        ("cpu", 1_000_000, "quantize"),
+        slow("cpu", 1_000_000, "randomk"),
+        slow("cpu", 1_000_000, "none"),
+        *(slow("reference", 5000, name) for name in SPECS),
+    ],
 )
 def test_a_thousand_calls_do_not_grow(backend: str, numel: int, name: str) -> None:
     """The reference is slow, so its tensor is small; there, frames are made and read as well.
@@ -65,3 +74,22 @@ def test_working_memory_is_a_fraction_of_the_tensor(spec: str) -> None:
     for job in (lambda: compressor.compress(tensor, residual, out=out), lambda: compressor.accumulate(ct, total)):
         peak = peak_memory(job, tensor.device)
         assert peak is None or peak < LIMIT * tensor.nbytes, f"{spec}: {peak} bytes beside {tensor.nbytes}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+@pytest.mark.parametrize("spec", ["topk:ratio=1/16,bits=8,chunk=none", "topk:ratio=1/16,bits=8", "quantize:bits=8"])
+def test_reading_a_frame_takes_memory_in_proportion_to_it(spec: str) -> None:
+    """About its own size if it is accepted. If it is refused, the reference finds the words: its bits are numbers then,
+    some thousands at a time."""
+    numel = 16_000_000
+    fields, name, payload = take_apart(thinwire.compressor(spec).compress(torch.randn(numel)).to_bytes())
+    infinite = b"\x80\x7f" + payload[2:]  # the first scale
+    for data, factor in ((build(name, payload, **fields), 2), (build(name, infinite, **fields), 32)):
+
+        def read(data: bytes = data, is_good: bool = factor == 2) -> None:
+            with nullcontext() if is_good else pytest.raises(thinwire.FrameError, match="scale"):
+                CompressedTensor.from_bytes(data)
+
+        read()
+        peak = peak_memory(read, torch.device("cpu"))
+        assert peak is None or peak < factor * len(data), f"{spec}: {peak} bytes for a frame of {len(data)}"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import thinwire
-from cases import KEY, WITH_RESIDUAL, make_input
-from oracle import bytes_of
+from support.cases import KEY, WITH_RESIDUAL, make_input
+from support.oracle import bytes_of
 from thinwire import kernels
 
 NUMEL = 300_007

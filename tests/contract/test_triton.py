@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_python
+from support.processes import run_python
+from support.slow import some_slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 TESTS = Path(__file__).parent.parent
@@ -26,16 +27,16 @@ SPECS = {
 """Of each kind of kernel the smallest: the interpreter is slow. tests/gpu has the whole table."""
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", some_slow(SPECS, "topk-bits", "topk-small", "topk-global", "stochastic"))
 def test_interpreted_kernels_are_the_reference(name: str) -> None:
-    code = f"import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
+    code = f"from support import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
     run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 
 def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -> None:
     """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
     code = """
-        import triton_rows
+        from support import triton_rows
         from thinwire import kernels
         kernels._DEVICES["cuda"] = "cpu"
         for spec, numel in (("quantize:bits=1,block=32", 6000), ("topk:ratio=1,bits=2,chunk=64", 3000)):
@@ -49,7 +50,7 @@ def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -
 def test_candidates_by_a_sample() -> None:
     """The exact top-k of a large tensor, here with a sample so small that this one is large."""
     code = f"""
-        import triton_rows
+        from support import triton_rows
         from thinwire.kernels.cuda import topk_global
         topk_global._SAMPLE = 1024
         assert triton_rows.main("cpu", {SPECS["topk-global"]}) == 0
@@ -75,6 +76,7 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from thinwire.kernels.cuda import adam, dense, launch, marks, quantize, randomk, topk, topk_global
+        from thinwire.kernels.updates import AdamUpdate
 
         NAMES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
                  torch.int64: "*i64"}}
@@ -102,9 +104,10 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
         if kernel is topk:
             m, v = torch.zeros(40_000), torch.zeros(40_000)
-            adam.write(tensor, m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, m)
             for kept, beta2 in ((residual, 0.9), (residual, 1.0), (None, 0.9), (None, 1.0)):
-                adam.advance(tensor, m, v, kept, 0.5, beta2, 1.0, 1.0, 1e-8, 8.0, 1.0)
+                update = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, beta2)
+                adam.write(update, tensor, m)
+                adam.advance(update, tensor, kept)
         assert len(done) > 2, done
         assert kernel is not topk or "none" in "{spec}" or any("sum_chunks" in str(one) for one in done)
         """
@@ -112,7 +115,7 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
 
 
 def test_interpreted_adam() -> None:
-    run_python("import triton_adam; triton_adam.check('cpu')", TRITON_INTERPRET="1", **IN_TESTS)
+    run_python("from support import triton_adam; triton_adam.check('cpu')", TRITON_INTERPRET="1", **IN_TESTS)
 
 
 def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() -> None:
@@ -162,9 +165,9 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(capability: tuple[int, i
 
 def test_interpreted_steps() -> None:
     """Compressors, collectives and optimizers with kernels of a device."""
-    run_python((TESTS / "triton_steps.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    run_python((TESTS / "support" / "triton_steps.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
 
 
 def test_sums_in_shared_memory() -> None:
     """The kernel that is written in part as PTX, with NumPy in the place of that."""
-    run_python((TESTS / "triton_shared.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    run_python((TESTS / "support" / "triton_shared.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)

@@ -3,31 +3,11 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from samples import bounded, decode_inside, sample, samples
 
 import thinwire
-from framing import build, take_apart
-from oracle import same_bits
+from support.framing import EDGES, build, take_apart
+from support.samples import accept_or_refuse, bounded, sample, samples
 from thinwire import CompressedTensor, FrameError
-
-LARGEST_DECODED = 1 << 16
-"""A forged count may ask for terabytes; reading such a frame must work, making the tensor need not."""
-
-EDGES = [0, 1, 2, 255, 256, (1 << 16) - 1, 1 << 31, 1 << 32, 1 << 47, 1 << 48, (1 << 48) + 1, 1 << 63, (1 << 64) - 1]
-
-
-def accept_or_refuse(data: bytes) -> CompressedTensor | None:
-    """The oracle of every test here."""
-    try:
-        ct = CompressedTensor.from_bytes(data)
-    except FrameError:
-        return None
-    assert ct.to_bytes() == data, "accepted, but packs to other bytes"
-    assert ct.nbytes == ct.compressor.nbytes(ct.numel, ct.dtype)
-    if ct.numel <= LARGEST_DECODED:
-        assert same_bits(*decode_inside(ct)), "backends decode an accepted frame differently"
-        decode_inside(ct, weight=0.5)
-    return ct
 
 
 @bounded(60)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import SMALL, bounded, sample
 
 import thinwire
-from cases import BACKENDS, DTYPES
-from framing import write_positions
-from guard import guarded
+from support.cases import BACKENDS, DTYPES
+from support.framing import write_positions
+from support.samples import SMALL, bounded, sample
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
+from thinwire.testing import guarded
 
 SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
 
@@ -131,8 +131,8 @@ def fields_of(layout: Layout) -> list[tuple[int, int]]:
             fields += [(start + a, start + b) for a, b in itertools.pairwise(ends)]
             start += record.nbytes
     elif isinstance(layout, QuantizeLayout):
-        for entries, part in layout.parts(1):
-            scales = part.nbytes.start + layout.scales_nbytes(entries)
+        for elements, part in layout.parts(1):
+            scales = part.nbytes.start + layout.scales_nbytes(elements)
             fields += [(part.nbytes.start, scales), (scales, part.nbytes.stop)]
     else:
         fields = [(0, layout.nbytes)]
@@ -153,7 +153,7 @@ SCALES = (0, 0x7FC0, 0x7F80, 0x7F7F, 0x7E00, 0x0080, 0x007F, 0x8000, 0xFFFF)
 
 
 @pytest.mark.parametrize("spec", SMALL)
-def test_one_change_is_judged_as_by_the_reference(spec: str) -> None:
+def test_one_change_is_checked_as_by_the_reference(spec: str) -> None:
     """A bit, a byte or two bytes changed in every field of the first and the last record, and of others by chance."""
     chance = random.Random(spec)
     refused = 0
@@ -188,7 +188,7 @@ def test_one_change_is_judged_as_by_the_reference(spec: str) -> None:
     st.sampled_from(DTYPES),
     st.one_of(st.binary(min_size=1, max_size=64), st.sampled_from(EDGES)),
 )
-def test_any_bytes_are_judged_as_by_the_reference(spec: str, numel: int, dtype: torch.dtype, content: bytes) -> None:
+def test_any_bytes_are_checked_as_by_the_reference(spec: str, numel: int, dtype: torch.dtype, content: bytes) -> None:
     layout = thinwire.compressor(spec).layout(numel, dtype)
     payload = as_payloads(layout, 1, content)[0]
     assert (complaint(payload, layout, "cpu") is None) == (complaint(payload, layout, "reference") is None)
@@ -196,7 +196,7 @@ def test_any_bytes_are_judged_as_by_the_reference(spec: str, numel: int, dtype: 
 
 @pytest.mark.parametrize("numel", [40, 100, 500])
 @pytest.mark.parametrize("spec", ["topk:ratio=1/8,bits=2,chunk=none", "topk:ratio=1/3,bits=1,chunk=64"])
-def test_every_bit_is_judged_as_by_the_reference(spec: str, numel: int) -> None:
+def test_every_bit_is_checked_as_by_the_reference(spec: str, numel: int) -> None:
     layout = thinwire.compressor(spec).layout(numel, torch.float32)
     for bit in range(8 * layout.nbytes):
         payload = sample(spec, numel, torch.float32).payload.clone()

@@ -2,9 +2,9 @@
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from samples import bounded
 
 import thinwire
+from support.samples import bounded
 from thinwire import Quantize, RandomK, TopK
 
 NAMES = sorted(thinwire.registered())

@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 import traceback
+import unittest
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
 import thinwire
-from cases import ALL_SPECS
+from support.cases import ALL_SPECS
 from thinwire import kernels
 
 try:
@@ -36,12 +37,12 @@ SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8"]
 
 def test_every_row_of_the_table() -> None:
     """In as many processes as there are cores: nearly all of the time goes into compiling."""
-    rows = Path(__file__).parent.parent / "triton_rows.py"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def check(spec: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(rows), "cuda", spec],
-            capture_output=True, text=True, timeout=1500, check=False,
+            [sys.executable, "-W", "ignore", "-m", "support.triton_rows", "cuda", spec],
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1500, check=False,
         )  # fmt: skip
         return "" if done.returncode == 0 else f"{spec}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
 
@@ -172,11 +173,12 @@ def test_graph_capture_of_a_compressor() -> None:
             assert torch.equal(expected, residual), spec
 
 
-def test_more_than_two_to_the_31_entries() -> None:
+def test_more_than_two_to_the_31_elements() -> None:
     """Positions beyond 32 bits. The last chunk is compared with the same elements by themselves."""
     numel = (1 << 31) + 4096
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        return
+    free = torch.cuda.mem_get_info()[0]
+    if free < 40 << 30:
+        raise unittest.SkipTest(f"needs 40 GiB of a GPU's memory, {free / (1 << 30):.0f} GiB are free")
     tensor = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
     for spec in SPECS:
         compressor = thinwire.compressor(spec)
@@ -198,20 +200,22 @@ def test_more_than_two_to_the_31_entries() -> None:
 
 
 def test_adam() -> None:
-    """As the reference on the same device, and through `Compressor.settle`."""
-    import triton_adam
+    """As the reference on the same device, and through `Compressor.apply`."""
+    from support import triton_adam
 
     triton_adam.check("cuda")
 
 
 if __name__ == "__main__":
     failed = 0
-    kernels.force_now("cuda")
+    os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
     for name, function in list(globals().items()):
         if name.startswith("test_"):
             try:
                 function()
                 print(name, "ok", flush=True)
+            except unittest.SkipTest as reason:
+                print(name, "skipped:", reason, flush=True)
             except Exception:  # the others are worth knowing too
                 traceback.print_exc()
                 print(name, "FAILED", flush=True)

@@ -1,6 +1,6 @@
 """Ranks as threads of one process on one GPU: the bits of the CPU, whatever the streams do meanwhile.
 
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_local_world.py
+Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_local_world_cuda.py
 """
 
 import time

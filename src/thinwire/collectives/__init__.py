@@ -7,20 +7,12 @@ reduction       the execution of a request           operation  one call on one 
 channel         numbered operations of a group       link       messages over gloo or NCCL
 """
 
-from .all_reduce import all_reduce_compressed
-from .handle import Handle, Report
-from .local import LocalGroup, LocalWorld
-from .state import ShardState
-from .transport.errors import CollectiveError, MismatchError, PeerError
-
-__all__ = [
-    "CollectiveError",
-    "Handle",
-    "LocalGroup",
-    "LocalWorld",
-    "MismatchError",
-    "PeerError",
-    "Report",
-    "ShardState",
-    "all_reduce_compressed",
-]
+from .all_reduce import all_reduce_compressed as all_reduce_compressed
+from .handle import Handle as Handle
+from .handle import Report as Report
+from .local import LocalGroup as LocalGroup
+from .local import LocalWorld as LocalWorld
+from .state import ShardState as ShardState
+from .transport.errors import CollectiveError as CollectiveError
+from .transport.errors import MismatchError as MismatchError
+from .transport.errors import PeerError as PeerError

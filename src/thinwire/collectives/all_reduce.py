@@ -3,24 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor
-from .groups import channels
+from .groups import Group, channels
 from .handle import Handle
 from .plan import max_bytes as budget
-from .reduction import Reduction, pass_on
+from .reduction import Reduction, all_reduce_by_torch
 from .request import make_request
 from .state import ShardState
 from .transport.operation import Operation
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .local import LocalGroup
 
 
 def all_reduce_compressed(
@@ -29,7 +23,7 @@ def all_reduce_compressed(
     residual: Tensor | None = None,
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: "dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | None" = None,
+    group: Group = None,
     async_op: bool = False,
     algorithm: str = "auto",
     key: int | None = None,
@@ -49,10 +43,11 @@ def all_reduce_compressed(
     compressor  a `Compressor`, or a spec such as "topk:ratio=1/64,bits=2".
     residual    float32 (float64 for float64), of the tensor's shape. None: the part that is not sent is lost.
     op          SUM or AVG. With "none" and no residual, also PRODUCT, MIN and MAX.
-    group       a process group on gloo or NCCL; None for the default group. If the network inside a node is fast, a
-                `DeviceMesh` of (nodes, ranks of a node) or a pair of groups (ranks of this node, peers of this rank in
-                the other nodes): the sum is dense inside a node and compressed between nodes, and this rank keeps only
-                the residual of its share. A `LocalGroup` stands for ranks that are threads of this process.
+    group       a process group on gloo or NCCL, or a `DeviceMesh` of one dimension; None for the default group. If the
+                network inside a node is fast, a `DeviceMesh` of (nodes, ranks of a node) or a pair of groups (ranks of
+                this node, peers of this rank in the other nodes): the sum is dense inside a node and compressed between
+                nodes, and this rank keeps only the residual of its share. A `LocalGroup` stands for ranks that are
+                threads of this process.
     async_op    return at once; the result is written by the time `wait()` returns. The first call with "none" and no
                 residual still waits for all ranks.
     algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one with the fewest bytes sent.
@@ -93,11 +88,19 @@ def all_reduce_compressed(
             max_bytes=budget(max_bytes),
         )
         request.asked_for.check_input(tensor, residual, request.key_of(key, operations[-1].number))
-        if not request.passes_on:
+        if not request.is_sent_by_torch:
             flat, kept = tensor.detach().view(-1), None if residual is None else residual.detach().view(-1)
-            reduction = Reduction(request, operations, flat, kept, state, key, has_future=True)
-    if request.passes_on:
-        handle = pass_on(request, operations[0], tensor)
+            reduction = Reduction(
+                request=request,
+                operations=operations,
+                tensor=flat,
+                residual=kept,
+                state=state,
+                key=key,
+                has_future=True,
+            )
+    if request.is_sent_by_torch:
+        handle = all_reduce_by_torch(request, operations[0], tensor)
     else:
         reduction.run_all(tensor)
         handle = reduction.handle

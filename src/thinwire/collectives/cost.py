@@ -63,7 +63,7 @@ def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tupl
     compressor sends a short range dense, the last rank owns everything.
     """
     cut = shares(numel, first.layout(numel, dtype).granule, ranks)
-    return tuple(cut if is_whole(first, numel, dtype, cut) else shares(numel, numel, ranks))
+    return tuple(cut if is_whole(first, numel=numel, dtype=dtype, cut=cut) else shares(numel, numel, ranks))
 
 
 def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequence[Span]) -> bool:
@@ -89,7 +89,7 @@ def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cos
 
 def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     """Return the cost of sharded."""
-    sizes = Counter(stop - start for start, stop in owned(first, numel, dtype, ranks))
+    sizes = Counter(stop - start for start, stop in owned(first, numel=numel, dtype=dtype, ranks=ranks))
     pieces = first.nbytes(numel, dtype)
     sums = sum(count * second.nbytes(size, dtype_of_sum(second, dtype)) for size, count in sizes.items())
     largest = max(sizes)
@@ -103,7 +103,7 @@ def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtyp
 
 def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     """Return the cost of dense, which is sharded without compression."""
-    return sharded(DENSE, DENSE, numel, dtype, ranks)
+    return sharded(DENSE, second=DENSE, numel=numel, dtype=dtype, ranks=ranks)
 
 
 def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
@@ -116,11 +116,11 @@ def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cos
 def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     """Return the cost of one stage with the algorithm of this name."""
     if algorithm == "gather":
-        return gather(first, numel, dtype, ranks)
+        return gather(first, numel=numel, dtype=dtype, ranks=ranks)
     if algorithm == "sharded":
-        return sharded(first, second, numel, dtype, ranks)
+        return sharded(first, second=second, numel=numel, dtype=dtype, ranks=ranks)
     if algorithm == "values":
-        return values(first, numel, dtype, ranks)
+        return values(first, numel=numel, dtype=dtype, ranks=ranks)
     return dense(numel, dtype, ranks)
 
 

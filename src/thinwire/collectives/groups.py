@@ -1,11 +1,18 @@
 """The process groups of a call: one, or two if the network inside a node is fast."""
 
+import os
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from .local import LocalGroup
+from .local import LocalGroup, LocalWorld
 from .transport.channel import Channel, channel_of
 from .transport.link import backend_of
+
+Group = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | None
+"""The ranks that take part: a group or a mesh of one dimension, None for all; where nodes have a fast network inside, a
+mesh of two dimensions or two groups."""
 
 _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None"
 
@@ -17,13 +24,32 @@ def channels(group: object, device: torch.device) -> list[Channel]:
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
 
 
+def as_group(group: Group) -> Group:
+    """Return the process group of a mesh of one dimension; return other groups as they are."""
+    return group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
+
+
 def check_kind(group: object) -> None:
     """Raise ValueError if `group` has the wrong type. Whether this rank is a member is checked on first use."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     kinds = (dist.ProcessGroup, DeviceMesh, LocalGroup, tuple)
-    if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, kinds):
+    if group is not None and is_member(group) and not isinstance(group, kinds):
         raise ValueError(_EXPECTED.format(group))
+
+
+def group_of_one() -> LocalGroup:
+    """Return a group of this process alone; raise ValueError if its launcher has started others too."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != "1":
+        raise ValueError(
+            f"torch.distributed is not initialised, but WORLD_SIZE is {started}; call "
+            "torch.distributed.init_process_group before the optimizer is made"
+        )
+    return LocalWorld(1).groups[0]
+
+
+def is_member(group: object) -> bool:
+    """Return whether this is a group, and not torch's mark for a rank outside of it."""
+    return group is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def place(group: object) -> tuple[int, int]:
@@ -44,6 +70,8 @@ def compressing_ranks(group: object) -> int:
 def _groups(group: object) -> list[dist.ProcessGroup]:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
     if group is None:
         assert dist.group.WORLD is not None
         return [dist.group.WORLD]
@@ -58,13 +86,11 @@ def _groups(group: object) -> list[dist.ProcessGroup]:
                 "(ranks of this node, my peers in the other nodes)"
             )
         return [inside, between]
-    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, dist.ProcessGroup) or not is_member(group):
         return [_member(group)]
-    from torch.distributed.device_mesh import DeviceMesh
-
     if isinstance(group, DeviceMesh):
         if group.ndim != 2:
-            raise ValueError(f"a mesh of {group.ndim} dimensions, expected two: (nodes, ranks of a node)")
+            raise ValueError(f"a mesh of {group.ndim} dimensions, expected one, or two: (nodes, ranks of a node)")
         return [_member(group.get_group(1)), _member(group.get_group(0))]
     raise ValueError(_EXPECTED.format(group))
 

@@ -82,7 +82,7 @@ class Handle:
         self.ended: float | None = None
         """Time of completion, in seconds of `time.perf_counter`."""
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._is_settled = False
+        self._has_ended = False
         self._future: Future[list[Tensor]] | None = None
         if device is not None:
             self._future = Future(devices=[device] if device.type == "cuda" else None)
@@ -92,11 +92,11 @@ class Handle:
 
         On a GPU, the current stream waits for the result: work queued afterwards can use the tensor.
 
-        timeout    seconds to wait before `TimeoutError`; the operation goes on, and `wait` may be called again.
+        timeout    seconds to wait before `TimeoutError`; the operation continues, and `wait` may be called again.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch
-            raise TimeoutError(f"the all-reduce is not done after {timeout}; it goes on")
+            raise TimeoutError(f"the all-reduce has not ended after {timeout}; it continues")
         if self.error is not None:
             raise self.error
         if self._future is not None:
@@ -135,7 +135,7 @@ class Handle:
 
     def _is_first(self) -> bool:
         with self._lock:
-            first, self._is_settled = not self._is_settled, True
+            first, self._has_ended = not self._has_ended, True
             if first:
                 self.ended = time.perf_counter()
             return first

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -91,26 +92,33 @@ class LocalWorld:
         An error of a rank is raised here after all ranks have ended. Other ranks do not wait for a rank that raised.
         After an error, make a new world, because the ranks of this one may be at different operations.
         """
-
-        def rank(group: LocalGroup) -> T:
-            if self.takes_turns:
-                self.turns.enter(group.rank)
-            try:
-                return function(group, *args, **options)
-            except BaseException as error:
-                error.add_note(f"On rank {group.rank} of {group.size}.")
-                group.leave(f"it ended with {error!r}")
-                raise
-            finally:
-                if self.takes_turns:
-                    self.turns.leave(group.rank)
-
         with ThreadPoolExecutor(self.size, "thinwire-rank") as threads:
-            futures = [threads.submit(rank, group) for group in self.groups]
+            ranks = [partial(self.run_rank, rank, function, *args, **options) for rank in range(self.size)]
+            futures = [threads.submit(rank) for rank in ranks]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:  # a CollectiveError may only be a consequence of another error
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         return [future.result() for future in futures]
+
+    def run_rank(
+        self, rank: int, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call the function in this thread as one rank. The other ranks are threads of the caller, too.
+
+        If it raises, the error gets a note with the rank, and no other rank waits for this one.
+        """
+        group = self.groups[rank]
+        if self.takes_turns:
+            self.turns.enter(rank)
+        try:
+            return function(group, *args, **options)
+        except BaseException as error:
+            error.add_note(f"On rank {rank} of {self.size}.")
+            group.leave(f"it ended with {error!r}")
+            raise
+        finally:
+            if self.takes_turns:
+                self.turns.leave(rank)
 
     def barrier(self, rank: int) -> None:
         """Wait until every rank has called `barrier` as many times as `rank`. Raise CollectiveError if one does not."""
@@ -122,20 +130,20 @@ class LocalWorld:
         self.turns.wait(rank, lambda: min(self._arrivals) >= mine or bool(self._left), self.timeout)
         if min(self._arrivals) < mine:
             late = [other for other, count in enumerate(self._arrivals) if count < mine]
-            why = next((f"rank {rank}: {reason}" for rank, reason in self._left.items()), f"in {self.timeout:g} s")
-            raise CollectiveError(f"{rank_list(late)} did not come to the barrier, {why}", late)
+            why = next((f"rank {rank}: {reason}" for rank, reason in self._left.items()), f"waited {self.timeout:g} s")
+            raise CollectiveError(f"{rank_list(late)} did not reach the barrier: {why}", late)
 
     def leave(self, rank: int, reason: str) -> None:
         """Record that `rank` has left, so that no other rank waits for it at a barrier."""
         self._left[rank] = reason
         self.turns.changed()
 
-    def once(self, number: int, look: Callable[[], bool]) -> bool:
-        """Return the result of `look` on the first rank that calls this. A look at a device has to wait for it."""
+    def once(self, number: int, compute: Callable[[], bool]) -> bool:
+        """Return the result of `compute`, which only the first rank calls: reading from a device waits for it."""
         with self._lock:
             found, asked = self._found.get(number, (None, 0))
             if found is None:
-                found = look()
+                found = compute()
             self._found[number] = found, asked + 1
             if asked + 1 == self.size:
                 del self._found[number]
@@ -152,19 +160,19 @@ class LocalChannel(Channel):
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(
-            None,
-            "local",
-            rank,
-            list(range(world.size)),
-            world.timeout,
-            Board("thinwire/local", rank, world.store),
-            None if world.takes_turns else Wire(),
+            group=None,
+            backend="local",
+            rank=rank,
+            ranks=list(range(world.size)),
+            timeout=world.timeout,
+            board=Board("thinwire/local", rank, world.store),
+            wire=None if world.takes_turns else Wire(),
         )
         self._world = world
 
-    def once(self, number: int, look: Callable[[], bool]) -> bool:
-        """Return the result of `look` for operation `number`. Only the first rank calls `look`."""
-        return self._world.once(number, look)
+    def once(self, number: int, compute: Callable[[], bool]) -> bool:
+        """Return the result of `compute` for operation `number`. Only the first rank calls `compute`."""
+        return self._world.once(number, compute)
 
     def pause(self, seconds: float) -> None:
         """Sleep for at most a millisecond, and let the other ranks run."""

@@ -14,17 +14,13 @@ from ..compressors import Compressor, NoCompression, format_spec
 from ..kernels.layout import DenseLayout, RandomKLayout, residual_dtype
 from . import cost
 from .cost import Cost, Span
+from .transport.wire import AT_ONCE
 
 ALGORITHMS = ("auto", "gather", "sharded", "dense", "values")
 
 ENVIRONMENT_VARIABLE = "THINWIRE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 1 << 30
 _SMALLEST_SEGMENT = 4096
-AT_ONCE = 4
-"""Largest number of operations of one group that are under way at a time. The limit bounds the memory.
-
-Operations whose payload is already encoded are not limited.
-"""
 
 
 @dataclass(frozen=True)
@@ -63,13 +59,13 @@ def choose(
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
     if algorithm == "values" and not layout.summable:
         raise ValueError(
-            f"algorithm 'values' with {format_spec(first)}, whose ranks keep different elements; only the values of "
-            "randomk can be summed as they are"
+            f"algorithm 'values' with {format_spec(first)}, whose ranks send different elements; "
+            "'values' works with randomk only"
         )
     if algorithm == "sharded" and isinstance(layout, RandomKLayout):
         raise ValueError(f"algorithm 'sharded' with {format_spec(first)}; use 'values', which sends less")
     if algorithm != "auto":
-        return algorithm, "asked for"
+        return algorithm, "given by the caller"
     if isinstance(first, NoCompression):
         return "dense", "the compressor is none"
     if isinstance(layout, DenseLayout):
@@ -79,14 +75,16 @@ def choose(
     if ranks == 1:
         return "gather", "there is one rank"
     compared = ("gather", "sharded", "dense")
-    sent = {name: cost.of(name, first, second, numel, dtype, ranks).sent for name in compared}
+    sent = {
+        name: cost.of(name, first=first, second=second, numel=numel, dtype=dtype, ranks=ranks).sent for name in compared
+    }
     why = "bytes sent per rank: " + ", ".join(f"{name} {round(nbytes):,}" for name, nbytes in sent.items())
     if numel <= layout.granule:
         del sent["sharded"]
         why += "; not sharded, because there is one record, which one rank would own"
     elif not can_shard:
         del sent["sharded"]
-        why += "; not sharded, because no state was given to keep what owners do not send on"
+        why += "; not sharded, because no state was given for the residuals of the owners"
     return min(sent, key=sent.__getitem__), why
 
 
@@ -116,13 +114,13 @@ def plan(
     if ranks_in_node > 1 and granule >= numel:
         granule = 1  # the tensor is one record, so the shares of a node's ranks may be cut anywhere
 
-    def between(entries: int, dtype: torch.dtype) -> Cost:
-        return cost.of(algorithm, first, second, entries, dtype, ranks)
+    def between(count: int, dtype: torch.dtype) -> Cost:
+        return cost.of(algorithm, first=first, second=second, numel=count, dtype=dtype, ranks=ranks)
 
-    def of(entries: int) -> Cost:
+    def of(count: int) -> Cost:
         if ranks_in_node == 1:
-            return between(entries, dtype)
-        return cost.hierarchical(between, granule, entries, dtype, ranks_in_node)
+            return between(count, dtype)
+        return cost.hierarchical(between, granule=granule, numel=count, dtype=dtype, ranks_in_node=ranks_in_node)
 
     # Every segment has a record for each owner, so that the work is even.
     owners = ranks_in_node * (1 if algorithm in ("gather", "values") else ranks)
@@ -143,15 +141,15 @@ def plan(
     count = _least(lambda count: of(largest(count)).memory <= limit, max(1, rows))
     bounds = [min(numel, unit * (rows * index // count)) for index in range(count + 1)]
     whole, segment = of(numel), of(largest(count))
-    told = ranks + ranks_in_node - 2 if count > 1 else 0  # 8 bytes to each peer: a bound on the magnitudes, or NaN
+    peers = ranks + ranks_in_node - 2 if count > 1 else 0  # 8 bytes to each peer: a bound on the magnitudes, or NaN
     return Plan(
-        algorithm,
-        reason,
-        first,
-        second,
-        granule,
-        tuple(pairwise(bounds)),
-        Cost(whole.sent + 8 * told, whole.messages * count + told, segment.memory),
+        algorithm=algorithm,
+        reason=reason,
+        first=first,
+        second=second,
+        granule=granule,
+        segments=tuple(pairwise(bounds)),
+        cost=Cost(whole.sent + 8 * peers, whole.messages * count + peers, segment.memory),
     )
 
 

@@ -20,7 +20,7 @@ from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
 from .algorithms.sharded import sharded
-from .algorithms.stage import Buffers, Exchange, Outcome, Run, Stage, all_gather
+from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, all_gather
 from .algorithms.values import values
 from .cost import ring
 from .handle import Handle, Report, Span
@@ -29,7 +29,7 @@ from .state import ShardState
 from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
-_ALGORITHMS: dict[str, Callable[[Stage], Run]] = {
+_ALGORITHMS: dict[str, Callable[[Stage], Exchanges]] = {
     "gather": gather,
     "sharded": sharded,
     "dense": sharded,
@@ -57,7 +57,12 @@ class Reduction:
         has_future: bool = False,
     ) -> None:
         self.request, self._operations = request, operations
-        report = Report(request.algorithm, request.plan.reason, len(request.plan.segments), request.plan.cost.memory)
+        report = Report(
+            algorithm=request.algorithm,
+            reason=request.plan.reason,
+            segments=len(request.plan.segments),
+            memory=request.plan.cost.memory,
+        )
         self.handle = Handle(report, tensor.device if has_future else None)
         self.encoded = False
         self.failure: BaseException | None = None
@@ -68,7 +73,7 @@ class Reduction:
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.described, request.text, self._key if draws_alike else None)
-        self._run: Generator[Exchange, Seen, Any] | None = None
+        self._exchanges: Generator[Exchange, Seen, Any] | None = None
         self._asked: Exchange | None = None
         self._posted: tuple[Wait, float] | None = None
         self._outcome: Outcome | None = None
@@ -80,6 +85,7 @@ class Reduction:
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
+        """Stream for the work that the wire queues. If payloads go through the host, it is the one that encodes."""
         self._begun: torch.cuda.Event | None = None
         """Event recorded after the work that the caller has queued."""
         self._ready: torch.cuda.Event | None = None
@@ -98,9 +104,9 @@ class Reduction:
         """
         assert self._buffers is not None
         self._buffers.rewind(is_replayed=is_replayed)
-        self._run = self._segment(0, self._tensor)
+        self._exchanges = self._segment(0, self._tensor)
         with torch.no_grad():
-            self._asked = next(self._run)
+            self._asked = next(self._exchanges)
         self._buffers.is_replayed = False  # a recording holds only this first encoding
         self.encoded = True
 
@@ -109,6 +115,7 @@ class Reduction:
         self._begun = torch.cuda.Event()
         self._begun.record(torch.cuda.current_stream(self._tensor.device))
         self._to_replay, self._replayed = (recording, key, side), threading.Event()
+        self._stream = side if self._through_host else self._stream
         self.encoded = True
 
     def wait_until_replayed(self) -> None:
@@ -120,8 +127,10 @@ class Reduction:
         """Submit this reduction to the wire. Without a wire, where ranks take turns, run it now."""
         if self._to_replay is None and (self._stream is not None or self._through_host):
             # The wire waits for what the caller has queued so far, and frees nothing that the caller's stream uses.
+            current = torch.cuda.current_stream(self._tensor.device)
             self._ready = torch.cuda.Event(blocking=self._through_host)
-            self._ready.record(torch.cuda.current_stream(self._tensor.device))
+            self._ready.record(current)
+            self._stream = current if self._through_host else self._stream
         if self._wire is not None:
             self._wire.submit(self)
         else:
@@ -149,20 +158,20 @@ class Reduction:
         self.drop()
 
     def join_streams(self) -> None:
-        """Make the current stream wait for the work that the wire has queued."""
-        if self._stream is not None:
+        """Make the current stream wait for the work that the wire has queued on its own stream."""
+        if self._stream is not None and not self._through_host:
             torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
 
     def drop(self) -> None:
         """Release the memory of this reduction."""
-        self._outcome = self._run = self._asked = self._posted = None
+        self._outcome = self._exchanges = self._asked = self._posted = None
 
     # Called by the wire.
 
     @property
-    def meets(self) -> bool:
+    def waits_for_all(self) -> bool:
         """Return whether this reduction waits for all ranks before its first byte."""
-        return any(operation.meets for operation in self._operations)
+        return any(operation.waits_for_all for operation in self._operations)
 
     @property
     def has_two_rounds(self) -> bool:
@@ -190,7 +199,7 @@ class Reduction:
             with torch.cuda.stream(side):
                 self._begun.wait()
                 if not recording.replay(key):
-                    raise RuntimeError("a recording is not what it was: a bug in thinwire")
+                    raise RuntimeError("the recording has another key than when it was prepared: a bug in thinwire")
                 self._ready = torch.cuda.Event(blocking=self._through_host)
                 self._ready.record()
         finally:
@@ -209,12 +218,12 @@ class Reduction:
         """Wait for the posted exchange and continue the algorithm. Return False if the algorithm has ended."""
         assert self._asked is not None
         assert self._posted is not None
-        assert self._run is not None
+        assert self._exchanges is not None
         asked, (wait, since), self._asked, self._posted = self._asked, self._posted, None, None
         seen = asked.operation.collect(wait)
         self.handle.report.spans.append(Span("exchange", since, time.perf_counter()))
         try:
-            self._asked = self._run.send(seen)
+            self._asked = self._exchanges.send(seen)
         except StopIteration as end:
             self._ended_with = end.value
             return False
@@ -222,15 +231,15 @@ class Reduction:
 
     def _begin_part(self) -> bool:
         """Begin the next segment. If there are several, first check that all of them are finite on all ranks."""
-        segments, self._run = self.request.plan.segments, None
+        segments, self._exchanges = self.request.plan.segments, None
         if self._at is None and len(segments) > 1:
             # The residual of the first segment must not change if the last segment holds NaN on any rank.
-            self._run = self._all_finite()
+            self._exchanges = self._all_finite()
         else:
             self._at = 0 if self._at is None else self._at
             start, stop = segments[self._at]
-            self._run = self._segment(self._at, self._tensor[start:stop])
-        self._asked = next(self._run)
+            self._exchanges = self._segment(self._at, self._tensor[start:stop])
+        self._asked = next(self._exchanges)
         return self._post()
 
     def _end_part(self) -> bool:
@@ -293,25 +302,29 @@ class Reduction:
 
     # The algorithm.
 
-    def _segment(self, index: int, tensor: Tensor) -> Run:
+    def _segment(self, index: int, tensor: Tensor) -> Exchanges:
         request, (start, stop) = self.request, self.request.plan.segments[index]
         *inside, operation = self._operations
         key, count = self._key, len(request.plan.segments)
         stage = Stage(
-            operation,
-            tensor,
-            None if self._residual is None else self._residual[start:stop],
-            request.plan.first,
-            request.plan.second,
-            self._owner_residuals[index],
-            mix_key(key, index) if key is not None and count > 1 else key,
-            request.weight,
-            self.handle.report,
-            self._buffers or Buffers(),
-            self._through_host,
+            operation=operation,
+            tensor=tensor,
+            residual=None if self._residual is None else self._residual[start:stop],
+            first=request.plan.first,
+            second=request.plan.second,
+            owner_residual=self._owner_residuals[index],
+            key=mix_key(key, index) if key is not None and count > 1 else key,
+            weight=request.weight,
+            report=self.handle.report,
+            buffers=self._buffers or Buffers(),
+            through_host=self._through_host,
         )
         algorithm = _ALGORITHMS[request.plan.algorithm]
-        return hierarchical(stage, inside[0], algorithm, request.plan.granule) if inside else algorithm(stage)
+        return (
+            hierarchical(stage, inside=inside[0], algorithm=algorithm, granule=request.plan.granule)
+            if inside
+            else algorithm(stage)
+        )
 
     def _all_finite(self) -> Generator[Exchange, Seen, bool]:
         """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
@@ -328,7 +341,7 @@ class Reduction:
         return bound <= torch.finfo(residual_dtype(self._tensor.dtype)).max  # False for NaN
 
 
-def pass_on(request: Request, operation: Operation, tensor: Tensor) -> Handle:
+def all_reduce_by_torch(request: Request, operation: Operation, tensor: Tensor) -> Handle:
     """Call torch's own all-reduce from this thread, in the order of the program's other collectives."""
     size, flat = operation.channel.size, tensor.detach().view(-1)
     report = Report(request.algorithm, request.plan.reason)

@@ -39,7 +39,7 @@ class Request:
     plan: Plan
     op: dist.ReduceOp.RedOpType
     weight: float
-    passes_on: bool
+    is_sent_by_torch: bool
     """Whether torch's own all-reduce does the work, because there is no compression and no residual."""
     described: dict[str, Any]
     """Arguments that must be the same on all ranks."""
@@ -109,17 +109,17 @@ def make_request(
     first = _made(compressor)
     if shard_compressor is None:
         made_of_first = first.for_sum(channel.size)
-        sums = first if made_of_first is first else _kept(made_of_first)
+        sums = first if made_of_first is first else _shared(made_of_first)
     else:
         sums = _made(shard_compressor, "shard_compressor")
-    passes_on = (
+    is_sent_by_torch = (
         isinstance(first, NoCompression)
         and not has_residual
         and not nodes
         and algorithm in ("auto", "dense")
         and channel.group is not None  # ranks that are threads have no torch group
     )
-    op_name = _op_name(op, passes_on)
+    op_name = _op_name(op, is_sent_by_torch)
 
     # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
@@ -129,48 +129,58 @@ def make_request(
     if state is not None and not isinstance(state, ShardState):
         raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
     can_shard = state is not None or not has_residual  # without a state, the residual of owners would be lost
-    chosen, reason = choose(algorithm, first, sums, share, dtype, channel.size, can_shard=can_shard)
+    chosen, reason = choose(
+        algorithm, first=first, second=sums, numel=share, dtype=dtype, ranks=channel.size, can_shard=can_shard
+    )
     if chosen == "sharded":
         _check_state(state, has_residual, sums)
     made = plan(
-        chosen, reason, first, sums, tensor.numel(), tensor.dtype, channel.size, in_node, max_bytes
-    )  # fmt: skip
+        chosen,
+        reason=reason,
+        first=first,
+        second=sums,
+        numel=tensor.numel(),
+        dtype=tensor.dtype,
+        ranks=channel.size,
+        ranks_in_node=in_node,
+        max_bytes=max_bytes,
+    )
     if chosen != "dense":  # a cached plan may hold an equal compressor, but statistics belong to this one
         made = replace(made, first=first, second=sums)
     described = {
-        "spec": format_spec(first),
+        "compressor": format_spec(first),
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "op": op_name,
         "algorithm": chosen,
-        "second": format_spec(sums) if chosen == "sharded" else None,
+        "shard_compressor": format_spec(sums) if chosen == "sharded" else None,
         "residual": has_residual,
         "state": state is not None if chosen == "sharded" else None,
         "segments": len(made.segments),
         "ranks": [in_node, channel.size],
     }
     return Request(
-        channels,
-        made,
-        op,
-        1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
-        passes_on,
-        described,
-        positions_drawn,
-        first.draws or sums.draws,
-        first,
-        json.dumps(described),
+        channels=channels,
+        plan=made,
+        op=op,
+        weight=1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
+        is_sent_by_torch=is_sent_by_torch,
+        described=described,
+        positions_drawn=positions_drawn,
+        draws=first.draws or sums.draws,
+        asked_for=first,
+        text=json.dumps(described),
     )
 
 
 def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
     """Return the compressor of a spec, the same object for equal specs. Return a given compressor as it is."""
     made = parsed(given, name)
-    return made if made is given else _kept(made)
+    return made if made is given else _shared(made)
 
 
 @lru_cache(maxsize=256)
-def _kept(made: Compressor) -> Compressor:
+def _shared(made: Compressor) -> Compressor:
     """Return one shared object for all equal compressors that are made here.
 
     On a GPU, the first use of a new compressor waits until its counters are initialized.
@@ -178,25 +188,25 @@ def _kept(made: Compressor) -> Compressor:
     return made
 
 
-def _op_name(op: object, passes_on: bool) -> str:
+def _op_name(op: object, is_sent_by_torch: bool) -> str:
     name = str(getattr(op, "name", op)).rpartition(".")[2]
-    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (passes_on and name in _WHY_NOT):
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (is_sent_by_torch and name in _WHY_NOT):
         return name
     if name in _WHY_NOT:
         use = f"for {name} use the compressor 'none' without a residual"
         raise ValueError(f"op {name}, expected SUM or AVG: {_WHY_NOT[name]}; {use}")
-    raise ValueError(f"op {name}, expected SUM or AVG: what is compressed can only be added up")
+    raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed")
 
 
 def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:
     if state is None and has_residual:
         raise ValueError(
-            "algorithm 'sharded' with a residual but no state: what owners do not send on would be lost; give "
-            "state=thinwire.ShardState() and keep it beside the residual"
+            "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
+            "give state=thinwire.ShardState() and keep it beside the residual"
         )
     if state is not None and not second.contracts:
         raise ValueError(
-            f"shard_compressor {format_spec(second)}, whose residual would grow for ever; use another rounding"
+            f"shard_compressor {format_spec(second)}, whose residual would grow without bound; use another rounding"
         )
 
 
@@ -209,6 +219,6 @@ def _owned_spans(made: Plan, dtype: torch.dtype, channels: Sequence[Channel]) ->
         if nodes:
             low, high = shares(stop - start, made.granule, nodes[0].size)[nodes[0].rank]
             start, stop = start + low, start + high
-        low, high = owned(made.first, stop - start, dtype, channel.size)[channel.rank]
+        low, high = owned(made.first, numel=stop - start, dtype=dtype, ranks=channel.size)[channel.rank]
         spans.append((start + low, start + high))
     return spans

@@ -34,18 +34,18 @@ class ShardState:
                 f"a state with {sorted(state)}, expected residual and spans, as from ShardState.state_dict"
             )
         residual, spans = state["residual"], [(int(start), int(stop)) for start, stop in state["spans"]]
-        entries = sum(stop - start for start, stop in spans)
-        if (0 if residual is None else residual.numel()) != entries:
+        numel = sum(stop - start for start, stop in spans)
+        if (0 if residual is None else residual.numel()) != numel:
             raise ValueError(
-                f"a residual of {None if residual is None else residual.numel()} elements, expected {entries}"
+                f"a residual of {None if residual is None else residual.numel()} elements, expected {numel}"
             )
         self.residual, self.spans = None if residual is None else residual.clone(), spans
 
     def prepare(self, spans: list[Span], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the residual, zeros on first use. Raise ValueError if it was made for other spans or another dtype."""
         if self.residual is None:
-            entries = sum(stop - start for start, stop in spans)
-            self.residual, self.spans = torch.zeros(entries, dtype=dtype, device=device), spans
+            numel = sum(stop - start for start, stop in spans)
+            self.residual, self.spans = torch.zeros(numel, dtype=dtype, device=device), spans
         self.residual = self.residual.to(device)  # a checkpoint may have been loaded to another device
         if self.spans != spans or self.residual.dtype != dtype:
             raise ValueError(
@@ -57,4 +57,4 @@ class ShardState:
 
 def _listed(spans: list[Span]) -> str:
     shown = ", ".join(f"{start} to {stop}" for start, stop in spans[:3])
-    return shown + (f" and {len(spans) - 3} more runs" if len(spans) > 3 else "")
+    return shown + (f" and {len(spans) - 3} more ranges" if len(spans) > 3 else "")

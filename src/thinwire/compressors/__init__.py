@@ -1,25 +1,16 @@
 """Compressors. A new compressor needs one file in this folder and one import line below."""
 
-from .base import Compressor
-from .compressed import CompressedTensor
-from .none import NoCompression
-from .quantize import Quantize
-from .randomk import RandomK
-from .spec import format_spec, parse_spec, register_compressor, registered
-from .topk import TopK
+from typing import cast
 
-__all__ = [
-    "CompressedTensor",
-    "Compressor",
-    "NoCompression",
-    "Quantize",
-    "RandomK",
-    "TopK",
-    "compressor",
-    "format_spec",
-    "register_compressor",
-    "registered",
-]
+from . import spec as _spec
+from .base import CompressedTensor as CompressedTensor
+from .base import Compressor as Compressor
+from .none import NoCompression as NoCompression
+from .quantize import Quantize as Quantize
+from .randomk import RandomK as RandomK
+from .spec import format_spec as format_spec
+from .spec import register_compressor as register_compressor
+from .topk import TopK as TopK
 
 
 def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
@@ -33,4 +24,9 @@ def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
     """
     if not isinstance(spec, str | Compressor):
         raise ValueError(f"{name} {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
-    return parse_spec(spec) if isinstance(spec, str) else spec
+    return cast(Compressor, _spec.parse_spec(spec)) if isinstance(spec, str) else spec
+
+
+def registered() -> dict[str, type[Compressor]]:
+    """Return every registered compressor class by name."""
+    return cast(dict[str, type[Compressor]], dict(_spec.REGISTRY))

@@ -14,21 +14,106 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
-from .compressed import CompressedTensor
-from .spec import format_spec
+from ..kernels.updates import Update
+from . import frame
+from .checks import check_apart, check_buffer
+from .frame import Frame, FrameError
+from .spec import format_spec, parse_spec
 from .statistics import Statistics
 
-if TYPE_CHECKING:
-    from ..kernels.updates import Update
-
 _log = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedTensor:
+    """A payload of fixed size, and the information that is needed to decode it.
+
+    >>> import torch, thinwire
+    >>> ct = thinwire.TopK(ratio="1/64", bits=2).compress(torch.randn(100_000))
+    >>> ct.nbytes, len(ct.to_bytes())
+    (2054, 2123)
+    >>> thinwire.CompressedTensor.from_bytes(ct.to_bytes()).decompress().shape
+    torch.Size([100000])
+    """
+
+    compressor: "Compressor"
+    numel: int
+    dtype: torch.dtype
+    key: int
+    payload: Tensor = field(repr=False)
+    """The encoded bytes: a one-dimensional uint8 tensor on the device of the original tensor."""
+    kernels: str
+    """The backend that encoded the payload: "reference", "cpu" or "cuda"; "frame" if it was read from bytes."""
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the payload."""
+        return self.compressor.layout(self.numel, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the payload size in bytes. A collective sends only these, as ranks agree on the rest before."""
+        return self.payload.numel()
+
+    @property
+    def finite(self) -> bool:
+        """Return False if the input contained NaN or Inf: the payload decodes to NaN, the residual is unchanged.
+
+        Reading this property waits for the device. Inside a step it need not be read, because the NaN is sent and every
+        rank finds it in the sum.
+        """
+        return self.numel == 0 or not self.layout.is_marked(self.payload)
+
+    def decompress(self, out: Tensor | None = None) -> Tensor:
+        """Return `compressor.decompress(self, out)`."""
+        return self.compressor.decompress(self, out)
+
+    def to_bytes(self) -> bytes:
+        """Return a self-contained frame: header, checksum and payload."""
+        payload = self.payload.cpu().numpy().tobytes()
+        dtype = str(self.dtype).removeprefix("torch.")
+        spec = format_spec(self.compressor)
+        return frame.pack(Frame(spec=spec, dtype=dtype, numel=self.numel, key=self.key, payload=payload))
+
+    @staticmethod
+    def from_bytes(data: frame.Buffer, *, numel: int | None = None) -> "CompressedTensor":
+        """Read a frame. Raises `FrameError`, with the reason, for bytes that are not a valid frame.
+
+        A frame of a few bytes can describe a huge tensor. For data from an untrusted source, pass the expected `numel`,
+        or check `numel` before decompressing.
+        """
+        read = frame.unpack(data)
+        if numel is not None and read.numel != numel:
+            raise FrameError(f"{read.numel} elements, expected {numel}")
+        try:
+            compressor = cast(Compressor, parse_spec(read.spec))
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        if format_spec(compressor) != read.spec:
+            raise FrameError(f"spec {read.spec!r}, expected its canonical form {format_spec(compressor)!r}")
+        if read.key and not compressor.draws:
+            raise FrameError(f"key {read.key}, expected 0: {read.spec.partition(':')[0]} draws nothing")
+        dtype: torch.dtype = getattr(torch, read.dtype)
+        expected = compressor.nbytes(read.numel, dtype)
+        if len(read.payload) != expected:
+            raise FrameError(f"payload of {len(read.payload)} bytes, expected {expected} for {read.numel} elements")
+        payload = torch.from_numpy(np.array(read.payload, dtype=np.uint8))
+        try:
+            if expected:
+                kernels.check(payload, compressor.layout(read.numel, dtype))
+        except ValueError as error:
+            raise FrameError(f"payload: {error}") from error
+        return CompressedTensor(
+            compressor=compressor, numel=read.numel, dtype=dtype, key=read.key, payload=payload, kernels="frame"
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +121,8 @@ class Compressor(ABC):
     """Base class of the compressors. A subclass is a frozen dataclass with a `_layout` method; `TopK` is an example."""
 
     name: ClassVar[str]
+    sparse: ClassVar[bool] = False
+    """Whether most elements are not sent, but kept in the residual."""
     stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)
     """Counters of this object's calls. They are not part of its identity: `==` and `hash` ignore them."""
 
@@ -46,11 +133,6 @@ class Compressor(ABC):
     @property
     def draws(self) -> bool:
         """Return whether `compress` draws random numbers and therefore needs a `key`."""
-        return False
-
-    @property
-    def sparse(self) -> bool:
-        """Return whether most elements are not sent, but kept in the residual."""
         return False
 
     @property
@@ -81,12 +163,7 @@ class Compressor(ABC):
         return self.layout(numel, dtype).nbytes
 
     def compress(
-        self,
-        tensor: Tensor,
-        residual: Tensor | None = None,
-        *,
-        key: int | None = None,
-        out: Tensor | None = None,
+        self, tensor: Tensor, residual: Tensor | None = None, *, key: int | None = None, out: Tensor | None = None
     ) -> CompressedTensor:
         """Compress tensor + residual. The part that is not sent replaces the residual, in place.
 
@@ -100,19 +177,10 @@ class Compressor(ABC):
         in one pass there. If they find a NaN or Inf, they restore the residual up to the rounding of the addition.
         Where the tensor or the sent value was so large that the rounding erased the residual, it becomes 0.
         """
-        started = time.perf_counter()
-        ct, kernel = self._prepare(tensor, residual, key, out)
-        finite = self._write(ct, kernel, tensor, residual, commits=residual is not None)
-        self._count(ct, tensor, time.perf_counter() - started, finite)
-        return ct
+        return self._encode(tensor, residual=residual, key=key, out=out, commits=True, is_counted=True)
 
     def decompress(
-        self,
-        ct: CompressedTensor,
-        out: Tensor | None = None,
-        weight: float = 1.0,
-        *,
-        payloads: Tensor | None = None,
+        self, ct: CompressedTensor, out: Tensor | None = None, weight: float = 1.0, *, payloads: Tensor | None = None
     ) -> Tensor:
         """Return the decoded tensor: flat and in its own dtype, or written into `out` of any float dtype.
 
@@ -120,7 +188,7 @@ class Compressor(ABC):
         """
         if out is None:
             out = torch.empty(ct.numel, dtype=ct.dtype, device=ct.payload.device)
-        return self._decode(ct, out, weight, payloads, add=False)
+        return self._decode(ct, out=out, weight=weight, payloads=payloads, add=False)
 
     def accumulate(
         self, ct: CompressedTensor, out: Tensor, weight: float = 1.0, *, payloads: Tensor | None = None
@@ -130,7 +198,7 @@ class Compressor(ABC):
         payloads  uint8 tensor of shape [ranks, nbytes], such as an all-gather of every rank's `ct.payload`. They are
                   used instead of `ct.payload` and added in order, in one pass, so that every rank gets the same bits.
         """
-        return self._decode(ct, out, weight, payloads, add=True)
+        return self._decode(ct, out=out, weight=weight, payloads=payloads, add=True)
 
     def encode(
         self,
@@ -148,12 +216,7 @@ class Compressor(ABC):
 
         counted   whether the call is counted in `stats`, as `compress` is.
         """
-        started = time.perf_counter()
-        ct, kernel = self._prepare(tensor, residual, key, out)
-        finite = self._write(ct, kernel, tensor, residual, commits=False)
-        if counted:
-            self._count(ct, tensor, time.perf_counter() - started, finite)
-        return ct
+        return self._encode(tensor, residual=residual, key=key, out=out, commits=False, is_counted=counted)
 
     def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor, *, finite: bool | None = None) -> None:
         """Do the second half of `compress`: residual <- tensor + residual - decompress(ct).
@@ -173,7 +236,7 @@ class Compressor(ABC):
                 kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
 
     @torch.no_grad()
-    def settle(
+    def apply(
         self,
         ct: CompressedTensor,
         gradient: Tensor,
@@ -181,14 +244,13 @@ class Compressor(ABC):
         payloads: Tensor,
         own: int,
         weight: float,
-        update: "Update | None" = None,
+        update: Update | None = None,
         out: Tensor | None = None,
     ) -> None:
         """Commit and decode, once the payloads of all ranks have arrived and all are finite.
 
         `ct` is the payload of this rank, payloads[own]. The method computes residual += encoded tensor - decompress(ct)
-        and out <- weight * the sum of all payloads. Kernels with a `settle` function can do this in one pass over
-        memory.
+        and out <- weight * the sum of all payloads, in one pass over memory if the kernel has one.
 
         gradient  the encoded tensor; with an update, the gradient that the update was computed from. Only read, unless
                   it is also `out`.
@@ -197,75 +259,81 @@ class Compressor(ABC):
         """
         out = gradient if out is None else out
         payloads = self._check_out(ct, out, payloads)
-        _check_settled(ct, gradient, residual, update, out)
+        if not 0 <= own < len(payloads):
+            raise ValueError(f"own {own}, expected the place of this rank's payload, 0 to {len(payloads) - 1}")
+        self._check_applied(ct, gradient, residual, is_update=update is not None, out=out)
         if not ct.numel:
             return
         _, kernel = kernels.select(ct.layout, out.device)
-        settling = kernels.settling(kernel)
-        if settling is not None and residual is not None:
-            settling.settle(gradient, residual, ct.layout, ct.key, payloads, own, float(weight), update, out)
+        fused = kernels.fused(kernel, ct.layout, out)
+        if fused is not None and residual is not None:
+            fused.apply(
+                gradient,
+                residual,
+                ct.layout,
+                key=ct.key,
+                payloads=payloads,
+                own=own,
+                weight=float(weight),
+                update=update,
+                out=out,
+            )
             return
         if update is not None:
             update.advance(gradient, residual)
             if residual is not None:
-                kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, -1.0, True)
+                kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, weight=-1.0, add=True)
         elif residual is not None:
             kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
-        kernel.decode(payloads, ct.layout, ct.key, out, float(weight), False)
+        kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=False)
 
-    def _prepare(
-        self, tensor: Tensor, residual: Tensor | None, key: int | None, out: Tensor | None
-    ) -> tuple[CompressedTensor, kernels.Kernel]:
-        """Check the arguments, and return an unwritten payload and the kernel that writes it."""
+    @torch.no_grad()
+    def _encode(
+        self,
+        tensor: Tensor,
+        residual: Tensor | None,
+        key: int | None,
+        out: Tensor | None,
+        *,
+        commits: bool,
+        is_counted: bool,
+    ) -> CompressedTensor:
+        started = time.perf_counter()
         self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
-        _check_buffer("out", payload, (layout.nbytes,), torch.uint8, tensor.device)
-        _check_apart("out", payload, "tensor", tensor)
+        check_buffer("out", given=payload, shape=(layout.nbytes,), dtype=torch.uint8, device=tensor.device)
+        check_apart("out", given=payload, other_name="tensor", other=tensor)
         if residual is not None:
-            _check_apart("out", payload, "residual", residual)
+            check_apart("out", given=payload, other_name="residual", other=residual)
         name, kernel = kernels.select(layout, tensor.device)
-        return CompressedTensor(self, layout.numel, layout.dtype, self.draw_key(key), payload, name), kernel
-
-    @torch.no_grad()
-    def _write(
-        self,
-        ct: CompressedTensor,
-        kernel: kernels.Kernel,
-        tensor: Tensor,
-        residual: Tensor | None,
-        *,
-        commits: bool,
-    ) -> bool | Tensor:
-        """Write the payload and, if `commits`, the residual. Return whether the input is finite.
-
-        Asynchronous kernels return an int32 tensor on the device instead, which is 1 if the input is not finite.
-        """
-        if not ct.numel:
-            return True
-        layout = ct.layout
-        on_device = kernels.on_device(kernel)
-        if on_device is None:
-            finite = kernel.encode(tensor, residual, layout, ct.key, ct.payload)
-            if finite and commits and residual is not None:
-                kernel.commit(tensor, residual, layout, ct.key, ct.payload)
-            return finite
-        if commits and residual is not None:
-            flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # `compress` sets it to 0 first
-            on_device.compress(tensor, residual, layout, ct.key, ct.payload, flag)
-        else:
-            flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
-            on_device.encode_flagged(tensor, residual, layout, ct.key, ct.payload, flag)
-        return flag
+        ct = CompressedTensor(
+            compressor=self,
+            numel=layout.numel,
+            dtype=layout.dtype,
+            key=self.draw_key(key),
+            payload=payload,
+            kernels=name,
+        )
+        finite = True if not ct.numel else _write(ct, kernel=kernel, tensor=tensor, residual=residual, commits=commits)
+        if is_counted:
+            self._count(ct, tensor=tensor, seconds=time.perf_counter() - started, finite=finite)
+        return ct
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
-        self.stats.add(tensor.nbytes, ct.nbytes, seconds, finite, ct.kernels)
+        self.stats.add(tensor.nbytes, ct.nbytes, seconds=seconds, finite=finite, kernels=ct.kernels)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
                 "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
-                format_spec(self), ct.numel, ct.dtype, tensor.nbytes, ct.nbytes, 1e3 * seconds, ct.kernels,
+                format_spec(self),
+                ct.numel,
+                ct.dtype,
+                tensor.nbytes,
+                ct.nbytes,
+                1e3 * seconds,
+                ct.kernels,
                 ", NOT FINITE: residual left as it was" if finite is False else "",
-            )  # fmt: skip
+            )
 
     def _decode(
         self, ct: CompressedTensor, out: Tensor, weight: float, payloads: Tensor | None = None, *, add: bool
@@ -274,7 +342,7 @@ class Compressor(ABC):
         if ct.numel:
             _, kernel = kernels.select(ct.layout, out.device)
             with torch.no_grad():
-                kernel.decode(payloads, ct.layout, ct.key, out, float(weight), add)
+                kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=add)
         return out
 
     def _check_out(self, ct: CompressedTensor, out: Tensor, payloads: Tensor | None) -> Tensor:
@@ -290,13 +358,28 @@ class Compressor(ABC):
         if payloads is None:
             payloads = ct.payload.unsqueeze(0)
         rows = payloads.shape[0] if payloads.dim() else 0
-        _check_buffer("payloads", payloads, (rows, ct.nbytes), torch.uint8, out.device)
-        _check_apart("out", out, "payload", payloads)
+        check_buffer("payloads", given=payloads, shape=(rows, ct.nbytes), dtype=torch.uint8, device=out.device)
+        check_apart("out", given=out, other_name="payload", other=payloads)
         return payloads
 
     def _check_made_here(self, ct: CompressedTensor) -> None:
         if ct.compressor != self:
-            raise ValueError(f"made by {format_spec(ct.compressor)}, this is {format_spec(self)}")
+            raise ValueError(f"the payload was made by {format_spec(ct.compressor)}, expected {format_spec(self)}")
+
+    def _check_applied(
+        self, ct: CompressedTensor, gradient: Tensor, residual: Tensor | None, *, is_update: bool, out: Tensor
+    ) -> None:
+        given = [("gradient", gradient, gradient.dtype if is_update else ct.dtype)]
+        if residual is not None:
+            given.append(("residual", residual, residual_dtype(ct.dtype)))
+            check_apart("residual", given=residual, other_name="gradient", other=gradient)
+            check_apart("out", given=out, other_name="residual", other=residual)
+        for name, tensor, dtype in given:
+            if tensor.numel() != ct.numel:  # a kernel would access memory beyond a smaller tensor
+                raise ValueError(f"{name} holds {tensor.numel()} elements, expected {ct.numel}")
+            check_buffer(name, given=tensor, shape=tuple(tensor.shape), dtype=dtype, device=out.device)
+        if (gradient.data_ptr(), gradient.dtype) != (out.data_ptr(), out.dtype):
+            check_apart("out", given=out, other_name="gradient", other=gradient)
 
     def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
         """Raise ValueError for arguments that `compress` refuses."""
@@ -307,13 +390,41 @@ class Compressor(ABC):
         if residual is not None:
             if not self.contracts:
                 raise ValueError(
-                    f"{format_spec(self)} with a residual, which would grow for ever: its error is larger than what "
-                    "comes in; use another rounding or more bits, or give no residual"
+                    f"{format_spec(self)} with a residual, which would grow without bound: its error is larger than "
+                    "what comes in; use another rounding or more bits, or give no residual"
                 )
-            _check_buffer("residual", residual, tuple(tensor.shape), residual_dtype(tensor.dtype), tensor.device)
-            _check_apart("residual", residual, "tensor", tensor)
+            check_buffer(
+                "residual",
+                given=residual,
+                shape=tuple(tensor.shape),
+                dtype=residual_dtype(tensor.dtype),
+                device=tensor.device,
+            )
+            check_apart("residual", given=residual, other_name="tensor", other=tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
+
+
+def _write(
+    ct: CompressedTensor, kernel: kernels.Kernel, tensor: Tensor, residual: Tensor | None, *, commits: bool
+) -> bool | Tensor:
+    """Write the payload and, if `commits`, the residual. Return whether the input is finite.
+
+    Asynchronous kernels return an int32 tensor on the device instead, which is 1 if the input is not finite.
+    """
+    on_device = kernels.on_device(kernel)
+    if on_device is None:
+        finite = kernel.encode(tensor, residual, ct.layout, ct.key, ct.payload)
+        if finite and commits and residual is not None:
+            kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+        return finite
+    if commits and residual is not None:
+        flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # `compress` sets it to 0 first
+        on_device.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+    else:
+        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        on_device.encode_flagged(tensor, residual=residual, layout=ct.layout, key=ct.key, payload=ct.payload, flag=flag)
+    return flag
 
 
 @lru_cache(maxsize=4096)
@@ -328,38 +439,3 @@ def _layout_of(compressor: Compressor, numel: int, dtype: torch.dtype) -> Layout
         return dense
     own = compressor._layout(numel, dtype)
     return own if own.nbytes < dense.nbytes else dense
-
-
-def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
-        raise ValueError(
-            f"{name} has shape {tuple(given.shape)}, {given.dtype} on {given.device}; "
-            f"expected shape {shape}, {dtype} on {device}"
-        )
-    if not given.is_contiguous():
-        raise ValueError(f"{name} is not contiguous, expected a contiguous tensor")
-
-
-def _check_settled(
-    ct: CompressedTensor, gradient: Tensor, residual: Tensor | None, update: "Update | None", out: Tensor
-) -> None:
-    """Raise ValueError unless the tensors fit `ct`, because a kernel would access memory beyond a smaller tensor."""
-    given = [("gradient", gradient, ct.dtype if update is None else gradient.dtype)]
-    if residual is not None:
-        given.append(("residual", residual, residual_dtype(ct.dtype)))
-        _check_apart("residual", residual, "gradient", gradient)
-        _check_apart("out", out, "residual", residual)
-    for name, tensor, dtype in given:
-        if tensor.numel() != ct.numel:
-            raise ValueError(f"{name} holds {tensor.numel()} elements, expected {ct.numel}")
-        _check_buffer(name, tensor, tuple(tensor.shape), dtype, out.device)
-    if (gradient.data_ptr(), gradient.dtype) != (out.data_ptr(), out.dtype):
-        _check_apart("out", out, "gradient", gradient)
-
-
-def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise ValueError if two contiguous tensors on one device overlap, because writing one would change the other."""
-    first, second = sorted([given, other], key=Tensor.data_ptr)
-    # A tensor without memory (empty, or on the meta device) has the address 0.
-    if first.data_ptr() and first.data_ptr() + first.nbytes > second.data_ptr():
-        raise ValueError(f"{name} shares the {other_name}'s memory, expected memory of its own")

@@ -84,7 +84,7 @@ def unpack(data: Buffer) -> Frame:
         text = bytes(spec).decode("ascii")
     except UnicodeDecodeError:
         raise FrameError(f"the spec {bytes(spec)!r} is not ASCII") from None
-    return Frame(text, DTYPES[code], numel, key, payload)
+    return Frame(spec=text, dtype=DTYPES[code], numel=numel, key=key, payload=payload)
 
 
 def _checksum(header: Buffer, spec: Buffer, payload: Buffer) -> bytes:

@@ -64,4 +64,4 @@ class Quantize(Compressor):
         return mix_key(self.seed, key) if self.draws and key is not None else 0
 
     def _layout(self, numel: int, dtype: torch.dtype) -> QuantizeLayout:
-        return QuantizeLayout(numel, dtype, self.bits, self.block, self.draws)
+        return QuantizeLayout(numel, dtype, bits=self.bits, block=self.block, stochastic=self.draws)

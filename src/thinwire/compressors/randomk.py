@@ -30,15 +30,11 @@ class RandomK(Compressor):
     ratio: Ratio
     _: KW_ONLY
     seed: int = 0
+    sparse = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", parse_ratio(self.ratio))
         check_seed(self.seed)
-
-    @property
-    def sparse(self) -> bool:
-        """Return True: elements that are not drawn stay in the residual."""
-        return True
 
     @property
     def draws(self) -> bool:

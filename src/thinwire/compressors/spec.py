@@ -9,54 +9,55 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-_REGISTRY: dict[str, type[Any]] = {}
+
+class Named(Protocol):
+    """An object of a registered class: a `Compressor`, which this module cannot import."""
+
+    name: ClassVar[str]
+
+
+REGISTRY: dict[str, type[Named]] = {}
 """Registered compressor classes by name."""
 
-C = TypeVar("C", bound=type[Any])
+C = TypeVar("C", bound=Named)
 
 Ratio = Fraction | float | str
 """A share as the user writes it, such as 0.01, "1%" or "1/64". `parse_ratio` converts it to an exact fraction."""
 
 
-def register_compressor(name: str) -> Callable[[C], C]:
+def register_compressor(name: str) -> Callable[[type[C]], type[C]]:
     """Return a class decorator that registers a compressor under `name`.
 
     Spec strings, the contract tests and the benchmark find the compressor by this name.
     """
 
-    def add(cls: C) -> C:
+    def add(cls: type[C]) -> type[C]:
         if not (name.isascii() and name.isidentifier() and name == name.lower()):
             raise ValueError(f"compressor name {name!r}, expected lower-case letters, digits and underscores")
-        if _REGISTRY.get(name, cls) is not cls:
-            raise ValueError(f"compressor name {name!r} is taken by {_REGISTRY[name].__qualname__}")
+        if REGISTRY.get(name, cls) is not cls:
+            raise ValueError(f"compressor name {name!r} is taken by {REGISTRY[name].__qualname__}")
         params = getattr(cls, "__dataclass_params__", None)
         if params is None or not params.frozen or not params.eq:
             raise TypeError(f"{cls.__qualname__} must be a frozen dataclass to be registered")
         for field in _fields(cls):
-            if field.type not in _PARSERS:
-                raise TypeError(
-                    f"{cls.__qualname__}.{field.name}: type {field.type!r}, expected one of {list(_PARSERS)}"
-                )
+            if field.type not in _FIELD_TYPES:
+                expected = list(_FIELD_TYPES)
+                raise TypeError(f"{cls.__qualname__}.{field.name}: type {field.type!r}, expected one of {expected}")
         cls.name = name
-        _REGISTRY[name] = cls
+        REGISTRY[name] = cls
         return cls
 
     return add
 
 
-def registered() -> dict[str, type[Any]]:
-    """Return every registered compressor class by name."""
-    return dict(_REGISTRY)
-
-
-def parse_spec(spec: str) -> Any:
+def parse_spec(spec: str) -> Named:
     """Return the compressor that a spec string describes. Raises ValueError, with the reason, for an invalid string."""
     name, colon, rest = spec.partition(":")
-    cls = _REGISTRY.get(name)
+    cls = REGISTRY.get(name)
     if cls is None:
-        raise ValueError(f"compressor {name!r} in {spec!r} is unknown; known are {', '.join(sorted(_REGISTRY))}")
+        raise ValueError(f"compressor {name!r} in {spec!r} is unknown; known are {', '.join(sorted(REGISTRY))}")
     fields = {field.name: field for field in _fields(cls)}
     values: dict[str, Any] = {}
     for item in rest.split(",") if colon else []:
@@ -68,17 +69,18 @@ def parse_spec(spec: str) -> Any:
             )
         if key in values:
             raise ValueError(f"{key!r} is given twice in {spec!r}")
+        parse, expected = _FIELD_TYPES[fields[key].type]
         try:
-            values[key] = _PARSERS[fields[key].type](text)
+            values[key] = parse(text)
         except (ValueError, ZeroDivisionError):
-            raise ValueError(f"{key}={text!r} in {spec!r}, expected {_EXPECTED[fields[key].type]}") from None
+            raise ValueError(f"{key}={text!r} in {spec!r}, expected {expected}") from None
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if missing:
         raise ValueError(f"{spec!r} lacks {', '.join(missing)}; for example {name}:{missing[0]}=1/64")
     return cls(**values)
 
 
-def format_spec(compressor: Any) -> str:
+def format_spec(compressor: Named) -> str:
     """Return the canonical spec string of a compressor, with every field."""
     items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
     return str(compressor.name) + (":" + ",".join(items) if items else "")
@@ -99,13 +101,13 @@ def parse_ratio(value: Ratio) -> Fraction:
     return ratio
 
 
-def check_choice(name: str, value: object, choices: Sequence[int | str], *more: str) -> None:
+def check_choice(name: str, value: object, choices: Sequence[int | str], *, also: str | None = None) -> None:
     """Raise ValueError unless `value` is one of `choices` and of the same type (neither True nor 1.0 counts as 1).
 
-    `more` are further choices that the error message lists.
+    `also` is a further choice that the error message lists.
     """
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(str, [*choices, *more]))}")
+        raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(str, [*choices, *filter(None, [also])]))}")
 
 
 def check_seed(seed: int) -> None:
@@ -142,15 +144,10 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    Ratio: parse_ratio,
-    int: _parse_int,
-    int | None: lambda text: None if text == "none" else _parse_int(text),
-    str: str,
+_FIELD_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
+    Ratio: (parse_ratio, "a share above 0 and up to 1, such as 0.01, 1% or 1/64"),
+    int: (_parse_int, "a whole number"),
+    int | None: (lambda text: None if text == "none" else _parse_int(text), "a whole number or none"),
+    str: (str, "a word"),
 }
-_EXPECTED: dict[Any, str] = {
-    Ratio: "a share above 0 and up to 1, such as 0.01, 1% or 1/64",
-    int: "a whole number",
-    int | None: "a whole number or none",
-    str: "a word",
-}
+"""For each type that a field may have: the function that parses its text, and a description of that text."""

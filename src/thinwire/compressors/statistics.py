@@ -49,11 +49,11 @@ class Statistics:
         return self._nonfinite + sum(int(counter) for counter in list(self._on_devices.values()))
 
     @property
-    def ratio(self) -> float:
+    def reduction(self) -> float:
         """Return bytes before / bytes sent; 1.0 before the first call."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
-    def add(self, bytes_before: int, bytes_sent: int, seconds: float, finite: bool | Tensor, kernels: str) -> None:
+    def add(self, bytes_before: int, bytes_sent: int, *, seconds: float, finite: bool | Tensor, kernels: str) -> None:
         """Count one call.
 
         finite   whether the input was finite. For asynchronous kernels an int32 tensor on the device, 1 if it was not.

@@ -45,21 +45,17 @@ class TopK(Compressor):
     _: KW_ONLY
     bits: int = 32
     chunk: int | None = 4096
+    sparse = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", parse_ratio(self.ratio))
         check_choice("bits", self.bits, BITS)
         if self.chunk is not None:
-            check_choice("chunk", self.chunk, CHUNKS, "none")
+            check_choice("chunk", self.chunk, CHUNKS, also="none")
 
-    @property
-    def sparse(self) -> bool:
-        """Return True: elements that are not among the largest stay in the residual."""
-        return True
-
-    def kept(self, entries: int) -> int:
-        """Return how many elements are sent of a chunk of `entries` elements."""
-        return ceil(entries * Fraction(self.ratio))
+    def kept(self, elements: int) -> int:
+        """Return how many elements are sent of a chunk of `elements` elements."""
+        return ceil(elements * Fraction(self.ratio))
 
     def for_sum(self, ranks: int) -> "TopK":
         """Return the compressor for a sum over `ranks` ranks, with more elements and more bits (at most 32).
@@ -76,4 +72,4 @@ class TopK(Compressor):
         rows, rest = divmod(numel, chunk)
         record = topk_record(chunk, self.kept(chunk), self.bits)
         tail = topk_record(rest, self.kept(rest), self.bits) if rest else None
-        return TopKLayout(numel, dtype, rows, record, tail)
+        return TopKLayout(numel, dtype, rows=rows, record=record, tail=tail)

@@ -1,5 +1,4 @@
 """Adapters between a `Synchronizer` and sources of gradients, such as DDP."""
 
-from .ddp import attach, register_ddp_hook
-
-__all__ = ["attach", "register_ddp_hook"]
+from .ddp import attach as attach
+from .ddp import register_ddp_hook as register_ddp_hook

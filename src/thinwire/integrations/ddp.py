@@ -7,23 +7,27 @@ hook's annotations as objects, so this module must not postpone their evaluation
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ..collectives.groups import Group
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
-from ..sync.buckets import Bucket, shaped
+from ..sync.buckets import Bucket, plain_name, shaped
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
+from .backward import after_backward
+from .fsdp import AttachedModel, ShardedParameters, check_module, sharded_parameters
 
 _ADAM_LIKE = (
     torch.optim.Adam,
@@ -36,23 +40,25 @@ _ADAM_LIKE = (
 
 
 def attach(
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     compressor: Spec | Policy,
     *,
-    group: Any = None,
+    group: Group = None,
     algorithm: str = "auto",
     shard_compressor: Spec | None = None,
     error_feedback: bool = True,
-    grad_scaler: Any = None,
+    grad_scaler: GradScaler | None = None,
     max_bytes: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> Synchronizer:
     """Make a DDP model exchange compressed gradients; use it with any optimizer, as before.
 
-    ddp          the model; it takes one hook, before its first backward pass.
+    ddp          the model; it takes one hook, before its first backward pass. Or a model sharded by `fully_shard`,
+                 whose shards are exchanged between replicas.
     compressor   a spec such as "quantize:bits=8", a `Compressor` or a `Policy`. "auto" chooses dense or 8 bits for each
                  bucket, by the times of the first steps; `choice` of the returned synchronizer contains the reason.
     group        for nodes with a fast network inside: a mesh or a pair of groups over the ranks of the model's group.
+                 Of a sharded model, the ranks that hold the same shard of the other replicas: `mesh["replicate"]`.
     others       see `Synchronizer`.
 
     If any rank's gradient holds NaN or Inf, all gradients are NaN on every rank and `sync.finite` is False. Skip the
@@ -62,21 +68,47 @@ def attach(
     second moment.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)  # the model inside torch.compile's wrapper
+    sharded = None
     if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(f"a {type(ddp).__name__}, expected a DistributedDataParallel; for others use a Synchronizer")
+        sharded = _sharded(ddp, group)
+    elif group is None:
+        group = ddp.process_group
     sync = Synchronizer(
         compressor,
-        group=ddp.process_group if group is None else group,
+        group=group,
         algorithm=algorithm,
         shard_compressor=shard_compressor,
         error_feedback=error_feedback,
         grad_scaler=grad_scaler,
         max_bytes=max_bytes,
         timeout=timeout,
+        shards=None if sharded is None else sharded.group,
     )
-    register_ddp_hook(ddp, sync)
+    if sharded is not None:
+        ddp._thinwire = AttachedModel(sharded, sync)  # kept as long as the model
+    elif isinstance(ddp, DistributedDataParallel):
+        register_ddp_hook(ddp, sync)
     _warn_of_adam(ddp, sync)
     return sync
+
+
+def _sharded(model: object, group: Group) -> ShardedParameters:
+    """Return the parameters of a model sharded by FSDP2; raise ValueError for another model."""
+    found = None
+    if isinstance(model, nn.Module):
+        check_module(model)
+        found = sharded_parameters({plain_name(name): p for name, p in model.named_parameters()}, group)
+    if found is None:
+        raise ValueError(
+            f"a {type(model).__name__}, expected a DistributedDataParallel or a model sharded by fully_shard; for "
+            "others use a Synchronizer"
+        )
+    if found.is_offloaded:
+        raise ValueError(
+            "gradients that FSDP offloads to the CPU are complete after the backward pass only: use thinwire.AdamW or "
+            "thinwire.SGD, which exchange them in step()"
+        )
+    return found
 
 
 class Receiver(Protocol):
@@ -99,13 +131,26 @@ class _HookState:
     It is raised after the pass, because an error in a hook would leave DDP unusable.
     """
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave everything out of a copy of the model, such as that of an AveragedModel, which has no hook either."""
+        return object, ()
+
 
 def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
-    """Register a synchronizer or an optimizer as the model's communication hook."""
+    """Register a synchronizer or an optimizer as the model's communication hook.
+
+    Raises ValueError for a model with sparse gradients: an error inside the hook would leave DDP unusable.
+    """
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    named = {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
+    everything = ddp.module.named_parameters()
+    named = {plain_name(name): parameter for name, parameter in everything if name not in ignored}
+    embeddings = (layer for layer in ddp.module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
+    for name, parameter in named.items():
+        if id(parameter) in sparse and parameter.requires_grad:
+            raise ValueError(f"the gradient of {name!r} is sparse, expected a dense one: make its layer sparse=False")
     sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync  # type: ignore[attr-defined]
-    sync.know(named.items())
+    sync.register_parameters(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
     state = _HookState(receiver, names, ddp.find_unused_parameters)
     ddp.register_comm_hook(state, _hook_of_sync if isinstance(receiver, Synchronizer) else _hook_of_optimizer)
@@ -139,7 +184,7 @@ def _hook_of_sync(
                 one.tensor.fill_(torch.nan)  # some parts may be averages already, and others not
             done.set_result(one.tensor)
         if state.may_be_unused and state.error is None:
-            _after_backward(lambda: _give_to_unused(sync, waiting))
+            after_backward(lambda: _write_unused(sync, waiting))
     return future
 
 
@@ -151,7 +196,7 @@ def _hook_of_optimizer(
     flat = _flat(state, bucket)
     _add(state, bucket, flat)
     if bucket.is_last() and state.error is None:
-        _after_backward(state.receiver.watch_gradients)  # type: ignore[attr-defined]
+        after_backward(state.receiver.watch_gradients)  # type: ignore[attr-defined]
     future = _future_of(flat)
     future.set_result(flat.tensor)
     return future
@@ -175,7 +220,7 @@ def _fail(state: _HookState, error: Exception) -> None:
     def raise_it() -> None:
         raise error
 
-    _after_backward(raise_it)
+    after_backward(raise_it)
 
 
 def _future_of(bucket: Bucket) -> "Future[Tensor]":
@@ -185,21 +230,11 @@ def _future_of(bucket: Bucket) -> "Future[Tensor]":
 
 def _flat(state: _HookState, bucket: Any) -> Bucket:
     parameters = bucket.parameters()
-    if bucket.buffer().layout != torch.strided:
-        raise ValueError(f"the gradient of {state.names[id(parameters[0])]!r} is sparse, expected a dense one")
-    return Bucket(bucket.buffer(), tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters))
+    names, sizes = tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters)
+    return Bucket(bucket.buffer(), names, sizes)
 
 
-def _after_backward(action: Callable[[], None]) -> None:
-    """Run an action after everything that DDP does at the end of the backward pass.
-
-    A callback that is queued by another callback comes last.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(action))
-
-
-def _give_to_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:
+def _write_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:
     """Write the averages of parameters that no rank used, whose gradients DDP drops.
 
     They are not zero if residuals were sent for these parameters.
@@ -215,32 +250,33 @@ def _give_to_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]"
                 parameter.grad.copy_(result)  # no change if any rank used it
 
 
-_sparse: "weakref.WeakKeyDictionary[DistributedDataParallel, str]" = weakref.WeakKeyDictionary()
+_sparse: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """Models with sparse gradients and the spec of their compressor, until an optimizer steps on them."""
-_looks = False
+_is_watching = False
+"""Whether torch calls `_warn_once` before every step of an optimizer."""
 
 
-def _warn_of_adam(ddp: DistributedDataParallel, sync: Synchronizer) -> None:
+def _warn_of_adam(ddp: nn.Module, sync: Synchronizer) -> None:
     """Prepare a warning for the first step of an Adam-like optimizer on parameters with sparse gradients."""
-    global _looks
+    global _is_watching
     final = map(parsed, (sync.policy.final, *sync.policy.overrides.values()))
     sparse = [given for given in final if given.sparse]
     if sparse:
         _sparse[ddp] = format_spec(sparse[0])
-        if not _looks:
-            register_optimizer_step_pre_hook(_look)
-            _looks = True
+        if not _is_watching:
+            register_optimizer_step_pre_hook(_warn_once)
+            _is_watching = True
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
+def _warn_once(optimizer: Optimizer, *_: Any) -> None:
     for ddp, spec in list(_sparse.items()):
-        mine = {id(parameter) for parameter in ddp.parameters()}
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        compressed = {id(parameter) for parameter in ddp.parameters()}
+        if any(id(parameter) in compressed for group in optimizer.param_groups for parameter in group["params"]):
             del _sparse[ddp]
             if isinstance(optimizer, _ADAM_LIKE):
                 warnings.warn(
-                    f"{type(optimizer).__name__} on gradients compressed by {spec}: its second moment sees sparse "
-                    "lumps, and training ends at a much higher loss (`thinwire bench recipe` shows how much); use "
-                    "thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
+                    f"{type(optimizer).__name__} on gradients compressed by {spec}: its second moment is computed "
+                    "from sparse gradients, and training ends at a much higher loss (`thinwire bench recipe` shows how "
+                    "much); use thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
                     stacklevel=4,
                 )

@@ -11,9 +11,10 @@ or a sum that overflows, gives the *mark*: a payload in which every stored float
 
 `reference` is plain torch on any device, and the specification that the other backends are tested against. `cpu` uses
 Numba, `cuda` uses Triton. The default is the backend of the tensor's device. It is `reference` for other devices and
-for GPUs that Triton does not support. Layouts that `cuda` does not implement always use `reference`. The function
-`force` and the environment variable THINWIRE_KERNELS override the default, and a forced backend that cannot run raises
-an error. The backend of each call is recorded in `CompressedTensor.kernels` and in the compressor's statistics.
+for GPUs that Triton does not support. The function `force` and the environment variable THINWIRE_KERNELS override the
+default, and a forced backend that cannot run raises an error. `cuda` has no float64 and no very long blocks. There
+`reference` runs, and a warning is logged if `cuda` was forced. The backend of each call is recorded in
+`CompressedTensor.kernels` and in the compressor's statistics.
 
 The kernels of `cuda` run asynchronously. They also have the functions of `DeviceKernel`, with which the CPU does not
 wait for the check for NaN and Inf.
@@ -25,7 +26,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Protocol, cast
 
@@ -33,26 +34,6 @@ import torch
 from torch import Tensor
 
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "AdamByNumbers",
-    "AdamKernel",
-    "DeviceKernel",
-    "Kernel",
-    "SettlingKernel",
-    "adam",
-    "adam_by_numbers",
-    "backends",
-    "check",
-    "force",
-    "force_now",
-    "is_recordable",
-    "on_device",
-    "register_kernel",
-    "select",
-    "settling",
-]
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
 _log = logging.getLogger("thinwire")
@@ -99,13 +80,24 @@ class Update(Protocol):
         """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
 
 
-class SettlingKernel(Protocol):
-    """Additional function of kernels that update residual and moments in the pass that decodes."""
+class FusedKernel(Protocol):
+    """Additional functions of kernels that update residual and moments in the pass that decodes."""
 
-    def settle(
-        self, gradient: Tensor, residual: Tensor, layout: Layout, key: int, payloads: Tensor, own: int, weight: float,
-        update: Update | None, out: Tensor,
-    ) -> None:  # fmt: skip
+    def can_apply(self, layout: Layout, out: Tensor) -> bool:
+        """Return whether `apply` has a pass for this layout and result."""
+
+    def apply(
+        self,
+        gradient: Tensor,
+        residual: Tensor,
+        layout: Layout,
+        key: int,
+        payloads: Tensor,
+        own: int,
+        weight: float,
+        update: Update | None,
+        out: Tensor,
+    ) -> None:
         """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`.
 
         The update's moments advance. The gradient is only read, unless it is also `out`.
@@ -113,18 +105,12 @@ class SettlingKernel(Protocol):
 
 
 class AdamKernel(Protocol):
-    """The arithmetic of Adam; `reference.adam` defines it."""
+    """The arithmetic of Adam; `reference.adam` defines it. `update` is an `AdamUpdate`."""
 
-    def write(
-        self, g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float,
-        rate: float, out: Tensor,
-    ) -> None:  # fmt: skip
+    def write(self, update: Update, gradient: Tensor, out: Tensor) -> None:
         """Write the update to `out`."""
 
-    def advance(
-        self, g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float,
-        scale: float, floor: float, limit: float, rate: float,
-    ) -> None:  # fmt: skip
+    def advance(self, update: Update, gradient: Tensor, residual: Tensor | None) -> None:
         """Advance the moments, and add the update to the residual."""
 
     def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
@@ -135,9 +121,9 @@ class AdamByNumbers(Protocol):
     """Adam kernels that read their numbers from GPU memory, so that a recording uses those of the current step."""
 
     def numbers_of(
-        self, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
+        self, *, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
     ) -> tuple[float, ...]:
-        """Return the numbers that `write` and `advance` take as `numbers`."""
+        """Return the numbers that `AdamUpdate.on_device` holds."""
 
     def step_by_numbers(
         self, parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]
@@ -152,26 +138,13 @@ class CheckedKernel(Kernel, Protocol):
         """Raise ValueError for a payload that no compressor could have made."""
 
 
+_STEMS: dict[type[Layout], str] = {
+    DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize", RandomKLayout: "randomk",
+}  # fmt: skip
 # Module names, imported on first use: `import thinwire` must not load Numba or Triton.
 _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
-    "cpu": {
-        DenseLayout: "thinwire.kernels.cpu.dense",
-        TopKLayout: "thinwire.kernels.cpu.topk",
-        QuantizeLayout: "thinwire.kernels.cpu.quantize",
-        RandomKLayout: "thinwire.kernels.cpu.randomk",
-    },
-    "cuda": {
-        DenseLayout: "thinwire.kernels.cuda.dense",
-        TopKLayout: "thinwire.kernels.cuda.topk",
-        QuantizeLayout: "thinwire.kernels.cuda.quantize",
-        RandomKLayout: "thinwire.kernels.cuda.randomk",
-    },
-    "reference": {
-        DenseLayout: "thinwire.kernels.reference.dense",
-        TopKLayout: "thinwire.kernels.reference.topk",
-        QuantizeLayout: "thinwire.kernels.reference.quantize",
-        RandomKLayout: "thinwire.kernels.reference.randomk",
-    },
+    backend: {layout: f"thinwire.kernels.{backend}.{stem}" for layout, stem in _STEMS.items()}
+    for backend in ("cpu", "cuda", "reference")
 }
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
@@ -179,7 +152,6 @@ _LARGEST_BLOCK = 8192
 """Largest block of Quantize that fits into the registers of one program of `cuda`."""
 _OLDEST_GPU = (8, 0)
 
-_chosen: str | None = None  # by force_now
 _forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are open, in any thread; the last one counts
 
 
@@ -193,13 +165,7 @@ def register_kernel(backend: str, layout: type[Layout], kernel: Kernel) -> None:
 
     A custom compressor needs a kernel for "reference". The other backends are optional.
     """
-    _MODULES[_known(backend)][layout] = kernel
-
-
-def force_now(backend: str | None) -> None:
-    """Use `backend` in the whole process from now on. None restores the choice by THINWIRE_KERNELS or the default."""
-    global _chosen
-    _chosen = None if backend is None else _known(backend)
+    _MODULES[_checked_name(backend)][layout] = kernel
 
 
 @contextmanager
@@ -211,7 +177,7 @@ def force(backend: str | None) -> Iterator[None]:
     ...     thinwire.Quantize(bits=8).compress(torch.ones(4096)).kernels
     'reference'
     """
-    mine = (object(), None if backend is None else _known(backend))
+    mine = (object(), None if backend is None else _checked_name(backend))
     _forces.append(mine)
     try:
         yield
@@ -221,19 +187,21 @@ def force(backend: str | None) -> Iterator[None]:
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """Return the name of the backend and its kernel for this layout on this device."""
-    backend = _forced() or _default(device)
-    if backend == "cuda" and not _cuda_has(layout):
-        backend = "reference"
+    backend = _backend(device, layout.dtype, layout.block if isinstance(layout, QuantizeLayout) else 0)
     if _forced() is None and type(layout) not in _MODULES[backend]:
         backend = "reference"
-        if type(layout) not in _MODULES[backend]:
-            raise ValueError(f"no backend has a kernel for {type(layout).__name__}; register one for 'reference'")
     return backend, _load(backend, type(layout), device)
 
 
 def on_device(kernel: Kernel) -> DeviceKernel | None:
     """Return the kernel if it runs asynchronously on a device, else None."""
     return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
+
+
+def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FusedKernel | None:
+    """Return the kernel if it can commit and decode into `out` in one pass, else None."""
+    has_pass = hasattr(kernel, "apply") and cast(FusedKernel, kernel).can_apply(layout, out)
+    return cast(FusedKernel, kernel) if has_pass else None
 
 
 def is_recordable(kernel: Kernel, layout: Layout) -> bool:
@@ -246,14 +214,10 @@ def is_recordable(kernel: Kernel, layout: Layout) -> bool:
     return not isinstance(layout, TopKLayout) or layout.record.n <= getattr(kernel, "LARGEST_CHUNK", 0)
 
 
-def settling(kernel: Kernel) -> SettlingKernel | None:
-    """Return the kernel if it can commit and decode in one pass, else None."""
-    return cast(SettlingKernel, kernel) if hasattr(kernel, "settle") else None
-
-
-def adam(device: torch.device) -> AdamKernel:
-    """Return the kernels of `thinwire.AdamW`, from the backend that also compresses on this device."""
-    backend = _forced() or _default(device)
+def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> AdamKernel:
+    """Return the kernels of `thinwire.AdamW` for moments of this dtype, from the backend that also compresses here."""
+    backend = _backend(device, dtype)
+    _check_device(backend, device)
     return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
 
 
@@ -278,11 +242,22 @@ def check(payload: Tensor, layout: Layout) -> None:
         cast(CheckedKernel, reference).check(payload, layout)
 
 
-def _cuda_has(layout: Layout) -> bool:
-    """Return whether `cuda` implements this layout. Very long blocks and float64 are rare, and use the reference."""
-    if isinstance(layout, QuantizeLayout) and layout.block > _LARGEST_BLOCK:
-        return False
-    return layout.dtype != torch.float64
+def _backend(device: torch.device, dtype: torch.dtype, block: int = 0) -> str:
+    """Return the backend for tensors of this dtype; `block` is that of Quantize."""
+    forced = _forced()
+    backend = forced or _default(device)
+    if backend == "cuda" and (dtype == torch.float64 or block > _LARGEST_BLOCK):
+        if forced is not None:
+            _warn_of_replacement(str(dtype) if dtype == torch.float64 else f"blocks of {block} elements")
+        return "reference"
+    return backend
+
+
+@cache
+def _warn_of_replacement(what: str) -> None:
+    _log.warning(
+        "backend 'cuda' was chosen, but has no kernel for %s: 'reference' runs, which is several times slower", what
+    )
 
 
 @lru_cache(maxsize=64)
@@ -290,7 +265,9 @@ def _default(device: torch.device) -> str:
     if device.type == "cuda":
         why_not = _why_not_cuda(device)
         if why_not is not None:
-            _log.warning("%s is compressed by plain torch, several times slower: %s", device, why_not)
+            _log.warning(
+                "tensors on %s are compressed by plain torch, which is several times slower: %s", device, why_not
+            )
         return "cuda" if why_not is None else "reference"
     return "cpu" if device.type == "cpu" else "reference"
 
@@ -298,43 +275,49 @@ def _default(device: torch.device) -> str:
 def _why_not_cuda(device: torch.device) -> str | None:
     """Return the reason why the Triton kernels cannot run here, or None if they can."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        return "there is no CUDA"
+        return "CUDA is not available"
     if torch.cuda.get_device_capability(device) < _OLDEST_GPU:
-        return f"Triton wants a GPU of compute capability {_OLDEST_GPU[0]}.{_OLDEST_GPU[1]} or newer"
+        return f"Triton needs a GPU of compute capability {_OLDEST_GPU[0]}.{_OLDEST_GPU[1]} or newer"
     if find_spec("triton") is None or not hasattr(importlib.import_module("triton"), "constexpr_function"):
-        return "it takes Triton 3.5 or newer, which comes with torch 2.9 for Linux"
+        return "Triton 3.5 or newer is needed, which comes with torch 2.9 for Linux"
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
         return "Triton needs a C compiler, such as gcc"
     return None
 
 
 def _forced() -> str | None:
-    forced = (_forces[-1][1] if _forces else _chosen) or os.environ.get(ENVIRONMENT_VARIABLE) or None
-    return None if forced is None else _known(forced)
+    forced = (_forces[-1][1] if _forces else None) or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return None if forced is None else _checked_name(forced)
 
 
-def _known(backend: str) -> str:
+def _checked_name(backend: str) -> str:
     if backend not in _MODULES:
         raise ValueError(
-            f"kernels {backend!r} do not exist; choose one of {', '.join(_MODULES)} "
+            f"unknown backend {backend!r}; choose one of {', '.join(_MODULES)} "
             f"(by thinwire.kernels.force or {ENVIRONMENT_VARIABLE})"
         )
     return backend
 
 
-def _load(backend: str, layout: type[Layout], device: torch.device) -> Kernel:
+def _check_device(backend: str, device: torch.device) -> None:
     if _DEVICES[backend] not in (None, device.type):
-        raise ValueError(f"kernels {backend!r} run on {_DEVICES[backend]} tensors, given one on {device}")
+        raise ValueError(f"backend {backend!r} runs on {_DEVICES[backend]} tensors, given one on {device}")
+
+
+def _load(backend: str, layout: type[Layout], device: torch.device) -> Kernel:
+    _check_device(backend, device)
     kernel = _MODULES[backend].get(layout)
+    if kernel is None and backend == "reference":
+        raise ValueError(f"no backend has a kernel for {layout.__name__}; register one for 'reference'")
     if kernel is None:
-        raise ValueError(f"kernels {backend!r} have none for {layout.__name__}; use 'reference'")
+        raise ValueError(f"backend {backend!r} has no kernel for {layout.__name__}; use 'reference'")
     if isinstance(kernel, str):
         try:
             kernel = cast(Kernel, importlib.import_module(kernel))
         except Exception as error:
             raise RuntimeError(
-                f"kernels {backend!r} were chosen but do not load: {error}. "
-                f"Mend that, or choose others with {ENVIRONMENT_VARIABLE}=reference (slower)."
+                f"backend {backend!r} cannot be loaded: {error}. "
+                f"Fix that, or choose another one with {ENVIRONMENT_VARIABLE}=reference (slower)."
             ) from error
         _MODULES[backend][layout] = kernel
     return kernel

@@ -8,15 +8,20 @@ All numbers are little-endian. Bit fields are filled from the lowest bit of the 
 docs/wire-format.md shows each record byte by byte.
 """
 
+import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+_STRUCT_FORMATS = {torch.float16: "<e", torch.float32: "<f", torch.float64: "<d"}
 
 BLOCKS_PER_RECORD = 16
 """Blocks in a record of Quantize. Their scales are stored together, so that the codes after them stay aligned."""
@@ -38,6 +43,8 @@ class Layout(ABC):
 
     numel: int
     dtype: torch.dtype
+    summable: ClassVar[bool] = False
+    """Whether a payload is plain numbers of `dtype`, so that payloads with the same key can be added up."""
 
     @property
     @abstractmethod
@@ -50,11 +57,6 @@ class Layout(ABC):
         return self.numel
 
     @property
-    def summable(self) -> bool:
-        """Return whether a payload is plain numbers of `dtype`, so that payloads with the same key can be added up."""
-        return False
-
-    @property
     def limit(self) -> float:
         """Return the largest magnitude. Larger ones saturate, because they overflow the dtype or the float32 levels."""
         return min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
@@ -62,43 +64,47 @@ class Layout(ABC):
     @property
     def leading_float(self) -> torch.dtype:
         """Return the dtype of the float at the start of the payload, which is NaN if the input was not finite."""
-        return torch.bfloat16
+        return self.dtype if self.summable else torch.bfloat16
+
+    def is_marked(self, payload: Tensor) -> bool:
+        """Return whether a payload of one element or more begins with NaN, because the input was not finite.
+
+        This waits for a GPU. On a CPU it is done for every payload of a step, where torch's own isnan would be slow.
+        """
+        size = self.leading_float.itemsize
+        on_cpu = payload if payload.device.type == "cpu" else payload[:size].cpu()
+        leading = on_cpu.numpy()[:size].tobytes()
+        if self.leading_float == torch.bfloat16:
+            return int.from_bytes(leading, "little") & 0x7FFF > 0x7F80
+        return math.isnan(struct.unpack(_STRUCT_FORMATS[self.leading_float], leading)[0])
 
 
 class Part(NamedTuple):
     """Consecutive records of equal size: their number, their elements in the tensor and their bytes in the payload."""
 
     rows: int
-    entries: slice
+    elements: slice
     nbytes: slice
 
 
-def _parts(rows: int, entries: int, nbytes: int, limit: int) -> Iterator[Part]:
+def _parts(rows: int, elements: int, nbytes: int, limit: int) -> Iterator[Part]:
     """Cut `rows` records of equal size into parts of at most `limit` elements, but of at least one record."""
-    at_once = max(1, limit // entries)
+    at_once = max(1, limit // elements)
     for first in range(0, rows, at_once):
         stop = min(first + at_once, rows)
-        yield Part(stop - first, slice(first * entries, stop * entries), slice(first * nbytes, stop * nbytes))
+        yield Part(stop - first, slice(first * elements, stop * elements), slice(first * nbytes, stop * nbytes))
 
 
 @dataclass(frozen=True)
 class DenseLayout(Layout):
     """Every element, in the tensor's own dtype."""
 
+    summable = True
+
     @property
     def granule(self) -> int:
         """Return 1: a tensor can be cut anywhere."""
         return 1
-
-    @property
-    def summable(self) -> bool:
-        """Return True: the payload is the values."""
-        return True
-
-    @property
-    def leading_float(self) -> torch.dtype:
-        """Return the tensor's dtype."""
-        return self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +143,14 @@ def topk_record(n: int, k: int, bits: int) -> TopKRecord:
     low_at = codes_at + bytes_for(k * bits)
     high_at = low_at + bytes_for(k * low_bits)
     return TopKRecord(
-        n, k, bits, low_bits, codes_at, low_at, high_at, codes_at + bytes_for(k * bits) + positions(low_bits)
+        n=n,
+        k=k,
+        bits=bits,
+        low_bits=low_bits,
+        codes_at=codes_at,
+        low_at=low_at,
+        high_at=high_at,
+        nbytes=low_at + positions(low_bits),
     )
 
 
@@ -161,7 +174,7 @@ class TopKLayout(Layout):
 
     def parts(self, limit: int) -> Iterator[tuple[TopKRecord, Part]]:
         """Yield (record, part), each part of at most `limit` elements or of a single record."""
-        full = _parts(self.rows, self.record.n, self.record.nbytes, limit)
+        full = _parts(self.rows, elements=self.record.n, nbytes=self.record.nbytes, limit=limit)
         yield from ((self.record, part) for part in full)
         if self.tail:
             end = self.rows * self.record.n, self.rows * self.record.nbytes
@@ -184,39 +197,35 @@ class QuantizeLayout(Layout):
     @property
     def granule(self) -> int:
         """Return the number of elements in a full record."""
-        return self.record_entries
+        return self.record_elements
 
     @property
-    def record_entries(self) -> int:
+    def record_elements(self) -> int:
         """Return the number of elements in a full record."""
         return BLOCKS_PER_RECORD * self.block
 
-    def record_nbytes(self, entries: int) -> int:
-        """Return the size in bytes of a record of `entries` elements."""
-        return self.scales_nbytes(entries) + bytes_for(entries * self.bits)
+    def record_nbytes(self, elements: int) -> int:
+        """Return the size in bytes of a record of `elements` elements."""
+        return self.scales_nbytes(elements) + bytes_for(elements * self.bits)
 
-    def scales_nbytes(self, entries: int) -> int:
-        """Return the size in bytes of the scales in a record of `entries` elements."""
-        return 2 * -(-entries // self.block)
+    def scales_nbytes(self, elements: int) -> int:
+        """Return the size in bytes of the scales in a record of `elements` elements."""
+        return 2 * -(-elements // self.block)
 
     @property
     def nbytes(self) -> int:
         """Return the exact size of the payload in bytes."""
-        rows, rest = divmod(self.numel, self.record_entries)
-        return rows * self.record_nbytes(self.record_entries) + (self.record_nbytes(rest) if rest else 0)
+        rows, rest = divmod(self.numel, self.record_elements)
+        return rows * self.record_nbytes(self.record_elements) + (self.record_nbytes(rest) if rest else 0)
 
     def parts(self, limit: int) -> Iterator[tuple[int, Part]]:
         """Yield (elements per record, part), each part of at most `limit` elements or of a single record."""
-        rows, rest = divmod(self.numel, self.record_entries)
-        full = _parts(rows, self.record_entries, self.record_nbytes(self.record_entries), limit)
-        yield from ((self.record_entries, part) for part in full)
+        rows, rest = divmod(self.numel, self.record_elements)
+        full = _parts(rows, elements=self.record_elements, nbytes=self.record_nbytes(self.record_elements), limit=limit)
+        yield from ((self.record_elements, part) for part in full)
         if rest:
-            yield (
-                rest,
-                Part(
-                    1, slice(self.numel - rest, self.numel), slice(self.nbytes - self.record_nbytes(rest), self.nbytes)
-                ),
-            )
+            first_byte = self.nbytes - self.record_nbytes(rest)
+            yield rest, Part(1, slice(self.numel - rest, self.numel), slice(first_byte, self.nbytes))
 
 
 @dataclass(frozen=True)
@@ -227,18 +236,9 @@ class RandomKLayout(Layout):
     """
 
     k: int
-
-    @property
-    def summable(self) -> bool:
-        """Return True: payloads with the same key have the same positions."""
-        return True
+    summable = True  # payloads with the same key have the same positions
 
     @property
     def nbytes(self) -> int:
         """Return the size of the `k` values in bytes."""
         return self.k * self.dtype.itemsize
-
-    @property
-    def leading_float(self) -> torch.dtype:
-        """Return the tensor's dtype."""
-        return self.dtype

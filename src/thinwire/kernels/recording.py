@@ -36,7 +36,7 @@ class Recording:
 
     def replay(self, key: Hashable) -> bool:
         """Start the recorded work on the current stream. Return False if it was not recorded with this key."""
-        if self._graph is None or key != self._key:
+        if self._graph is None or not self.has(key):
             return False
         self._graph.replay()
         return True

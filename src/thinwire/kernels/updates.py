@@ -28,7 +28,10 @@ class AdamUpdate:
     beta2: float = 1.0
     """Decay of v in `advance`; 1 leaves v unchanged."""
     on_device: Tensor | None = None
-    """The same numbers in GPU memory, where a recording (`recording.py`) reads those of the current step."""
+    """The same numbers in GPU memory, where a recording (`recording.py`) reads those of the current step.
+
+    The kernels of `cuda` use them instead of the other numbers, if they are there.
+    """
 
     @torch.no_grad()
     def write(self, gradient: Tensor, out: Tensor) -> None:
@@ -36,21 +39,12 @@ class AdamUpdate:
 
         The gradient and the moments are only read.
         """
-        adam(out.device).write(
-            gradient, self.m, self.v, self.beta1, self.factor, self.scale, self.floor, self.limit, self.rate, out,
-            **self._more(),
-        )  # fmt: skip
+        adam(out.device, self.m.dtype).write(self, gradient, out)
 
     @torch.no_grad()
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
         """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
-        adam(self.m.device).advance(
-            gradient, self.m, self.v, residual, self.beta1, self.beta2, self.factor, self.scale, self.floor,
-            self.limit, self.rate, **self._more(),
-        )  # fmt: skip
-
-    def _more(self) -> dict[str, Tensor]:
-        return {} if self.on_device is None else {"numbers": self.on_device}
+        adam(self.m.device, self.m.dtype).advance(self, gradient, residual)
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,8 @@ class MomentumUpdate:
     def write(self, gradient: Tensor, out: Tensor) -> None:
         """Write the update to `out`. Gradient (of any float dtype), momentum and parameters are only read."""
         flat = out.view(-1)
-        for entries, _, update in self._blocks(gradient, out.dtype):
-            flat[entries] = update
+        for elements, _, update in self._blocks(gradient, out.dtype):
+            flat[elements] = update
 
     @torch.no_grad()
     def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
@@ -80,11 +74,11 @@ class MomentumUpdate:
         known = residual if self.m is None else self.m
         if known is None:  # then nothing is kept
             return
-        for entries, momentum, update in self._blocks(gradient, known.dtype):
+        for elements, momentum, update in self._blocks(gradient, known.dtype):
             if residual is not None:
-                residual.view(-1)[entries] += update
+                residual.view(-1)[elements] += update
             if self.m is not None:
-                self.m.view(-1)[entries] = momentum
+                self.m.view(-1)[elements] = momentum
 
     def _blocks(self, gradient: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (slice of elements, b, update), one block at a time.

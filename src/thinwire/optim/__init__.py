@@ -1,6 +1,4 @@
 """Optimizers that compress their update instead of the gradient."""
 
-from .adamw import AdamW
-from .sgd import SGD
-
-__all__ = ["SGD", "AdamW"]
+from .adamw import AdamW as AdamW
+from .sgd import SGD as SGD

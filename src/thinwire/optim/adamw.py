@@ -16,19 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
+from ..collectives.groups import Group
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
-from ..sync.buckets import Run
+from ..sync.buckets import Slice
 from ..sync.parts import Updates
 from ..sync.policy import DEFAULT, Policy, Spec
 from ..sync.step import Step
-from .base import CompressedOptimizer
-from .device_numbers import DeviceNumbers
+from .base import CompressedOptimizer, Piece
+from .checks import check_number, check_torch_options, policy_of
+from .parameters import Params
 from .second_moment import for_ranks, measure
-from .settings import checked, policy_of
 
 _FIRST_REFRESH = 16
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
@@ -45,27 +48,37 @@ _FOUR_BITS = Quantize(bits=4)
 class AdamRule:
     """The numbers of `AdamUpdate`, for one parameter group at one step."""
 
-    beta1: float
-    beta2: float
-    scale: float
-    floor: float
-    limit: float
-    rate: float
+    numbers: Mapping[str, float]
+    """beta1, beta2, scale, floor, limit and rate."""
     on_device: Tensor | None = None
     """The same numbers in GPU memory, with the factor of the gradient."""
 
-    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
-        """Return the update of a run, whose gradient is first multiplied by `factor`."""
+    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
+        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
         m, v = moments
-        numbers = self.on_device if m.dtype == torch.float32 else None
-        return AdamUpdate(m, v, self.beta1, factor, self.scale, self.floor, self.limit, self.rate, self.beta2, numbers)
+        on_device = self.on_device if m.dtype == torch.float32 else None
+        return AdamUpdate(m, v, factor=factor, **self.numbers, on_device=on_device)
+
+
+class _DeviceNumbers:
+    """Numbers of a step in GPU memory, where a recording reads them: a float32 vector that keeps its address."""
+
+    def __init__(self) -> None:
+        self._vector: Tensor | None = None
+
+    def fill(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        if self._vector is None or self._vector.numel() != len(numbers) or self._vector.device != device:
+            self._vector = torch.empty(len(numbers), dtype=torch.float32, device=device)
+        return self._vector.copy_(torch.tensor(numbers, dtype=torch.float32, pin_memory=True), non_blocking=True)
 
 
 class _StepNumbers:
     """The numbers by which a step changes the weights, in GPU memory."""
 
-    def __init__(self, vector: Tensor, groups: int, names: Sequence[str]) -> None:
-        self.vector, self._groups, self._names = vector, groups, names
+    def __init__(self, vector: Tensor, groups: int, rates: Mapping[str, Tensor]) -> None:
+        self.vector, self._groups = vector, groups
+        self.rates = rates
+        """The factor of an averaged update, by parameter."""
 
     @property
     def steps(self) -> Tensor:
@@ -82,18 +95,13 @@ class _StepNumbers:
         """Return the factor by which weight decay multiplies the weights, for each parameter group."""
         return self.vector[1 + self._groups : 1 + 2 * self._groups].unbind()
 
-    @property
-    def rates(self) -> dict[str, Tensor]:
-        """Return the factor of an averaged update, by parameter."""
-        return dict(zip(self._names, self.vector[1 + 2 * self._groups :].unbind(), strict=True))
-
 
 class AdamW(CompressedOptimizer):
     """AdamW for slow networks: it exchanges compressed updates instead of gradients.
 
     params            a DDP model (exchanges overlap with the backward pass), another module, or parameters or groups of
-                      them as for any optimizer. Parameters of a DDP model need `ddp` too. Without DDP, `step`
-                      exchanges.
+                      them as for any optimizer. The DDP model of parameters is found; `ddp` names it if several models
+                      share them. Without DDP, `step` exchanges.
     lr, betas, eps, weight_decay   as in torch. `betas` apply to everything that is sent as a gradient: the warm-up, and
                       small and excluded tensors.
     compressed_betas  the betas of compressed updates. beta1 is 0.5, not 0.9: error feedback delays an element, which
@@ -108,6 +116,10 @@ class AdamW(CompressedOptimizer):
     max_grad_norm     the gradient of each rank is clipped to this times the square root of the number of ranks.
     grad_scaler       the `GradScaler` in use, if any.
     group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
+    foreach, fused    accepted, without effect: they select one of torch's implementations of the same step.
+    amsgrad, maximize, capturable, differentiable   accepted if they are off; an error says what to do instead.
+
+    In a process without a process group nothing is compressed, and each step is that of torch's AdamW.
 
     If any rank's gradient holds NaN or Inf, or is so large that its square would be infinite, `step` changes nothing on
     any rank, and `skipped` counts the step.
@@ -130,42 +142,49 @@ class AdamW(CompressedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         compressed_betas: tuple[float, float] = (0.5, 0.999),
         compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 2,
         warmup: Spec = "quantize:bits=8",
         refresh_every: int = 500,
         max_grad_norm: float | None = None,
-        ddp: Any = None,
-        group: Any = None,
+        ddp: DistributedDataParallel | None = None,
+        group: Group = None,
         algorithm: str = "auto",
         shard_compressor: Spec | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: GradScaler | None = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        checked("lr", lr, 0.0, float("inf"))
+        check_torch_options(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
+        check_number("lr", lr)
         for name, given in (("betas", betas), ("compressed_betas", compressed_betas)):
             if not isinstance(given, (tuple, list)) or len(given) != 2:
                 raise ValueError(f"{name} {given!r}, expected two numbers")
-            checked(f"beta1 of {name}", given[0], 0.0, 1.0)
-            checked(f"beta2 of {name}", given[1], 0.0, 1.0)
-        checked("eps", eps, 0.0, float("inf"))
-        checked("weight_decay", weight_decay, 0.0, float("inf"))
+            check_number(f"beta1 of {name}", given[0], below=1.0)
+            check_number(f"beta2 of {name}", given[1], below=1.0)
+        check_number("eps", eps)
+        check_number("weight_decay", weight_decay)
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
         first = parsed(policy.warmup[0][1]) if policy.warmup else policy.final  # auto begins with dense
         if (not policy.warmup or first.sparse) and not isinstance(first, NoCompression):
             raise ValueError(
-                f"the first steps are those of {format_spec(first)}, but the second moment begins with gradients as "
-                "they are: give warmup_steps, 1 or more, or a Policy whose warm-up begins with quantize:bits=8 or none"
+                f"the first steps would send {format_spec(first)}, but the second moment needs gradients first: set "
+                "warmup_steps to 1 or more, or give a Policy whose warm-up begins with quantize:bits=8 or none"
             )
         defaults = {
             "lr": lr,
@@ -175,9 +194,18 @@ class AdamW(CompressedOptimizer):
             "compressed_betas": tuple(compressed_betas),
         }
         super().__init__(
-            params, defaults, policy, ddp=ddp, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler, group=group,
-            algorithm=algorithm, shard_compressor=shard_compressor, max_bytes=max_bytes, timeout=timeout,
-        )  # fmt: skip
+            params,
+            defaults,
+            policy,
+            ddp=ddp,
+            max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler,
+            group=group,
+            algorithm=algorithm,
+            shard_compressor=shard_compressor,
+            max_bytes=max_bytes,
+            timeout=timeout,
+        )
         self.refresh_every = refresh_every
         self._scales: dict[str, float] = {}
         """c of `second_moment.py`, by parameter, where the second moment is that of this rank's own gradient.
@@ -193,7 +221,13 @@ class AdamW(CompressedOptimizer):
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
         """True if c is measured at the next step, as after resuming with another world size."""
-        self._sent_numbers, self._step_numbers = DeviceNumbers(), DeviceNumbers()
+        self._sent_numbers, self._step_numbers, self._rate_numbers = (
+            _DeviceNumbers(),
+            _DeviceNumbers(),
+            _DeviceNumbers(),
+        )
+        self._rates: tuple[object, dict[str, Tensor]] = None, {}
+        """The rates of all parameters in GPU memory, and what they were computed from."""
         self._on_device: _StepNumbers | None = None
         """Numbers of a step that is recorded or replayed."""
 
@@ -208,10 +242,7 @@ class AdamW(CompressedOptimizer):
         if by_numbers is None or made.warms_up:
             return made
         rules = [rule for rule in made.rules if isinstance(rule, AdamRule)]
-        rows = [
-            by_numbers.numbers_of(rule.beta1, 1 / made.scale, rule.scale, rule.floor, rule.limit, rule.rate, rule.beta2)
-            for rule in rules
-        ]
+        rows = [by_numbers.numbers_of(factor=1 / made.scale, **rule.numbers) for rule in rules]
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
         on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
         return replace(made, rules=on_device, numbers=numbers)
@@ -220,54 +251,70 @@ class AdamW(CompressedOptimizer):
         self._on_device = None
         if sent.updates is None or sent.updates.numbers is None:
             return None
-        parameters = [self._parameters[name] for name in sent.entries]
-        if any(p.grad is None or p.dtype != torch.float32 for p in parameters):
+        parameters = [self._parameters[name] for name in sent.numels]
+        if any(self._given[name].grad is None for name in sent.numels) or any(
+            p.dtype != torch.float32 for p in parameters
+        ):
             return None
         addresses = sent.addresses()
         if addresses is None:
             return None
         self._on_device = self._numbers_of_step(sent.updates.numbers.device)
         constants = tuple((*group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups)
-        small = [str(name) for names in sent.packs for name in names]
-        moments = tuple(
-            vectors[name].data_ptr() if name in vectors else 0 for vectors in self._vectors.values() for name in small
-        )
+        moments = tuple(vectors.generation for vectors in self._vectors.values())
         places = tuple(parameter.data_ptr() for parameter in parameters)
-        return addresses, places, moments, constants, sent.updates.scale, self._on_device.vector.data_ptr()
+        numbers = self._on_device.vector.data_ptr(), next(iter(self._on_device.rates.values())).data_ptr()
+        return addresses, places, moments, constants, sent.updates.scale, numbers
 
     def _numbers_of_step(self, device: torch.device) -> _StepNumbers:
-        rates = {name: self._rate_of(group, name) for group in self.param_groups for name in group["param_names"]}
         lr = [float(group["lr"]) for group in self.param_groups]
         keep = [1 - rate * group["weight_decay"] for rate, group in zip(lr, self.param_groups, strict=True)]
-        vector = self._step_numbers.fill([float(self._count), *lr, *keep, *rates.values()], device)
-        return _StepNumbers(vector, len(lr), tuple(rates))
+        vector = self._step_numbers.fill([float(self._count), *lr, *keep], device)
+        return _StepNumbers(vector, len(lr), self._rates_on(device))
 
-    def _rule(self, group: dict[str, Any]) -> "AdamRule":
-        scale, floor = self._divisor(group)
+    def _rates_on(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the rates of all parameters in GPU memory, which change only when c is measured."""
+        made_from = dict(self._scales), [group["reference_lr"] for group in self.param_groups], device
+        if self._rates[0] != made_from:
+            rates = {name: self._rate_of(group, name) for group in self.param_groups for name in group["param_names"]}
+            vector = self._rate_numbers.fill(list(rates.values()), device)
+            by_name = self._rates[1]
+            if not by_name or next(iter(by_name.values())).data_ptr() != vector.data_ptr():
+                by_name = dict(zip(rates, vector.unbind(), strict=True))
+            self._rates = made_from, by_name
+        return self._rates[1]
+
+    def _rule(self, number: int) -> AdamRule:
+        group = self.param_groups[number]
         beta1, beta2 = group["compressed_betas"]
-        kept = beta2 if self.refresh_every else 1.0
-        return AdamRule(beta1, kept, scale, floor, _limit(group, self.sync.world_size), self._rate(group))
+        scale, floor = self._divisor(number)
+        return AdamRule(
+            {
+                "beta1": beta1,
+                "beta2": beta2 if self.refresh_every else 1.0,
+                "scale": scale,
+                "floor": floor,
+                "limit": _limit(group, self.sync.world_size),
+                "rate": self._rate(group),
+            }
+        )
 
-    def _divisor(self, group: dict[str, Any]) -> tuple[float, float]:
+    def _divisor(self, number: int) -> tuple[float, float]:
         """Return (scale, floor): momentum is divided by sqrt(v) * scale + floor, with Adam's bias corrections."""
-        first, second = self._weights[self._number_of(group)]
-        beta1, _ = group["compressed_betas"]
+        first, second = self._weights[number]
+        beta1, _ = self.param_groups[number]["compressed_betas"]
         first = beta1 * first + 1 - beta1
-        return first / (second or 1.0) ** 0.5, first * group["eps"]
+        return first / (second or 1.0) ** 0.5, first * self.param_groups[number]["eps"]
 
-    def _number_of(self, group: dict[str, Any]) -> int:
-        return next(number for number, other in enumerate(self.param_groups) if other is group)
-
-    def _step_by_gradients(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_by_gradients(self, piece: Piece) -> None:
         """Take the step of torch's AdamW; each operation handles all parameters, because they are many and small."""
+        group, (_, names, parameters, gradients) = self.param_groups[piece.group], piece
         beta1, beta2 = group["betas"]
         m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
         if self._on_device:  # all tensors are float32 then
             torch._fused_adamw_(
                 parameters, gradients, m, v, [], [self._on_device.steps] * len(names),
-                lr=self._on_device.lr[self._number_of(group)], beta1=beta1, beta2=beta2,
+                lr=self._on_device.lr[piece.group], beta1=beta1, beta2=beta2,
                 weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
             return
@@ -288,21 +335,19 @@ class AdamW(CompressedOptimizer):
             if parameter.dtype != momentum.dtype:
                 parameter.sub_((momentum / denominator).mul_(rate).to(parameter.dtype))
 
-    def _step_by_updates(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
-    ) -> None:
+    def _step_by_updates(self, piece: Piece) -> None:
+        group, (_, names, parameters, updates) = self.param_groups[piece.group], piece
         if self._on_device:
             by_numbers = kernels.adam_by_numbers(parameters[0].device)
             assert by_numbers is not None
-            by_name = self._on_device.rates
-            keep_left = self._on_device.keep[self._number_of(group)]
-            by_numbers.step_by_numbers(parameters, updates, keep_left, [by_name[name] for name in names])
+            by_name, keep_on_device = self._on_device.rates, self._on_device.keep[piece.group]
+            by_numbers.step_by_numbers(parameters, updates, keep_on_device, rates=[by_name[name] for name in names])
             return
         keep = 1 - float(group["lr"]) * group["weight_decay"]
         rates = [self._rate_of(group, name) for name in names]
-        kernels.adam(parameters[0].device).step(parameters, updates, keep, rates)
+        kernels.adam(parameters[0].device).step(parameters, updates, keep=keep, rates=rates)
 
-    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
         parameter.add_(update, alpha=-self._rate_of(group, name))
 
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
@@ -314,6 +359,20 @@ class AdamW(CompressedOptimizer):
         if scale is not None:
             self._vectors["exp_avg_sq"][name].mul_(scale)
 
+    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        number = self._families[name]
+        for kind, beta, weight in zip(
+            self.moments, self.param_groups[number]["betas"], self._weights[number], strict=True
+        ):
+            moments[kind].mul_((1 - beta**self._count) / (weight or 1.0))  # torch divides by 1 - beta ** steps
+        moments["exp_avg_sq"].mul_(self._scales.get(name, 1.0))
+
+    def _begin_from_torch(self) -> None:
+        self._weights = [
+            (1 - group["betas"][0] ** self._count, 1 - group["betas"][1] ** self._count) for group in self.param_groups
+        ]
+        self._scales, self._found, self._measures_next = {}, {}, False
+
     def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
         """Return the parameters that are compressed at this step or the next, if c is measured after this step."""
         due = warms_up or self._is_refresh(self._count + 1) or self._measures_next
@@ -323,11 +382,11 @@ class AdamW(CompressedOptimizer):
 
     def _after_step(self, sent: Step) -> None:
         self._follow_weights(sent)
-        if sent.samples:
+        sampled = () if sent.updates is None else sent.updates.sampled
+        if sent.samples or (sampled and self.sync.shards is not None):
             self._measure(sent)
-        if sent.warms_up and not self._warms_up(self.sync.steps):
-            self._to_updates(self._sent_as_updates(self.sync.steps))
-        elif not sent.warms_up and self._is_refresh(self._count):
+        super()._after_step(sent)
+        if not sent.warms_up and self._is_refresh(self._count):
             self._refresh()
 
     def _follow_weights(self, sent: Step) -> None:
@@ -343,6 +402,11 @@ class AdamW(CompressedOptimizer):
     def _measure(self, sent: Step) -> None:
         """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
         ordered = {name: sent.samples[name] for name in self._parameters if name in sent.samples}
+        if self.sync.shards is not None:  # all shards measure the same parameters; a shard may have no element of one
+            assert sent.updates is not None
+            nothing = torch.zeros(0, device=next(iter(self._parameters.values())).device)
+            names = [name for name in self._parameters if name in sent.updates.sampled]
+            ordered = {name: sent.samples.get(name, nothing) for name in names}
         for part in ordered.values():
             if part.is_cuda:  # it was made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
@@ -371,7 +435,7 @@ class AdamW(CompressedOptimizer):
 
     def _refresh(self) -> None:
         """Average the logarithms of the second moments over ranks."""
-        pieces = [piece for _, v in self._second_moments() for piece in v.split(_PIECE)]
+        pieces = [piece for _, v in self._second_moments() if v.numel() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)
         for start in range(0, len(pieces), _AT_ONCE):
             some = pieces[start : start + _AT_ONCE]

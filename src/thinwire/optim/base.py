@@ -11,17 +11,21 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..collectives import all_reduce_compressed
+from ..collectives.groups import group_of_one
 from ..collectives.handle import Span
 from ..compressors import compressor as parsed
 from ..integrations import register_ddp_hook
+from ..integrations.fsdp import BackwardPass, sharded_parameters
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
 from ..sync import checkpoint
@@ -29,18 +33,25 @@ from ..sync.buckets import Bucket, shaped
 from ..sync.parts import Rule, Updates
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
+from ..sync.shards import local_of
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
-from .checks import check_groups, check_order, check_replicas, warn_of_averaged
-from .parameters import find
+from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
+from .guard import GradientGuard
+from .parameters import Params, ddp_of, find_parameters
+from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
 
 _AT_ONCE = 1 << 20
-"""Parameters take their step in pieces of about this many elements.
+"""Parameters take their step in pieces of about this many elements, so that there is no second copy of a model."""
 
-So there is no second copy of a whole model.
-"""
 
-Piece = tuple[int, list[str], list[Tensor], list[Tensor]]
+class Piece(NamedTuple):
+    """Some parameters of one group, and a tensor for each of them: its averaged gradient or update."""
+
+    group: int
+    names: list[str]
+    parameters: list[Tensor]
+    tensors: list[Tensor]
 
 
 class CompressedOptimizer(Optimizer):
@@ -54,21 +65,24 @@ class CompressedOptimizer(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         defaults: dict[str, Any],
         policy: Policy,
         *,
-        ddp: Any,
+        ddp: DistributedDataParallel | None,
         max_grad_norm: float | None,
-        grad_scaler: Any,
+        grad_scaler: GradScaler | None,
         **options: Any,
     ) -> None:
         check_order(policy)
-        found = find(params, ddp)
+        found = find_parameters(params, ddp)
         super().__init__(found.groups, defaults)
         for group in self.param_groups:
             # Updates are sent times lr / reference_lr, so that a residual keeps the lr of its step.
             group["reference_lr"] = float(group["lr"]) or 1.0
+        self._is_alone = found.ddp is None and options.get("group") is None and not dist.is_initialized()
+        if self._is_alone:
+            options["group"], policy = group_of_one(), dense_policy(policy)
         self._ddp = None if found.ddp is None else weakref.ref(found.ddp)  # weak: DDP holds this optimizer, as its hook
         if self.ddp is not None and options.get("group") is None:
             options["group"] = self.ddp.process_group
@@ -78,17 +92,27 @@ class CompressedOptimizer(Optimizer):
         self._families = {
             name: number for number, group in enumerate(self.param_groups) for name in group["param_names"]
         }
-        self._parameters = dict(self.named_parameters())
-        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=self._families, **options)
+        self._given = dict(self.named_parameters())
+        self._sharded = sharded_parameters(self._given, options.get("group"))
+        self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
+        """Parameters by name; of a sharded model, this rank's shards."""
+        shards = None if self._sharded is None else self._sharded.group
+        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=self._families, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[int, set[str]] = {}
         self._count = 0
         """Number of steps taken."""
-        self._guard: dict[str, tuple[Tensor | None, int]] = {}
-        """Gradients that were sent, and their versions, to detect changes before `step`."""
+        self._guard = GradientGuard(self._given, type(self).__name__)
+        self._has_exchanged = False
+        self._gathered: list[dict[str, Any]] | None = None
+        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
         self._recording: Recording | None = None
         """Recording of the GPU work of `step`."""
-        self.sync.know(self.named_parameters())
+        self.sync.register_parameters(self._parameters.items())
+        self._backward: BackwardPass | None = None
+        """The backward pass of a sharded model, which sends the buckets."""
+        if self._sharded is not None and not self._sharded.is_offloaded:
+            self._backward = BackwardPass(self._sharded, self)
         if self.ddp is not None:
             register_ddp_hook(self.ddp, self)
 
@@ -108,14 +132,16 @@ class CompressedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         if hasattr(self, "sync"):
-            raise ValueError("groups cannot be added later: make a new optimizer, and load the state of this one")
+            raise ValueError("parameter groups cannot be added after construction: make a new optimizer with all")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch does, and drop a step that was sent but not applied."""
         super().zero_grad(set_to_none)
-        self._guard = {}
+        self._forget_sent()
         self.sync.drop()
+        if self._backward is not None:
+            self._backward.reset()
 
     def exchange(self) -> None:
         """Send this step now, without DDP; `step` calls this if it was not called before.
@@ -123,40 +149,71 @@ class CompressedOptimizer(Optimizer):
         Raises ValueError with DDP, which sends in the backward pass.
         """
         if self.ddp is not None:
-            raise ValueError("with DDP the exchange is part of the backward pass; leave exchange() out")
-        named = list(self.named_parameters())
-        if self._count == 0 and self.sync.stats.skipped == 0 and self.sync.world_size > 1:
+            raise ValueError("with DDP the exchange is part of the backward pass; do not call exchange()")
+        if self._backward is not None:
+            raise ValueError("with FSDP the exchange is part of the backward pass; do not call exchange()")
+        if self._sharded is not None:
+            for bucket, first, last in self._sharded.buckets():
+                self.add_bucket(bucket, first=first, last=last)
+        else:
+            self._exchange_plain(list(self.named_parameters()))
+        self.watch_gradients()
+
+    def _exchange_plain(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        if not self._has_exchanged and ddp_of([p for _, p in named]) is not None:
+            raise RuntimeError(
+                "the model was wrapped in DistributedDataParallel after this optimizer was made, so DDP has sent the "
+                f"gradients too, dense: make thinwire.{type(self).__name__} after DistributedDataParallel(model)"
+            )
+        self._has_exchanged = True
+        if self._is_first_exchange:
             check_replicas(self.sync, named)
             warn_of_averaged(self.sync, named, type(self).__name__)
         for bucket, first, last in self.sync.buckets_of(named):
             self.add_bucket(bucket, first=first, last=last)
-        self.watch_gradients()
+
+    def _forget_sent(self) -> None:
+        """Forget the gradients that were sent, whose memory would be kept."""
+        self._guard.forget()
+        if self._sharded is not None:
+            self._sharded.forget_buckets()
+
+    @property
+    def _is_first_exchange(self) -> bool:
+        return self.sync.steps == 0 and self.sync.stats.skipped == 0 and self.sync.world_size > 1
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
         """Send one bucket of gradients, which are only read."""
         if first:
             self._check_begin()
+            if self._sharded is not None and self._is_first_exchange:
+                check_replicas(self.sync, list(self._parameters.items()))
             self.sync.begin(bucket.tensor.device, self._updates(bucket.tensor.device))
         self.sync.send(bucket, last=last)
 
     def watch_gradients(self) -> None:
         """Record all gradients after they were sent: they must not change before `step`."""
-        self._guard = {}
-        for name, parameter in self._parameters.items():
-            grad = parameter.grad
-            self._guard[name] = grad, -1 if grad is None else grad._version
+        self._guard.record()
+
+    def end_backward(self, error: Exception | None) -> None:
+        """End the backward pass of a sharded model, after all gradients were sent; raise the error of the pass."""
+        if error is not None:
+            raise error
+        self.watch_gradients()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step; if a rank's gradient was not finite, nothing changes on any rank."""
         loss = None
+        self._gathered = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
-            sent = self._collect()
+            with self.sync.reporting(next(iter(self._parameters.values())).device):
+                sent = self._collect()
         except BaseException:
-            self._leave_scaler()
+            self._remove_scaler_attributes()
             raise
         if sent.finite:
             self._count += 1
@@ -166,25 +223,23 @@ class CompressedOptimizer(Optimizer):
             self._after_step(sent)
             self._follow_choice(sent)
         else:
-            self._tell_scaler()
+            self._report_to_scaler()
         return loss
 
     def _updates(self, device: torch.device) -> Updates:
-        """Return the settings of the step that begins."""
         scaler, number = self.sync.grad_scaler, self.sync.steps
         warms_up = self._warms_up(number)
         return Updates(
-            warms_up,
-            [self._rule(group) for group in self.param_groups],
-            list(self._vectors.values()),
-            float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            warms_up=warms_up,
+            rules=[self._rule(number) for number in range(len(self.param_groups))],
+            moments=list(self._vectors.values()),
+            scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
             # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
-            None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
-            self._sampled_names(number, warms_up),
+            max_norm=None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
+            sampled=self._sampled_names(number, warms_up),
         )
 
     def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
-        """Return the names of the parameters whose gradients are sampled in the step that begins."""
         return frozenset()
 
     @property
@@ -195,23 +250,19 @@ class CompressedOptimizer(Optimizer):
     # Defined by subclasses.
 
     @abstractmethod
-    def _rule(self, group: dict[str, Any]) -> Rule:
-        """Return the rule by which the step that begins makes updates from gradients."""
+    def _rule(self, number: int) -> Rule:
+        """Return the rule by which the step that begins makes updates from gradients of a parameter group."""
 
     @abstractmethod
-    def _step_by_gradients(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_by_gradients(self, piece: Piece) -> None:
         """Take the step of torch's optimizer; gradients have the dtype of the moments."""
 
     @abstractmethod
-    def _step_by_updates(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
-    ) -> None:
+    def _step_by_updates(self, piece: Piece) -> None:
         """Apply the averaged updates, and everything else that a step does to a parameter."""
 
     @abstractmethod
-    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
         """Change a parameter by its update, and by nothing else."""
 
     def _to_gradient(self, name: str) -> None:
@@ -220,8 +271,16 @@ class CompressedOptimizer(Optimizer):
     def _to_updates(self, names: Collection[str]) -> None:
         """Convert the moments of parameters that are sent as updates from now on."""
 
+    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
+
+    def _begin_from_torch(self) -> None:
+        """Prepare for the first step after the moments of torch's optimizer were loaded."""
+
     def _after_step(self, sent: Step) -> None:
         """Finish a step that was taken; this is called after the step was counted."""
+        if sent.warms_up and not self._warms_up(self.sync.steps):
+            self._to_updates(self._sent_as_updates(self.sync.steps))
 
     def _warms_up(self, step: int) -> bool:
         """Return whether a step is that of torch's optimizer: in the warm-up until it is sparse, and in some trials."""
@@ -242,50 +301,53 @@ class CompressedOptimizer(Optimizer):
                     "no gradients were exchanged since the last step: the last backward pass before step() must be the "
                     "DDP model's, and not under no_sync()"
                 )
+            if self._backward is not None:
+                raise RuntimeError(
+                    "no gradients were exchanged since the last step: the last backward pass before step() must be the "
+                    "sharded model's, after set_requires_gradient_sync(True). get_optimizer_state_dict and "
+                    "set_optimizer_state_dict would lose residuals, and are not for this optimizer: save "
+                    "thinwire.per_rank(optimizer), and load thinwire.load_per_rank(..., owner=optimizer)"
+                )
             self.exchange()
         self._check_gradients()
-        self._guard = {}  # it would keep the memory of the gradients
+        self._forget_sent()
         return self.sync.collect()
 
     def _apply(self, sent: Step) -> None:
         """Apply a step; on a GPU by a recording, once the work has been the same for a few steps."""
         key = self._recording_key(sent)
         if key is None:
-            self._apply_runs(sent)
+            self._apply_slices(sent)
             return
         if self._recording is None:
             self._recording = self.sync.workspace.new_recording()
         started = time.perf_counter()
-        if self._recording.run(key, lambda: self._apply_runs(sent)):
+        if self._recording.run(key, lambda: self._apply_slices(sent)):
             sent.handles[-1].report.spans.append(Span("decode", started, time.perf_counter()))
 
     def _recording_key(self, sent: Step) -> Hashable:
         """Return everything that applying this step depends on; None if it cannot be recorded."""
         return None
 
-    def _apply_runs(self, sent: Step) -> None:
-        """Apply the runs one after the other, because their averages use the same memory."""
+    def _apply_slices(self, sent: Step) -> None:
+        """Apply the slices one after the other, because their averages use the same memory."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale
         for average in sent.averages():
             named = (
                 (name, self._parameters[name], shaped(part, self._parameters[name]))
                 for name, part in average.parts()
-                if self._parameters[name].grad is not None or bool(part.any())  # otherwise no rank has used it
+                if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
-            for number, names, parameters, parts in _pieces(named, self._families):
+            for piece in _pieces(named, self._families):
                 if average.is_update:
-                    self._step_by_updates(self.param_groups[number], names, parameters, parts)
-                    continue
-                gradients = [
-                    part if unscale == 1.0 and part.dtype == residual_dtype(part.dtype)
-                    else part.to(residual_dtype(part.dtype)).mul_(unscale)
-                    for part in parts
-                ]  # fmt: skip
-                self._step_by_gradients(self.param_groups[number], names, parameters, gradients)
+                    self._step_by_updates(piece)
+                else:
+                    gradients = [_unscaled(part, unscale) for part in piece.tensors]
+                    self._step_by_gradients(piece._replace(tensors=gradients))
 
     def _follow_choice(self, sent: Step) -> None:
-        """Make the choice of "auto" if it is due, and convert the parameters whose way of sending changes.
+        """Make the choice of "auto" if it is due, and convert the parameters that are sent differently from now on.
 
         Parameters that change from updates to gradients get the residuals of all ranks and an averaged momentum.
         """
@@ -294,12 +356,12 @@ class CompressedOptimizer(Optimizer):
         step = self.sync.steps
         before = set(self._sent_as_updates(step - 1))
         self.sync.assignment.choose_if_due(self.sync, next(p.device for _, p in self.named_parameters()))
-        go_on = set(self._sent_as_updates(step))
+        after = set(self._sent_as_updates(step))
         if not sent.warms_up:  # at the end of the warm-up, `_after_step` has done it
-            self._to_updates(go_on - before)
+            self._to_updates(after - before)
         for group in self.param_groups:
-            named = zip(group["param_names"], group["params"], strict=True)
-            self._to_gradients(group, [(name, p) for name, p in named if name in before - go_on])
+            changed = [name for name in group["param_names"] if name in before - after]
+            self._to_gradients(group, [(name, self._parameters[name]) for name in changed])
 
     def _sent_as_updates(self, step: int) -> list[str]:
         if self._warms_up(step):
@@ -322,19 +384,20 @@ class CompressedOptimizer(Optimizer):
             self._gradients_in_phase[key] = found
         return self._gradients_in_phase[key]
 
-    def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
+    def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, Tensor]]) -> None:
         """Apply the residuals of all ranks, and average the moments, which differ between ranks.
 
         All ranks do this in the same order.
         """
-        owed = self.sync.take_residuals([name for name, _ in named])
+        residuals = self.sync.pop_residuals([name for name, _ in named])
         for name, parameter in named:
-            if name in owed:
-                self.sync.average([owed[name]], DENSE)
-                self._add(group, name, parameter, shaped(owed[name], parameter).to(parameter.dtype))
-            self.sync.average(
-                [self._vectors[kind][name] for kind in self.moments if name in self._vectors[kind]], DENSE
-            )
+            if name in residuals:
+                self.sync.average([residuals[name]], DENSE)
+                self._add_update(
+                    group, name=name, parameter=parameter, update=shaped(residuals[name], parameter).to(parameter.dtype)
+                )
+            moments = [vectors[name] for vectors in self._vectors.values() if name in vectors]
+            self.sync.average(moments, DENSE)
             self._to_gradient(name)
 
     def _rate(self, group: dict[str, Any]) -> float:
@@ -342,10 +405,9 @@ class CompressedOptimizer(Optimizer):
         return float(group["lr"]) / float(group["reference_lr"])
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
-        """Return a moment of a parameter, in the parameter's shape."""
         vectors = self._vectors[kind]
         if name not in vectors:
-            vectors.slice([name], [parameter.numel()], parameter.dtype, parameter.device)
+            vectors.slice([name], sizes=[parameter.numel()], dtype=parameter.dtype, device=parameter.device)
         return shaped(vectors[name], parameter)
 
     # Checks for mistakes that would stay unnoticed.
@@ -356,51 +418,28 @@ class CompressedOptimizer(Optimizer):
                 f"ddp.join() with thinwire.{type(self).__name__}: a rank that has no more data could not step "
                 "with the others; give all ranks as many batches, or use thinwire.attach"
             )
+        if self._is_alone and dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed was initialised after this optimizer was made, for a process without others: make "
+                f"thinwire.{type(self).__name__} after init_process_group"
+            )
         if self.sync.is_pending:
             raise RuntimeError(
-                "a second exchange before step(): the gradients of the first were sent; exchange once a step, with DDP "
-                "by no_sync() for all but the last backward pass"
+                "a second exchange before step(): the gradients of the first were sent; exchange once per step, with "
+                "DDP by no_sync() for all but the last backward pass, with FSDP by set_requires_gradient_sync(False); "
+                "checkpoint() needs use_reentrant=False with FSDP"
             )
 
     def _check_gradients(self) -> None:
         """Raise RuntimeError if gradients have changed since they were sent, because the step would be wrong."""
-        sent = self.sync.pending_names
-        for name, parameter in self._parameters.items():
-            grad = parameter.grad
-            if name not in sent:
-                if grad is not None:
-                    self._refuse(
-                        f"parameter {name!r} has a gradient that was not exchanged: set requires_grad before "
-                        "DistributedDataParallel(...) is made, or set its .grad to None"
-                    )
-            elif name not in self._guard:
-                self._refuse("the backward pass did not come to an end: call zero_grad(), and backward again")
-            elif grad is not self._guard[name][0] or (grad is not None and not self._is_as_sent(name, grad)):
-                beside = ", or of one beside it in memory," if grad is not None and self._sharing(grad) > 1 else ""
-                self._refuse(
-                    f"the gradient of {name!r}{beside} was changed after it was exchanged, as clip_grad_norm_ does; "
-                    f"what was sent is the gradient before that. To clip, give thinwire.{type(self).__name__} "
-                    "max_grad_norm=; to scale, scale the loss"
-                )
-
-    def _is_as_sent(self, name: str, grad: Tensor) -> bool:
-        changes = grad._version - self._guard[name][1]
-        if changes and getattr(self, "grad_scale", None) is not None:
-            # To find Inf, GradScaler has multiplied all gradients by 1, which torch may count as a change.
-            counted = _changes_by_scaler(grad.device)
-            return counted > 0 and changes in (counted, counted * self._sharing(grad))
-        return changes == 0
-
-    def _sharing(self, grad: Tensor) -> int:
-        """Return how many gradients share this one's memory, because torch counts changes of all views together."""
-        memory = grad.untyped_storage().data_ptr()
-        others = (p.grad for p in self._parameters.values() if p.grad is not None)
-        return sum(other.untyped_storage().data_ptr() == memory for other in others)
-
-    def _refuse(self, reason: str) -> None:
-        self._guard = {}
-        self.sync.drop()
-        raise RuntimeError(reason)
+        is_checked_by_scaler = getattr(self, "grad_scale", None) is not None
+        fault = self._guard.find_fault(self.sync.pending_names, is_checked_by_scaler=is_checked_by_scaler)
+        if fault is None and self._sharded is not None and (changed := self._sharded.changed()) is not None:
+            fault = self._guard.changed(repr(changed))
+        if fault is not None:
+            self._guard.forget()
+            self.sync.drop()
+            raise RuntimeError(fault)
 
     def _check_scaler(self) -> None:
         if not hasattr(self, "grad_scale"):  # GradScaler sets it while it calls step
@@ -414,13 +453,13 @@ class CompressedOptimizer(Optimizer):
                 "clip give the optimizer max_grad_norm"
             )
 
-    def _leave_scaler(self) -> None:
-        """Remove the attributes that GradScaler has set, as it does after a step; its next step would use them."""
+    def _remove_scaler_attributes(self) -> None:
+        # GradScaler does so after a step; its next step would use them.
         for name in ("grad_scale", "found_inf"):
             if hasattr(self, name):
                 delattr(self, name)
 
-    def _tell_scaler(self) -> None:
+    def _report_to_scaler(self) -> None:
         """Report to the GradScaler that a rank's gradient was not finite, so that all ranks choose the same scale."""
         scaler = self.sync.grad_scaler
         if hasattr(self, "grad_scale") and scaler is not None:
@@ -432,26 +471,98 @@ class CompressedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, as torch does, with the synchronizer's state under "thinwire".
 
-        Every rank saves its own state.
+        Every rank saves its own state. After `consolidate_state_dict`, and until the next step, that of its rank has
+        the states of all ranks inside.
         """
+        if self._gathered is not None:
+            complete = checkpoint.consolidated(self._gathered, self.sync.rank)
+            return {**complete, "param_groups": super().state_dict()["param_groups"]}  # a scheduler may have stepped
         self._fill_state()
         packed = super().state_dict()
         self.state.clear()  # otherwise it would keep vectors that have moved
         return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Load the state of this rank, or a list of the states of all ranks, which another world size needs."""
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
+
+        All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
+        `load_state_dict` takes what was saved so on every rank, with any number of ranks. This is the name that
+        torch's ZeroRedundancyOptimizer has for it.
+        """
+        if self._sharded is not None:
+            raise ValueError(
+                "one rank cannot hold the states of all shards: save thinwire.per_rank(optimizer) by "
+                "torch.distributed.checkpoint, on all ranks"
+            )
+        self._gathered = None
+        device = next(p.device for _, p in self.named_parameters())
+        self._gathered = self.sync.gather(self.state_dict(), to, device)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.
+
+        Moments that differ between ranks are averaged, dense, and in the unit of torch's. What is left out: residuals,
+        the part of the updates that was not sent so far; and what thinwire's own `state_dict()` has besides.
+        """
+        numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
+        apart = set(self._sent_as_updates(self.sync.steps))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in self._parameters:
+            moments = {kind: v[name].clone() for kind, v in self._vectors.items() if name in v}
+            if not moments:
+                continue
+            if name in apart:
+                for moment in moments.values():
+                    all_reduce_compressed(
+                        moment, "none", op=dist.ReduceOp.AVG, group=self.sync.group, timeout=self.sync.timeout
+                    )
+                self._to_torch(name, moments)
+            shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
+            if self.sync.shards is not None:
+                shapes = {kind: self.sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
+            state[numbers[name]] = {"step": torch.tensor(float(self._count)), **shapes}
+        return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
+
+    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin with the moments and settings of a state of torch's optimizer."""
+        groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
+        loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
+        steps = [int(kept["step"]) for kept in state_dict["state"].values() if "step" in kept]
+        self.sync.reset()
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._gathered, self._count = None, max(steps, default=0)
+        for kind, vectors in loaded.items():
+            self._vectors[kind] = NamedVectors()
+            self._vectors[kind].load(vectors)
+        self._begin_from_torch()
+        if not self._warms_up(0):
+            self._to_updates(self._sent_as_updates(0))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
+
+        Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
+        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up.
+
+        strict   False: ranks whose states are missing may be left out. Their residuals and momenta are lost, and a
+                 warning names them.
+        """
+        if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
+            self._load_torch_state(state_dict)
+            return
         states = checkpoint.as_list(state_dict)
         for state in states:
             if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
-                raise ValueError(f"not a state of thinwire.{type(self).__name__}: there is no 'thinwire' in it")
+                raise ValueError(f"not a state of thinwire.{type(self).__name__}: it has no key 'thinwire'")
         sync_states = [state["thinwire"] for state in states]
-        choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size)
+        choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size, strict=strict)
         by_rank = {int(state["thinwire"]["rank"]): state for state in states}
         alike = by_rank[int(choice.alike["rank"])]
         if alike["thinwire"].get("optimizer") != type(self).__name__:
             raise ValueError(
-                f"a state of thinwire.{alike['thinwire'].get('optimizer')}, this is thinwire.{type(self).__name__}"
+                f"state of thinwire.{alike['thinwire'].get('optimizer')}, expected thinwire.{type(self).__name__}"
             )
         check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
         taken = [by_rank[int(state["rank"])] for state in choice.taken]
@@ -467,9 +578,9 @@ class CompressedOptimizer(Optimizer):
                     elif name in vectors:
                         vectors[name] = torch.zeros_like(vectors[name])
             loaded[kind].load(vectors)
-        self.sync.load_state_dict(sync_states)  # checks everything before it changes anything
+        self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
-        self._vectors = loaded
+        self._vectors, self._gathered = loaded, None
         self._load_own_state(alike["thinwire"])
 
     def _local_names(self, state: Mapping[str, Any]) -> list[str]:
@@ -480,8 +591,8 @@ class CompressedOptimizer(Optimizer):
         made: dict[str, Any] = {"optimizer": type(self).__name__, "count": self._count}
         if self.sync.policy.auto:  # depends on measurements, so it must be saved
             last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
-            go_on = set(self._sent_as_updates(self.sync.steps))
-            made["local"] = [name for name in last if name in go_on]
+            after = set(self._sent_as_updates(self.sync.steps))
+            made["local"] = [name for name in last if name in after]
         return made
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -490,9 +601,8 @@ class CompressedOptimizer(Optimizer):
     def _fill_state(self) -> None:
         """Fill `state` as torch does: with views of the vectors, in the shapes of the parameters."""
         for name, parameter in self.named_parameters():
-            kept = {
-                kind: shaped(vectors[name], parameter) for kind, vectors in self._vectors.items() if name in vectors
-            }
+            like = self._parameters[name]
+            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
             if kept:
                 self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
 
@@ -500,9 +610,16 @@ class CompressedOptimizer(Optimizer):
         """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         made = {}
-        for number, (name, parameter) in zip(numbers, self.named_parameters(), strict=True):
+        for number, (name, parameter) in zip(numbers, self._parameters.items(), strict=True):
             kept = state["state"].get(number, {}).get(kind)
             if kept is not None:
+                kept = local_of(kept)
+                if not isinstance(kept, Tensor) or kept.shape != parameter.shape:
+                    found = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
+                    raise ValueError(
+                        f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
+                        "belongs to another model, or its parameters came in another order"
+                    )
                 made[name] = torch.empty(
                     parameter.numel(), dtype=residual_dtype(parameter.dtype), device=parameter.device
                 )
@@ -510,29 +627,22 @@ class CompressedOptimizer(Optimizer):
         return made
 
 
-@cache
-def _changes_by_scaler(device: torch.device) -> int:
-    """Return how often GradScaler's check for Inf counts as a change; that depends on the version of torch."""
-    probe = torch.ones(1, device=device)
-    before = probe._version
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        [probe], torch.zeros(1, device=device), torch.ones(1, device=device)
-    )
-    return int(probe._version - before)
+def _unscaled(gradient: Tensor, factor: float) -> Tensor:
+    wide = residual_dtype(gradient.dtype)
+    return gradient if factor == 1.0 and gradient.dtype == wide else gradient.to(wide).mul_(factor)
 
 
-def _pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]], families: Mapping[str, int]) -> Iterator[Piece]:
-    """Yield (group number, names, parameters, tensors) in pieces: parameters of one group, a few megabytes together."""
-    open_ones: dict[int, Piece] = {}
-    elements: dict[int, int] = {}
+def _pieces(named: Iterable[tuple[str, Tensor, Tensor]], families: Mapping[str, int]) -> Iterator[Piece]:
+    unfinished: dict[int, Piece] = {}
+    elements = dict.fromkeys(families.values(), 0)
     for name, parameter, tensor in named:
         number = families[name]
-        _, names, parameters, tensors = open_ones.setdefault(number, (number, [], [], []))
-        names.append(name)
-        parameters.append(parameter)
-        tensors.append(tensor)
-        elements[number] = elements.get(number, 0) + tensor.numel()
+        piece = unfinished.setdefault(number, Piece(number, names=[], parameters=[], tensors=[]))
+        piece.names.append(name)
+        piece.parameters.append(parameter)
+        piece.tensors.append(tensor)
+        elements[number] += tensor.numel()
         if elements[number] >= _AT_ONCE:
             elements[number] = 0
-            yield open_ones.pop(number)
-    yield from open_ones.values()
+            yield unfinished.pop(number)
+    yield from unfinished.values()

@@ -1,7 +1,8 @@
-"""Checks for mistakes that would stay unnoticed, before the first step or before a checkpoint is loaded."""
+"""Checks of an optimizer's arguments, and for mistakes that would stay unnoticed, before its first step or a load."""
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,59 @@ from torch import Tensor
 from ..collectives import all_reduce_compressed
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
-from ..sync.policy import Policy
+from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
 
 Named = Sequence[tuple[str, Tensor]]
+
+
+def check_number(name: str, given: float, *, below: float = float("inf")) -> None:
+    """Raise ValueError unless 0 <= given < below."""
+    if isinstance(given, bool) or not isinstance(given, (int, float, Tensor)) or not 0 <= float(given) < below:
+        expected = "0 or more" if below == float("inf") else f"0 to below {below:g}"
+        raise ValueError(f"{name} {given!r}, expected {expected}")
+
+
+_REFUSED = {
+    "amsgrad": "the largest second moment so far is not kept, since ranks average theirs only from time to time; leave "
+    "it out",
+    "dampening": "a residual delays the gradient by itself; leave it out",
+    "maximize": "call backward on the negative loss instead",
+    "capturable": "a step that exchanges with other ranks cannot be part of a CUDA graph; leave it out",
+    "differentiable": "no gradient passes through an exchange; leave it out",
+}
+
+
+def check_torch_options(**given: object) -> None:
+    """Raise ValueError for an option of torch's optimizer that thinwire's does not have, unless it is off.
+
+    `foreach` and `fused` are not given here: they select one of torch's implementations of the same step, and thinwire
+    has its own.
+    """
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}={value!r}, which thinwire does not have: {_REFUSED[name]}")
+
+
+def dense_policy(policy: Policy) -> Policy:
+    """Return a policy that compresses nothing, for a process without others."""
+    none: dict[str, Any] = {"compressor": "none", "small_compressor": "none", "overrides": {}, "warmup": ()}
+    return replace(policy, **none, adapt_every=0)
+
+
+def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:
+    """Return a policy with the warm-up of the optimizer; a policy with its own warm-up stays as it is.
+
+    Raises ValueError for a number of steps below 0.
+    """
+    if type(warmup_steps) is not int or warmup_steps < 0:
+        raise ValueError(f"warmup_steps {warmup_steps!r}, expected a whole number, 0 or more")
+    phases = ((warmup_steps, parsed(warmup)),) if warmup_steps else ()
+    if not isinstance(compressor, Policy):
+        return Policy(compressor, warmup=phases)
+    if compressor.warmup:
+        return compressor
+    return replace(compressor, warmup=phases)
 
 
 def check_replicas(sync: Synchronizer, named: Named) -> None:
@@ -70,8 +120,8 @@ def check_order(policy: Policy) -> None:
     first = updates.index(True)
     if policy.auto:
         raise ValueError(
-            f"{format_spec(phases[first])} before auto, which tries to send gradients first: once updates are sent, "
-            "gradients cannot be again; leave sparse phases out of the warm-up"
+            f"{format_spec(phases[first])} before auto, which tries to send gradients first: an optimizer cannot "
+            "return from updates to gradients; remove the sparse phases from the warm-up"
         )
     final = policy.final
     later = [given for given, update in list(zip(phases, updates, strict=True))[first:] if not update]
@@ -79,8 +129,8 @@ def check_order(policy: Policy) -> None:
         later.append(final)
     if later:
         raise ValueError(
-            f"{format_spec(phases[first])} before {format_spec(later[0])}: once updates are sent, gradients cannot be "
-            "again; let the warm-up begin with what is not sparse, and end with what is"
+            f"{format_spec(phases[first])} before {format_spec(later[0])}: an optimizer cannot return from "
+            "updates to gradients; remove the sparse phases from the warm-up, or move them to its end"
         )
 
 

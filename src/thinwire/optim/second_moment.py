@@ -10,7 +10,7 @@ is measured from time to time, and the averaged update is divided by sqrt(c). Th
 elements, at positions that all ranks draw alike, so that the sampled values can be averaged directly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +27,19 @@ def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, floa
     if not samples:
         return {}
     sizes = [part.numel() for part in samples.values()]
-    own = torch.stack([part.double().square().mean() for part in samples.values()])
+    own = _mean_squares(list(samples.values()))
     averaged = torch.cat(list(samples.values()))
     sync.average([averaged, own], DENSE)
-    of_average = torch.stack([part.double().square().mean() for part in averaged.split(sizes)])
+    of_average = _mean_squares(averaged.split(sizes))
+    if sync.shards is not None and sync.shards.size > 1:  # each shard counts by its number of elements
+        numels = torch.tensor([(sync.numels or {})[name] for name in samples], dtype=own.dtype, device=own.device)
+        of_average, own = sync.shards.add(torch.stack([of_average, own]) * numels)
     found = zip(samples, of_average.tolist(), own.tolist(), strict=True)
     return {name: min(1.0, max(1 / sync.world_size, mean / each)) for name, mean, each in found if each > 0}
+
+
+def _mean_squares(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.double().square().sum() / max(1, part.numel()) for part in parts])
 
 
 def for_ranks(c: float, saved: int, ranks: int) -> float:

@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
-from ..sync.buckets import Run, flat
+from ..sync.buckets import Slice, flat
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.step import Step
-from .base import CompressedOptimizer
-from .settings import checked, policy_of
+from .base import CompressedOptimizer, Piece
+from .checks import check_number, check_torch_options, policy_of
+from .parameters import Params
 
 _COMPRESSED_MOMENTUM = 0.5
 
@@ -29,21 +32,21 @@ class MomentumRule:
     parameters: Mapping[str, Tensor]
     """Parameters by name, for weight decay, which is part of the momentum."""
 
-    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
-        """Return the update of a run, whose gradient is first multiplied by `factor`."""
+    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
+        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
         return MomentumUpdate(
-            moments[0] if self.momentum else None,
-            self.momentum,
-            factor,
-            self.nesterov,
-            self.rate,
-            self.decay,
-            tuple(self._places(run)) if self.decay else (),
+            m=moments[0] if self.momentum else None,
+            momentum=self.momentum,
+            factor=factor,
+            nesterov=self.nesterov,
+            rate=self.rate,
+            decay=self.decay,
+            parameters=tuple(self._places(slice_)) if self.decay else (),
         )
 
-    def _places(self, run: Run) -> Iterator[tuple[int, int, Tensor]]:
+    def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
         start = 0
-        for name, size in run.key:
+        for name, size in slice_.key:
             if name is not None:
                 yield start, start + size, flat(self.parameters[name].detach())
             start += size
@@ -52,21 +55,15 @@ class MomentumRule:
 class SGD(CompressedOptimizer):
     """SGD for slow networks: it exchanges compressed momentum instead of gradients.
 
-    params         a DDP model (exchanges overlap with the backward pass), another module, or parameters or groups of
-                   them as for any optimizer. Parameters of a DDP model need `ddp` too. Without DDP, `step` exchanges.
     lr, momentum, weight_decay, nesterov   as in torch. `momentum` applies to everything that is sent as a gradient: the
-                   warm-up, and small and excluded tensors.
+                  warm-up, and small and excluded tensors.
     compressed_momentum  the momentum of compressed updates; by default `momentum`, but 0.5 at most: error feedback
-                   delays an element, which acts as momentum by itself. Updates are multiplied by
-                   (1 - compressed_momentum) / (1 - momentum), so that a gradient moves the weights as far in the long
-                   run as with torch's SGD: by lr / (1 - momentum).
-    compressor     a spec, a `Compressor` or a `Policy` with all its rules. "default" is a top-k that keeps less of each
-                   rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k for each bucket,
-                   by the times of the first steps; `sync.choice` contains the reason.
-    warmup_steps   number of steps that send gradients, compressed by `warmup`, and do the same as torch's SGD.
-    max_grad_norm  the gradient of each rank is clipped to this times the square root of the number of ranks.
-    grad_scaler    the `GradScaler` in use, if any.
-    group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
+                  delays an element, which acts as momentum by itself. Updates are multiplied by
+                  (1 - compressed_momentum) / (1 - momentum), so that a gradient moves the weights as far in the long
+                  run as with torch's SGD: by lr / (1 - momentum).
+    warmup_steps  number of steps that send gradients, compressed by `warmup`, and do the same as torch's SGD.
+    dampening     accepted if it is 0.
+    others        as for `AdamW`.
     """
 
     moments = ("momentum_buffer",)
@@ -74,32 +71,38 @@ class SGD(CompressedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float = 1e-3,
-        *,
         momentum: float = 0.0,
+        dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         compressed_momentum: float | None = None,
         compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 0,
         warmup: Spec = "quantize:bits=8",
         max_grad_norm: float | None = None,
-        ddp: Any = None,
-        group: Any = None,
+        ddp: DistributedDataParallel | None = None,
+        group: Group = None,
         algorithm: str = "auto",
         shard_compressor: Spec | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: GradScaler | None = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        checked("lr", lr, 0.0, float("inf"))
-        checked("momentum", momentum, 0.0, 1.0)
-        checked("weight_decay", weight_decay, 0.0, float("inf"))
+        check_torch_options(dampening=dampening, maximize=maximize, differentiable=differentiable)
+        check_number("lr", lr)
+        check_number("momentum", momentum, below=1.0)
+        check_number("weight_decay", weight_decay)
         if nesterov and not momentum:
             raise ValueError("nesterov with momentum 0, expected a momentum above 0")
         if compressed_momentum is not None:
-            checked("compressed_momentum", compressed_momentum, 0.0, 1.0)
+            check_number("compressed_momentum", compressed_momentum, below=1.0)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -108,26 +111,34 @@ class SGD(CompressedOptimizer):
             "compressed_momentum": compressed_momentum,
         }
         super().__init__(
-            params, defaults, policy_of(compressor, warmup_steps, warmup), ddp=ddp, max_grad_norm=max_grad_norm,
-            grad_scaler=grad_scaler, group=group, algorithm=algorithm,
-            shard_compressor=shard_compressor, max_bytes=max_bytes, timeout=timeout,
-        )  # fmt: skip
-        for group in self.param_groups:
-            if group["compressed_momentum"] is None:
-                group["compressed_momentum"] = min(float(group["momentum"]), _COMPRESSED_MOMENTUM)
+            params,
+            defaults,
+            policy_of(compressor, warmup_steps, warmup),
+            ddp=ddp,
+            max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler,
+            group=group,
+            algorithm=algorithm,
+            shard_compressor=shard_compressor,
+            max_bytes=max_bytes,
+            timeout=timeout,
+        )
+        for each in self.param_groups:
+            if each["compressed_momentum"] is None:
+                each["compressed_momentum"] = min(float(each["momentum"]), _COMPRESSED_MOMENTUM)
 
-    def _rule(self, group: dict[str, Any]) -> "MomentumRule":
+    def _rule(self, number: int) -> MomentumRule:
+        group = self.param_groups[number]
         return MomentumRule(
-            group["compressed_momentum"],
-            group["nesterov"],
-            self._rate(group) * _momentum_ratio(group),
-            group["weight_decay"],
-            self._parameters,
+            momentum=group["compressed_momentum"],
+            nesterov=group["nesterov"],
+            rate=self._rate(group) * _momentum_ratio(group),
+            decay=group["weight_decay"],
+            parameters=self._parameters,
         )
 
-    def _step_by_gradients(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def _step_by_gradients(self, piece: Piece) -> None:
+        group, (_, names, parameters, gradients) = self.param_groups[piece.group], piece
         momentum = group["momentum"]
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
@@ -138,10 +149,6 @@ class SGD(CompressedOptimizer):
             gradients = list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
         updates = [gradient.to(parameter.dtype) for parameter, gradient in zip(parameters, gradients, strict=True)]
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
-
-    def _after_step(self, sent: Step) -> None:
-        if sent.warms_up and not self._warms_up(self.sync.steps):
-            self._to_updates(self._sent_as_updates(self.sync.steps))
 
     def _to_updates(self, names: Collection[str]) -> None:
         for name in names:
@@ -154,13 +161,14 @@ class SGD(CompressedOptimizer):
         if name in self._vectors["momentum_buffer"]:
             self._vectors["momentum_buffer"][name].mul_(_momentum_ratio(group))
 
-    def _add(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        self._step_by_updates(group, [name], [parameter], [update])
+    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        moments["momentum_buffer"].mul_(_momentum_ratio(self.param_groups[self._families[name]]))
 
-    def _step_by_updates(
-        self, group: dict[str, Any], names: list[str], parameters: list[Tensor], updates: list[Tensor]
-    ) -> None:
-        torch._foreach_add_(parameters, updates, alpha=-group["reference_lr"])
+    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
+        self._step_by_updates(Piece(self._families[name], names=[name], parameters=[parameter], tensors=[update]))
+
+    def _step_by_updates(self, piece: Piece) -> None:
+        torch._foreach_add_(piece.parameters, piece.tensors, alpha=-self.param_groups[piece.group]["reference_lr"])
 
 
 def _momentum_ratio(group: dict[str, Any]) -> float:

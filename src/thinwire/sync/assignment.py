@@ -2,13 +2,13 @@
 
     Assignment   follows the policy
     Adaptive     redistributes the bytes of a top-k every few steps, by the size of the residuals
-    Auto         tries each candidate, then uses the quickest one for each bucket
+    Auto         tries each compressor, then uses the fastest one for each bucket
 
 All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
 from .buckets import Bucket, BucketPlan, plan_bucket
 from .parts import Mode, StepRecord
-from .policy import DENSE, Policy, share_bytes
+from .policy import Policy, share_bytes
 from .trials import Trials
 
 _log = logging.getLogger("thinwire")
@@ -46,10 +46,10 @@ class Ranks(Protocol):
     def residuals(self) -> dict[str, Tensor]:
         """Return this rank's residuals, by parameter."""
 
-    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place."""
+    def average_over_all(self, tensor: Tensor) -> Tensor:
+        """Return the average of a small tensor over all ranks, those of other shards included."""
 
-    def owes(self, name: str) -> bool:
+    def has_residual(self, name: str) -> bool:
         """Return whether this rank has a residual for a parameter."""
 
     def fold_owners(self) -> None:
@@ -68,7 +68,7 @@ class Assignment:
     def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
         self.policy, self._families = policy, families
         self.sizes: Mapping[str, int] = {}
-        """Number of elements of each known parameter, by name."""
+        """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
         self._chosen: Mapping[str, Compressor] = {}
         """Compressors that replace the policy's in the current step, by parameter."""
         self._plans: dict[tuple[tuple[str, ...], int, Mode], BucketPlan] = {}
@@ -86,19 +86,24 @@ class Assignment:
         """Record a step that was taken; the base class does nothing."""
 
     def plan(self, bucket: Bucket, step: StepRecord) -> BucketPlan:
-        """Return how a bucket is cut into runs and packed parameters at the current step."""
+        """Return how a bucket is cut into slices and packed parameters at the current step."""
         policy, key = self.policy, (bucket.names, self.policy.phase(step.number), step.mode)
         made = self._plans.get(key)
         if made is None:
-            sized = list(zip(bucket.names, bucket.sizes, strict=True))
-            compressors = [policy.compressor_of(name, size, step.number, self._chosen) for name, size in sized]
+            # A policy goes by the size of the whole parameter, so that it is the same for all shards.
+            sized = [(name, self.sizes.get(name, size)) for name, size in zip(bucket.names, bucket.sizes, strict=True)]
+            compressors = [
+                policy.compressor_of(name, numel=size, step=step.number, shared=self._chosen) for name, size in sized
+            ]
             families = [None if self._families is None else self._families[name] for name in bucket.names]
             small = {
                 name
                 for (name, size), given in zip(sized, compressors, strict=True)
                 if policy.is_small(name, size) and (self._families is not None or given != policy.final)
             }
-            made = self._plans[key] = plan_bucket(bucket.names, bucket.sizes, compressors, families, small)
+            made = self._plans[key] = plan_bucket(
+                bucket.names, sizes=bucket.sizes, compressors=compressors, families=families, small=small
+            )
         return made
 
     def is_dense(self, step: int) -> bool:
@@ -117,7 +122,9 @@ class Assignment:
 
         step   the current step or the next one.
         """
-        return isinstance(self.policy.compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
+        return isinstance(
+            self.policy.compressor_of(name, numel=numel, step=step, shared=self._chosen_at(step)), NoCompression
+        )
 
     def tries_gradients(self, step: int) -> bool:
         """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
@@ -164,9 +171,9 @@ class Adaptive(Assignment):
             return
         residuals = sync.residuals
         nothing = torch.zeros(1, device=next(iter(residuals.values()), torch.zeros(())).device)
-        owed = torch.stack([residuals.get(name, nothing).double().square().sum() for name in sizes])
-        sync.average([owed], DENSE)
-        self._choose(share_bytes(self._base, sizes, dict(zip(sizes, owed.tolist(), strict=True))))
+        energy = torch.stack([residuals.get(name, nothing).double().square().sum() for name in sizes])
+        energy = sync.average_over_all(energy)
+        self._choose(share_bytes(self._base, sizes, dict(zip(sizes, energy.tolist(), strict=True))))
 
     @property
     def _base(self) -> TopK:
@@ -184,11 +191,11 @@ class Adaptive(Assignment):
 
 
 class Auto(Assignment):
-    """Assigns the candidates that `Trials` tries, and then its choice."""
+    """Assigns the compressors that `Trials` tries, and then its choice."""
 
-    def __init__(self, policy: Policy, families: Mapping[str, int] | None, candidates: tuple[Compressor, ...]) -> None:
+    def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: tuple[Compressor, ...]) -> None:
         super().__init__(policy, families)
-        self._trials = Trials(candidates, policy.warmup_steps)
+        self._trials = Trials(compressors, policy.warmup_steps)
         self._flushed = False
         """True once no parameter that stays dense has a residual."""
 
@@ -205,15 +212,15 @@ class Auto(Assignment):
             torch.cuda.current_stream(device).synchronize()
         trials.begins(step)
         chosen: Mapping[str, Compressor] = trials.assigned(step, sizes)
-        owing = [name for name in sizes if sync.owes(name)]
+        with_residual = [name for name in sizes if sync.has_residual(name)]
         flushes = False
         if trials.choice is not None and not self._flushed:
-            flushes = any(self.sends_dense(name, sizes[name], step) for name in owing)
+            flushes = any(self.sends_dense(name, sizes[name], step) for name in with_residual)
             self._flushed = not flushes
         if flushes:
             # Parameters with a residual get a compressor that uses it, though `flushes` sends them dense. The others
             # stay dense, such as those whose residual an optimizer has applied.
-            chosen = {**chosen, **dict.fromkeys(owing, trials.candidates[1])}
+            chosen = {**chosen, **dict.fromkeys(with_residual, trials.compressors[1])}
             sync.fold_owners()
         self._choose(chosen)
         return flushes
@@ -223,7 +230,7 @@ class Auto(Assignment):
         self._trials.ended(step)
 
     def tries_gradients(self, step: int) -> bool:
-        """Return whether this step tries a candidate that is not sparse, so that gradients are sent."""
+        """Return whether this step tries a compressor that is not sparse, so that gradients are sent."""
         return self._trials.tries_gradients(step)
 
     def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
@@ -235,13 +242,12 @@ class Auto(Assignment):
         if trials.choice is not None:
             return
         if sync.world_size == 1:
-            trials.settle("nothing is compressed, because there is one rank")
+            trials.choose_dense("nothing is compressed, because there is one rank")
         elif trials.is_due(sync.steps):
             numbers = torch.tensor(trials.numbers(layout), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
-            sync.average([known], DENSE)
-            total, share = known.cpu()
+            total, share = sync.average_over_all(known).cpu()
             trials.decide(torch.where(share > 0.999, total, torch.nan).tolist(), layout)
         if trials.choice is not None and sync.rank == 0:
             _log.info("%s", trials.choice.describe())

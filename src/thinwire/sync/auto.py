@@ -2,8 +2,8 @@
 
 This module is pure: it reads no clock and does not communicate. `trials.py` measures.
 
-Dense is chosen unless another candidate is clearly quicker, because dense loses nothing. Otherwise all buckets start
-with the candidate of the quickest step. Each bucket then gets a denser candidate if that costs no time, for example
+Dense is chosen unless another compressor is clearly faster, because dense loses nothing. Otherwise all buckets start
+with the compressor of the fastest step. Each bucket then gets a denser compressor if that costs no time, for example
 because the backward pass hides its exchange. The cost is read from a timeline in which buckets hold the link one after
 the other:
 
@@ -23,19 +23,19 @@ from ..compressors import compressor as parsed
 from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
-"""Candidates for gradients, the densest first.
+"""Compressors that are tried for gradients, the densest first.
 
 Top-k is not among them, because it ruins Adam, and the optimizer is not known here.
 """
 
 MARGIN = 1.03
-"""Dense is kept unless its step takes longer than this factor times the quickest step."""
+"""Dense is kept unless its step takes longer than this factor times the fastest step."""
 _TIE = 0.01
-"""Share of the quickest step's time that denser compressors may add to the step."""
+"""Share of the fastest step's time that denser compressors may add to the step."""
 
 
 def updates(ranks: int) -> tuple[Compressor, ...]:
-    """Return the candidates for the updates of thinwire's optimizers, the densest first."""
+    """Return the compressors that are tried for the updates of thinwire's optimizers, the densest first."""
     return (*GRADIENTS, default_compressor(ranks))
 
 
@@ -47,7 +47,7 @@ class BucketTimes:
     ready: float
     """Seconds from the gradients of the first bucket to those of this bucket."""
     held: tuple[float, ...]
-    """Seconds for which the bucket held the link, for each candidate.
+    """Seconds for which the bucket held the link, for each compressor.
 
     The time in which the link was busy is divided among the buckets by their bytes.
     """
@@ -57,10 +57,10 @@ class BucketTimes:
 class Measured:
     """Measurements averaged over ranks, so that all ranks decide alike."""
 
-    candidates: tuple[str, ...]
-    """Specs of the candidates, the densest first, which is "none"."""
+    specs: tuple[str, ...]
+    """Specs of the compressors that were tried, the densest first, which is "none"."""
     step_seconds: tuple[float, ...]
-    """Seconds of a whole step in which all buckets use the same candidate, for each candidate."""
+    """Seconds of a whole step in which all buckets use the same compressor, for each compressor."""
     buckets: tuple[BucketTimes, ...]
     """Times of the buckets, in the order in which they are sent."""
 
@@ -73,14 +73,14 @@ class BucketChoice:
     compressor: str
     reason: str
     held: tuple[float, ...]
-    """Seconds for which the bucket held the link, for each candidate."""
+    """Seconds for which the bucket held the link, for each compressor."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """The measurements, the choice made from them, and its reason."""
 
-    candidates: tuple[str, ...]
+    specs: tuple[str, ...]
     step_seconds: tuple[float, ...]
     reason: str
     buckets: tuple[BucketChoice, ...]
@@ -98,22 +98,30 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """Return the choice as a dict, for JSON and checkpoints."""
         made: dict[str, Any] = asdict(self)
-        return {**made, "buckets": [{**one, "names": list(one["names"])} for one in made["buckets"]]}
+        buckets = [{**one, "names": list(one["names"])} for one in made["buckets"]]
+        return {"candidates": made.pop("specs"), **made, "buckets": buckets}  # the name that files have
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> "Choice":
         """Return the choice that `record` was made from."""
         buckets = (
-            BucketChoice(tuple(one["names"]), one["compressor"], one["reason"], tuple(one["held"]))
+            BucketChoice(
+                names=tuple(one["names"]), compressor=one["compressor"], reason=one["reason"], held=tuple(one["held"])
+            )
             for one in record["buckets"]
         )
-        return Choice(tuple(record["candidates"]), tuple(record["step_seconds"]), record["reason"], tuple(buckets))
+        return Choice(
+            specs=tuple(record["candidates"]),
+            step_seconds=tuple(record["step_seconds"]),
+            reason=record["reason"],
+            buckets=tuple(buckets),
+        )
 
     def describe(self) -> str:
         """Return the choice as text."""
         lines = [f"auto: {self.reason}"]
         for number, bucket in enumerate(self.buckets, 1):
-            held = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(self.candidates, bucket.held, strict=True))
+            held = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(self.specs, bucket.held, strict=True))
             lines.append(
                 f"  bucket {number} ({len(bucket.names)} parameters from {bucket.names[0]}): "
                 f"{_short(bucket.compressor)}, {bucket.reason}; it held the link for {held}"
@@ -131,16 +139,16 @@ def decide(measured: Measured) -> Choice:
     'none'
     """
     seconds = measured.step_seconds
-    told = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(measured.candidates, seconds, strict=True))
+    times = ", ".join(f"{_short(spec)} {_ms(s)}" for spec, s in zip(measured.specs, seconds, strict=True))
     if not all(isfinite(one) and one > 0 for one in seconds):
-        return uniform(measured, 0, f"nothing is compressed, because not every candidate could be measured ({told})")
+        return uniform(measured, 0, f"nothing is compressed, because not every compressor could be measured ({times})")
     best = min(range(len(seconds)), key=seconds.__getitem__)  # the densest one if several are equal
     if seconds[0] <= MARGIN * seconds[best]:
-        return uniform(measured, 0, f"nothing is compressed, because no step is clearly quicker than dense ({told})")
-    quickest = f"{_short(measured.candidates[best])} has the quickest step ({told})"
+        return uniform(measured, 0, f"nothing is compressed, because no step is clearly faster than dense ({times})")
+    fastest = f"{_short(measured.specs[best])} has the fastest step ({times})"
     chosen = [best] * len(measured.buckets)
     if any(not isfinite(one) for bucket in measured.buckets for one in (bucket.ready, *bucket.held)):
-        return uniform(measured, best, quickest)
+        return uniform(measured, best, fastest)
     limit = _end(measured.buckets, chosen) + _TIE * seconds[best]
     for number in range(len(chosen)):
         for denser in range(best):
@@ -148,25 +156,25 @@ def decide(measured: Measured) -> Choice:
             if _end(measured.buckets, tried) <= limit:
                 chosen = tried
                 break
-    if best not in chosen:  # the timeline does not explain why it was quicker, so it cannot be used
-        return uniform(measured, best, quickest)
-    reasons = ["as in the quickest step" if one == best else "which costs the step no time" for one in chosen]
-    return _choice(measured, chosen, quickest, reasons)
+    if best not in chosen:  # the timeline does not explain why it was faster, so it cannot be used
+        return uniform(measured, best, fastest)
+    reasons = ["as in the fastest step" if one == best else "denser at no cost in time" for one in chosen]
+    return _choice(measured, chosen=chosen, reason=fastest, reasons=reasons)
 
 
-def uniform(measured: Measured, candidate: int, reason: str) -> Choice:
-    """Return a choice that gives all buckets the same candidate."""
+def uniform(measured: Measured, index: int, reason: str) -> Choice:
+    """Return a choice that gives all buckets the same compressor."""
     count = len(measured.buckets)
-    return _choice(measured, [candidate] * count, reason, ["as all others"] * count)
+    return _choice(measured, chosen=[index] * count, reason=reason, reasons=["the same for all buckets"] * count)
 
 
 def confirm(mixed: Choice, measured: Measured, mixed_seconds: float) -> Choice:
-    """Return the mixture, or the quickest single candidate if a trial showed the mixture to be slower.
+    """Return the mixture, or the fastest single compressor if a trial showed the mixture to be slower.
 
     The mixture was chosen by a timeline, and `mixed_seconds` is the measured time of its step. It is kept if that is at
-    most `MARGIN` times the time of the quickest candidate.
+    most `MARGIN` times the time of the fastest compressor.
     """
-    best = min(range(len(measured.candidates)), key=measured.step_seconds.__getitem__)
+    best = min(range(len(measured.specs)), key=measured.step_seconds.__getitem__)
     alone = measured.step_seconds[best]
     if mixed_seconds <= MARGIN * alone:
         return mixed
@@ -176,10 +184,10 @@ def confirm(mixed: Choice, measured: Measured, mixed_seconds: float) -> Choice:
 
 def _choice(measured: Measured, chosen: Sequence[int], reason: str, reasons: Sequence[str]) -> Choice:
     buckets = (
-        BucketChoice(times.names, measured.candidates[index], why, times.held)
+        BucketChoice(names=times.names, compressor=measured.specs[index], reason=why, held=times.held)
         for times, index, why in zip(measured.buckets, chosen, reasons, strict=True)
     )
-    return Choice(measured.candidates, measured.step_seconds, reason, tuple(buckets))
+    return Choice(specs=measured.specs, step_seconds=measured.step_seconds, reason=reason, buckets=tuple(buckets))
 
 
 def _end(buckets: Sequence[BucketTimes], chosen: Sequence[int]) -> float:

@@ -1,13 +1,13 @@
-"""Cutting of a bucket, the flat gradient of some parameters, into runs and packed parameters.
+"""Cutting of a bucket, the flat gradient of some parameters, into slices and packed parameters.
 
-Neighbouring parameters with the same compressor form a run, which is compressed as one tensor, because a payload for
-each parameter would cost a message each. Small and dense tensors (biases, norms) in the middle of a run do not
-interrupt it: they are taken out, zeros take their place, and their results are copied back after all runs are done. The
-packed parameters of several buckets are copied into one tensor and exchanged together.
+Neighbouring parameters with the same compressor form a slice, which is compressed as one tensor, because a payload for
+each parameter would cost a message each. Small and dense tensors (biases, norms) in the middle of a slice do not
+interrupt it: they are taken out, zeros take their place, and their results are copied back after all slices are done.
+The packed parameters of several buckets are copied into one tensor and exchanged together.
 """
 
 import zlib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..compressors import Compressor, NoCompression
 
 _TAKEN_OUT = 1 << 16
-"""A packed parameter with more elements than this interrupts a run.
+"""A packed parameter with more elements than this interrupts a slice.
 
-The zeros that take its place would cost more than a second run.
+The zeros that take its place would cost more than a second slice.
 """
 
 
@@ -39,7 +38,7 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class Slice:
     """A slice of a bucket: consecutive parameters that are compressed as one tensor."""
 
     start: int
@@ -52,7 +51,7 @@ class Run:
 
     @cached_property
     def key(self) -> tuple[tuple[str | None, int], ...]:
-        """Return the names and sizes of the parameters, which identify the run."""
+        """Return the names and sizes of the parameters, which identify the slice."""
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
@@ -62,11 +61,11 @@ class Run:
 
     @cached_property
     def seed(self) -> int:
-        """Return the seed of this run's random draws, which is combined with the step number."""
+        """Return the seed of this slice's random draws, which is combined with the step number."""
         return zlib.crc32(str(self.names[0]).encode())
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the (start, stop) of packed parameters in the middle, counted from the start of the run."""
+        """Return the (start, stop) of packed parameters in the middle, counted from the start of the slice."""
         return self._gaps
 
 
@@ -86,9 +85,9 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The runs and packed parameters of a bucket."""
+    """The slices and packed parameters of a bucket."""
 
-    runs: tuple[Run, ...]
+    slices: tuple[Slice, ...]
     packed: tuple[Packed, ...]
 
     @cached_property
@@ -105,26 +104,26 @@ def plan_bucket(
     families: Sequence[Hashable],
     small: Collection[str] = (),
 ) -> BucketPlan:
-    """Cut a bucket into runs and packed parameters.
+    """Cut a bucket into slices and packed parameters.
 
-    families   parameters of different families are never in the same run.
+    families   parameters of different families are never in the same slice.
     small      names of parameters that are packed; uncompressed parameters are packed too.
 
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
     >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
-    >>> [(one.name, one.start) for one in plan.packed], [(run.start, run.stop, run.gaps()) for run in plan.runs]
+    >>> [(one.name, one.start) for one in plan.packed], [(one.start, one.stop, one.gaps()) for one in plan.slices]
     ([('b', 8000)], [(0, 17010, [(8000, 8010)])])
     """
     packed: list[Packed] = []
-    runs: list[Run] = []
-    waiting: list[int] = []  # sizes of packed parameters that become gaps if the run continues after them
+    slices: list[Slice] = []
+    waiting: list[int] = []  # sizes of packed parameters that become gaps if the slice continues after them
     start = 0
     for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
         stop = start + size
-        last = runs[-1] if runs else None
+        last = slices[-1] if slices else None
         if isinstance(compressor, NoCompression) or name in small:
-            packed.append(Packed(name, start, stop, compressor))
+            packed.append(Packed(name=name, start=start, stop=stop, compressor=compressor))
             waiting.append(size)
         elif (
             last is not None
@@ -132,26 +131,39 @@ def plan_bucket(
             and all(taken_out <= _TAKEN_OUT for taken_out in waiting)
         ):
             kept = last.names + (None,) * len(waiting) + (name,)
-            runs[-1] = Run(last.start, stop, compressor, family, kept, (*last.sizes, *waiting, size))
+            slices[-1] = Slice(
+                start=last.start,
+                stop=stop,
+                compressor=compressor,
+                family=family,
+                names=kept,
+                sizes=(*last.sizes, *waiting, size),
+            )
             waiting = []
         else:
-            runs.append(Run(start, stop, compressor, family, (name,), (size,)))
+            slices.append(
+                Slice(start=start, stop=stop, compressor=compressor, family=family, names=(name,), sizes=(size,))
+            )
             waiting = []
         start = stop
-    return BucketPlan(tuple(runs), tuple(packed))
+    return BucketPlan(tuple(slices), tuple(packed))
 
 
 BUCKET_BYTES = 25 << 20
 """Size of a bucket without DDP; DDP has its own setting."""
 
 
-def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
+def group_parameters(
+    named: Sequence[tuple[str, Tensor]], nbytes: Mapping[str, int] | None = None
+) -> list[list[tuple[str, Tensor]]]:
     """Group parameters by dtype and device, with up to `BUCKET_BYTES` in each group, in reverse order as in DDP.
+
+    nbytes   the number of bytes by which a parameter counts; by default that of its elements.
 
     Raises ValueError if two parameters have the same name, or if a gradient is sparse.
     """
-    groups: list[list[tuple[str, Parameter]]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    groups: list[list[tuple[str, Tensor]]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     if len({name for name, _ in named}) < len(named):
         names = [name for name, _ in named]
         raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
@@ -160,17 +172,17 @@ def group_parameters(named: Sequence[tuple[str, Parameter]]) -> list[list[tuple[
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
         key = parameter.dtype, parameter.device
-        group = open_groups.get(key)
-        if group is None or parameter.nbytes > room[key]:
+        group, size = open_groups.get(key), parameter.nbytes if nbytes is None else nbytes[name]
+        if group is None or size > room[key]:
             group, room[key] = [], BUCKET_BYTES
             open_groups[key] = group
             groups.append(group)
-        room[key] -= parameter.nbytes
+        room[key] -= size
         group.append((name, parameter))
     return groups
 
 
-def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
+def flatten(group: Sequence[tuple[str, Tensor]]) -> Bucket:
     """Copy gradients into one flat tensor, and make them views of it, so that there is no second copy."""
     first, sizes = group[0][1], tuple(p.numel() for _, p in group)
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
@@ -183,6 +195,17 @@ def flatten(group: Sequence[tuple[str, Parameter]]) -> Bucket:
             view.copy_(parameter.grad)
         parameter.grad = view
     return bucket
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile and activation checkpointing put in front of it.
+
+    A resumed run may use them or not.
+
+    >>> plain_name("blocks.0._orig_mod.weight"), plain_name("blocks.0._checkpoint_wrapped_module.weight")
+    ('blocks.0.weight', 'blocks.0.weight')
+    """
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def shaped(elements: Tensor, parameter: Tensor) -> Tensor:

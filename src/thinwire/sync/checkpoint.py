@@ -6,7 +6,9 @@ residuals divided by the number of ranks stays the same. Local momentum is share
 counts too.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ tensors.
 """
 
 State = Mapping[str, Any]
+_RANKS = "ranks"
+"""The key of the states of all ranks, in what thinwire adds to the state of one rank."""
 
 
 _KEYS = {
@@ -41,10 +45,44 @@ _KEYS = {
 }
 
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
+    "layout": list, "residuals": Mapping, "owners": list,
+}  # fmt: skip
+
+
+class DamagedError(ValueError):
+    """A state that thinwire cannot have saved."""
+
+
+def consolidated(states: Sequence[State], rank: int) -> dict[str, Any]:
+    """Return the state of one rank, with those of all ranks inside; of an optimizer, without its groups twice."""
+    own = states[rank]
+    if "thinwire" not in own:
+        return {**own, _RANKS: list(states)}
+    ranks = [{key: state[key] for key in ("state", "thinwire")} for state in states]
+    return {**own, "thinwire": {**own["thinwire"], _RANKS: ranks}}
+
+
+def own_state(state: State) -> State:
+    """Return a state without those of all ranks inside."""
+    if "thinwire" in state:
+        return {**state, "thinwire": own_state(state["thinwire"])}
+    return {key: value for key, value in state.items() if key != _RANKS}
+
+
 def as_list(given: State | Sequence[State]) -> list[State]:
     """Return one state, or the states of several ranks, as a list; raise ValueError for another type."""
     if isinstance(given, Mapping):
-        return [given]
+        ours = given.get("thinwire", given)
+        ranks = ours.get(_RANKS) if isinstance(ours, Mapping) else None
+        if ranks is None:
+            return [given]
+        if not isinstance(ranks, list) or not all(isinstance(state, Mapping) for state in ranks):
+            raise DamagedError(
+                f"{_RANKS} of a saved state is no list of the states of ranks: the checkpoint is damaged"
+            )
+        return ranks if ours is given else [{**state, "param_groups": given["param_groups"]} for state in ranks]
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(given)
     raise ValueError(f"a state of type {type(given).__name__}, expected a dict, or a list of those of all ranks")
@@ -59,57 +97,94 @@ class Choice(NamedTuple):
     """States of the old ranks whose residuals this rank takes over."""
     factor: float
     same_world: bool
+    is_lost: bool = False
+    """True if the state of this rank itself is missing, with the same number of ranks."""
 
 
-def old_ranks(rank: int, world_size: int, saved_world_size: int) -> list[int]:
-    """Return the ranks of a saved run whose states rank `rank` of `world_size` needs.
+def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
+    """Return the ranks of a saved run whose states rank `rank` of `world_size` needs; raise ValueError if it had none.
 
-    The state of the first one is also used for values that are the same on all ranks.
+    The state of the first one is also used for values that are the same on all ranks. It is a range, because the saved
+    world size comes from a file, and may be any number.
 
-    >>> old_ranks(1, 2, 4), old_ranks(2, 3, 2)
+    >>> list(old_ranks(1, 2, 4)), list(old_ranks(2, 3, 2))
     ([1, 3], [0])
     """
-    return list(range(rank, saved_world_size, world_size)) or [rank % saved_world_size]
+    if saved_world_size < 1:
+        raise DamagedError(f"a world size of {saved_world_size} in a checkpoint, expected 1 or more")
+    first = rank % saved_world_size
+    return range(rank, saved_world_size, world_size) or range(first, first + 1)
 
 
-def choose(given: State | Sequence[State], rank: int, world_size: int) -> Choice:
-    """Return the states that this rank needs; raise ValueError if some are missing, invalid or inconsistent."""
+def choose(given: State | Sequence[State], rank: int, world_size: int, *, strict: bool = True) -> Choice:
+    """Return the states that this rank needs; raise ValueError if some are missing, invalid or inconsistent.
+
+    strict   False: warn of those that are missing, and go on without them.
+    """
     states = as_list(given)
     for state in states:
         if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
             lacks = f"without {min(_KEYS - state.keys())}" if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"not a state that thinwire saved ({lacks}); expected its dict, or a list of all ranks'")
-        if state["format"] != FORMAT:
+            raise DamagedError(f"not a state that thinwire saved ({lacks}); expected its dict, or a list of all ranks'")
+        if type(state["format"]) is not int or state["format"] != FORMAT:
             raise ValueError(
-                f"a checkpoint of format {state['format']}, expected {FORMAT}: it was written by another version of "
-                "thinwire, whose moments and residuals mean something else; go on with that version, or load the "
+                f"a checkpoint of format {state['format']!r:.40}, expected {FORMAT}: it was written by another version "
+                "of thinwire, whose moments and residuals mean something else; go on with that version, or load the "
                 "weights alone and begin with a new optimizer"
             )
+        _check_types(state)
     if not states:
         raise ValueError("no state was given, expected one for each rank of the saved run")
     for key in ("world_size", "steps", "policy"):
         if any(state[key] != states[0][key] for state in states):
-            told = ", ".join(f"rank {state['rank']}: {state[key]}" for state in states)
-            raise ValueError(f"states that do not belong together: {key} differs ({told})")
+            listed = ", ".join(f"rank {state['rank']}: {state[key]}" for state in states)
+            raise ValueError(f"states that do not belong together: {key} differs ({listed})")
     saved_size = int(states[0]["world_size"])
     by_rank = {int(state["rank"]): state for state in states}
     needed = old_ranks(rank, world_size, saved_size)
-    missing = [old for old in needed if old not in by_rank]
-    if missing:
+    missing = list(islice((old for old in needed if old not in by_rank), 8))
+    if missing and strict:
         have = ", ".join(map(str, sorted(by_rank)))
         raise ValueError(
             f"rank {rank} of {world_size} needs the state of rank {missing[0]} of the {saved_size} that were saved, "
-            f"and was given that of {have}; give it a list of the states of all ranks"
+            f"and was given that of {have}. Residuals and momentum differ between ranks: call consolidate_state_dict() "
+            "on all ranks before rank 0 saves its state_dict(), or save the state_dict() of every rank and give "
+            "load_state_dict a list of all. To go on without what is missing, give load_state_dict strict=False"
         )
-    taken = [by_rank[old] for old in needed if old < saved_size and old % world_size == rank]
-    return Choice(by_rank[needed[0]], taken, world_size / saved_size, world_size == saved_size)
+    if missing:
+        warnings.warn(
+            f"no state of rank {', '.join(map(str, missing))} of the {saved_size} that were saved: what was not sent, "
+            "and the share of the momentum, are lost",
+            stacklevel=3,
+        )
+    taken = [by_rank[old] for old in needed if old < saved_size and old % world_size == rank and old in by_rank]
+    return Choice(
+        alike=by_rank.get(needed[0], states[0]),
+        taken=taken,
+        factor=world_size / saved_size,
+        same_world=world_size == saved_size,
+        is_lost=world_size == saved_size and rank not in by_rank,
+    )
+
+
+def _check_types(state: State) -> None:
+    """Raise DamagedError if a value of a state has a type or a size that thinwire does not save."""
+    for name, kind in _TYPES.items():
+        value = state[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise DamagedError(f"{name} is of type {type(value).__name__} in a saved state: the checkpoint is damaged")
+    if not 0 <= state["rank"] < state["world_size"] or state["steps"] < 0:
+        raise DamagedError(
+            f"rank {state['rank']} of {state['world_size']} with {state['steps']} steps in a saved state: the "
+            "checkpoint is damaged"
+        )
 
 
 def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> NamedVectors:
     """Return the vectors of this rank, merged from those of the states that it takes over."""
     made = NamedVectors()
     if choice.same_world:
-        made.load(vectors[0])
+        made.load(vectors[0] if vectors else {})
         return made
     names = {name: tensor for named in vectors for name, tensor in named.items()}
     made.load(
@@ -143,11 +218,26 @@ def check_same(name: str, saved: object, here: object) -> None:
     )
 
 
+def check_shards(states: Sequence[State], here: list[int] | None) -> None:
+    """Raise ValueError if states are of another shard of a sharded model than that here.
+
+    here   the number of this rank's shard, and of shards; None if the model is not sharded.
+    """
+    for state in states:
+        found = state.get("shard")
+        if (None if found is None else list(found)) != here:
+            listed = ["no shard" if one is None else f"shard {one[0]} of {one[1]}" for one in (found, here)]
+            raise ValueError(
+                f"a state of {listed[0]}, here it is {listed[1]}: save with torch.distributed.checkpoint and "
+                "thinwire.per_rank(optimizer), and load with thinwire.load_per_rank(..., owner=optimizer)"
+            )
+
+
 def check_lengths(state: State) -> None:
     """Raise ValueError if a residual in a state does not have the size of its parameter."""
     for name, residual in state["residuals"].items():
         if not isinstance(residual, Tensor) or residual.numel() != state["entries"].get(name):
-            raise ValueError(
+            raise DamagedError(
                 f"the residual of {name!r} in the checkpoint of rank {state['rank']} does not have the "
                 f"{state['entries'].get(name, 'no')} elements of its parameter: the checkpoint is damaged"
             )

@@ -1,5 +1,6 @@
-"""Data types of a step: the updates of an optimizer, runs that are being sent, and their results."""
+"""Data types of a step: the updates of an optimizer, slices that are being sent, and their results."""
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +15,7 @@ from ..collectives.request import Request
 from ..compressors import Compressor
 from ..kernels.recording import Recording
 from ..kernels.updates import Update
-from .buckets import Bucket, Packed, Run
+from .buckets import Bucket, Packed, Slice
 from .residuals import NamedVectors
 
 
@@ -30,8 +31,8 @@ class Mode(Enum):
 class Rule(Protocol):
     """The rule by which an optimizer makes updates from gradients, for one parameter group at one step."""
 
-    def update(self, run: Run, moments: Sequence[Tensor], factor: float) -> Update:
-        """Return the update of a run, whose gradient is first multiplied by `factor`."""
+    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> Update:
+        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +59,38 @@ class Updates:
 
 
 class Average(NamedTuple):
-    """The averages of one run. The memory is reused for the next run."""
+    """The averages of one slice. The memory is reused for the next slice."""
 
-    run: Run
+    slice: Slice
     flat: Tensor
-    """Averages over all ranks, one parameter after the other as in `run`."""
+    """Averages over all ranks, one parameter after the other as in `slice`."""
     is_update: bool
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and averages of each parameter; gaps are left out."""
-        for name, part in zip(self.run.names, self.flat.split(list(self.run.sizes)), strict=True):
+        for name, part in zip(self.slice.names, self.flat.split(list(self.slice.sizes)), strict=True):
             if name is not None:
                 yield name, part
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The objects that are prepared once for sending a run: its request, its buffers and a recording."""
+    """The objects that are prepared once for sending a slice: its request, its buffers and a recording."""
 
-    run: Run
+    slice: Slice
     request: Request
     buffers: Buffers
     recording: Recording | None
     """Recording of the GPU work that makes the payload; None if it cannot be recorded."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """A number that no other slot has or had, for the keys of recordings."""
 
 
 @dataclass
 class Sent:
-    """A run that is being sent in the current step."""
+    """A slice that is being sent in the current step."""
 
-    run: Run
+    slice: Slice
     gradient: Tensor
     """A slice of the bucket; for packed parameters, a copy of their gradients."""
     source: Tensor
@@ -100,9 +103,11 @@ class Sent:
     """Places of packed parameters: the bucket's tensor, and their elements in it."""
     key: Hashable = None
     """Everything that encoding depends on; None if it cannot be recorded."""
+    origin: Hashable = None
+    """Of packed parameters: the addresses of the buckets they are copied from, and the factors of the copy."""
 
 
-class Waiting(NamedTuple):
+class PackedGradients(NamedTuple):
     """Packed parameters of one bucket that wait to be sent together with those of other buckets."""
 
     bucket: Bucket
@@ -140,9 +145,10 @@ class StepRecord:
     handles: list[Handle] = field(default_factory=list)
     layout: list[tuple[str, ...]] = field(default_factory=list)
     """Parameter names of each bucket, in the order in which the buckets came."""
-    entries: dict[str, int] = field(default_factory=dict)
+    numels: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
-    whole_at: float = 0.0
+    bytes_dense_between_nodes: int = 0
+    closed_at: float = 0.0
     """Time of `time.perf_counter` at which the last bucket was added."""
     waited: float = 0.0
     """Seconds for which the caller waited for the exchange."""
@@ -158,7 +164,7 @@ class StepRecord:
     """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 
     @property
-    def passes_on(self) -> bool:
+    def is_sent_by_torch(self) -> bool:
         """Return whether torch's own all-reduce sends this step."""
         return self.mode is Mode.TORCH
 

@@ -36,7 +36,7 @@ class Policy:
     """The compressor of each parameter at each step.
 
     compressor        for all compressed parameters without an override. "default" is `default_compressor` for the
-                      number of ranks. "auto" chooses the quickest compressor for each bucket, by the times of the first
+                      number of ranks. "auto" chooses the fastest compressor for each bucket, by the times of the first
                       steps.
     min_numel         parameters with fewer elements, such as biases and norms, are sent together, by
                       `small_compressor`: they cost few bytes, and matter much.
@@ -88,7 +88,7 @@ class Policy:
                 raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
         if self.adapt_every and not isinstance(self.final, TopK):
             given = AUTO if self.auto else format_spec(self.final)
-            raise ValueError(f"adapt_every with {given}, expected a topk: it is ratios that are shared")
+            raise ValueError(f"adapt_every with {given}, expected a topk: only ratios can be adapted")
 
     @property
     def auto(self) -> bool:
@@ -137,7 +137,7 @@ class Policy:
         given = (self.final, *(shared or {}).values(), *self.overrides.values())
         return all(isinstance(one, NoCompression) for one in given)
 
-    def goes_dense(self, name: str) -> bool:
+    def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
         return (
             not _fits(name, self.include)
@@ -147,7 +147,7 @@ class Policy:
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
-        return numel < self.min_numel and not self.goes_dense(name)
+        return numel < self.min_numel and not self.is_excluded(name)
 
     def _of_layer(self, name: str) -> Compressor | None:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
@@ -159,7 +159,7 @@ class Policy:
 
         shared   compressors by parameter, from `share_bytes` or "auto".
         """
-        if self.goes_dense(name):
+        if self.is_excluded(name):
             return DENSE
         if self.is_small(name, numel):
             compresses = not self.is_dense(step, shared) and not self.is_dense(self.warmup_steps, shared)
@@ -174,7 +174,7 @@ class Policy:
 
     def adapts(self, name: str, numel: int) -> bool:
         """Return whether this parameter takes part when bytes are redistributed."""
-        compressed = not self.goes_dense(name) and not self.is_small(name, numel)
+        compressed = not self.is_excluded(name) and not self.is_small(name, numel)
         return bool(self.adapt_every) and compressed and self._of_layer(name) is None
 
     def check_order(self) -> None:
@@ -185,7 +185,7 @@ class Policy:
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
         if True in compressed and not all(compressed[compressed.index(True) :]):
-            raise ValueError("a phase of none after one that compresses: what is owed by then would never be sent")
+            raise ValueError("a dense warm-up phase follows a compressed one: residuals would never be sent")
 
     def check_patterns(self, names: Collection[str]) -> None:
         """Raise ValueError for a pattern that fits no parameter, because that is usually a mistake."""
@@ -255,7 +255,7 @@ def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Comp
     """
     last = parsed(final)
     if not isinstance(last, TopK):
-        raise ValueError(f"a ramp to {format_spec(last)}, expected a topk: it is the ratio that falls")
+        raise ValueError(f"a ramp to {format_spec(last)}, expected a topk: a ramp lowers the ratio")
     ratio = Fraction(TopK(ratio=start).ratio)  # type: ignore[arg-type]
     ratios = []
     while ratio > Fraction(last.ratio):
@@ -280,7 +280,7 @@ def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, flo
 
     A layer's share grows with the root mean square of its residual: most is sent where elements are largest, as top-k
     does inside a layer. Ratios are those of `base` times a power of two from 1/4 to 4, so that neighbours often stay in
-    one run and every layer sends some elements.
+    one slice and every layer sends some elements.
 
     >>> base = TopK(ratio="1/64", bits=2)
     >>> made = share_bytes(base, {"a": 40960, "b": 40960}, {"a": 16.0, "b": 1.0})

@@ -41,7 +41,7 @@ class NamedVectors:
         A name of None stands for a gap, whose elements belong to no parameter.
         """
         with self._lock:  # backward may run in a thread of its own
-            return self._slice(names, sizes, dtype, device)
+            return self._slice(names, sizes=sizes, dtype=dtype, device=device)
 
     def _slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device

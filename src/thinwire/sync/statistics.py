@@ -21,6 +21,14 @@ class SyncStats:
     """Bytes sent by this rank."""
     bytes_dense: int = 0
     """Bytes that a dense ring all-reduce of the same gradients would have sent."""
+    bytes_between_nodes: int = 0
+    """Part of `bytes_sent` that was sent between nodes; with one group, all of it."""
+    bytes_dense_between_nodes: int = 0
+    """Bytes that this rank would have sent between nodes if its share of the gradients had been sent dense."""
+    warmup_bytes_sent: int = 0
+    """Part of `bytes_sent` until the end of the warm-up, and of the trials of "auto"."""
+    warmup_bytes_dense: int = 0
+    """Part of `bytes_dense` until then."""
     last_bytes_sent: int = 0
     """Bytes sent by this rank in the last step, and in averages after it."""
     messages: int = 0
@@ -38,25 +46,45 @@ class SyncStats:
     """Number of operations by algorithm."""
 
     @property
-    def ratio(self) -> float:
-        """Return the dense bytes divided by the bytes sent; 1.0 before the first step."""
-        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+    def reduction(self) -> float:
+        """Return the dense bytes divided by the bytes sent, over the whole run; 1.0 before the first step."""
+        return _reduction(self.bytes_dense, self.bytes_sent)
 
-    def add(self, step: StepRecord) -> None:
-        """Count a step that was taken or skipped."""
+    @property
+    def reduction_after_warmup(self) -> float:
+        """Return the same for the steps after the warm-up; 1.0 before the first of them."""
+        return _reduction(self.bytes_dense - self.warmup_bytes_dense, self.bytes_sent - self.warmup_bytes_sent)
+
+    @property
+    def reduction_between_nodes(self) -> float:
+        """Return the same for what is sent between nodes; with one group, the same as `reduction`."""
+        return _reduction(self.bytes_dense_between_nodes, self.bytes_between_nodes)
+
+    @property
+    def bytes_inside_nodes(self) -> int:
+        """Return the bytes that this rank has sent inside its node, where nothing is compressed."""
+        return self.bytes_sent - self.bytes_between_nodes
+
+    def add(self, step: StepRecord, *, warms_up: bool = False) -> None:
+        """Count a step that was taken or skipped; `warms_up` if it is one of the warm-up."""
         counts = step.finite is not False
         self.steps, self.skipped = self.steps + counts, self.skipped + (not counts)
         self.skipped_in_a_row = 0 if counts else self.skipped_in_a_row + 1
         self.last_bytes_sent = 0
         self.bytes_dense += step.bytes_dense
+        self.bytes_dense_between_nodes += step.bytes_dense_between_nodes
         for handle in step.handles:
             self._count(handle.report)
-        self._add_blocked({**_worked(step.handles, step.whole_at), "exchange": step.waited})
+        if warms_up:
+            self.warmup_bytes_sent, self.warmup_bytes_dense = self.bytes_sent, self.bytes_dense
+        self._add_blocked({**_worked(step.handles, step.closed_at), "exchange": step.waited})
 
     def add_averages(self, handles: Sequence[Handle], started: float) -> None:
         """Count operations outside a step, for which the caller has waited since `started`."""
         for handle in handles:
             self._count(handle.report)
+        if self.bytes_dense == self.warmup_bytes_dense:  # averages at the end of the warm-up are a part of it
+            self.warmup_bytes_sent = self.bytes_sent
         self._block(handles, started)
 
     def _block(self, handles: Sequence[Handle], since: float) -> None:
@@ -70,11 +98,16 @@ class SyncStats:
 
     def _count(self, report: Report) -> None:
         self.bytes_sent += report.bytes_sent
+        self.bytes_between_nodes += report.bytes_between_nodes
         self.last_bytes_sent += report.bytes_sent
         self.messages += report.messages
         self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
         for phase, seconds in report.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+def _reduction(dense: int, sent: int) -> float:
+    return dense / sent if sent else 1.0
 
 
 def _worked(handles: Sequence[Handle], since: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..collectives import ShardState
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
+from ..collectives.groups import Group
 from ..collectives.handle import Handle, copied
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
@@ -33,9 +34,10 @@ from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import AdamUpdate, Update
 from .assignment import Assignment
-from .buckets import Bucket, Packed, Run
-from .parts import Average, Mode, Sent, Slot, StepRecord, Updates, Waiting
+from .buckets import Bucket, Packed, Slice
+from .parts import Average, Mode, PackedGradients, Sent, Slot, StepRecord, Updates
 from .policy import DENSE
+from .shards import ShardGroup
 from .workspace import Workspace
 
 PACKED_BYTES = 1 << 20
@@ -48,13 +50,14 @@ They are sent together because every operation has a cost, even a small one.
 class Owner(Protocol):
     """The part of `Synchronizer` that a step uses."""
 
-    group: Any
+    group: Group
     timeout: float | timedelta | None
     algorithm: str
     shard_compressor: Compressor | None
     max_bytes: int | None
     wanted_layout: list[tuple[str, ...]]
     workspace: Workspace
+    shards: ShardGroup | None
 
     @property
     def assignment(self) -> Assignment:
@@ -66,8 +69,8 @@ class Owner(Protocol):
     def number_operations(self, device: torch.device) -> list[Operation]:
         """Return the next operations on the group's channels."""
 
-    def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a run, and the state of the shards that this rank owns."""
+    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return the residual of a slice, and the state of the shards that this rank owns."""
 
 
 @dataclass(kw_only=True)
@@ -79,8 +82,10 @@ class Step(StepRecord):
     """True if all buckets are collected before the first is sent."""
     rank: int
     world_size: int
+    nodes: int
+    """Number of nodes; with one group, that of ranks."""
     _encodes_here: bool = False
-    """True if a run was encoded in the backward pass, and not by a replay that the wire starts."""
+    """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
     _held: int = 0
     """Bytes of payloads that are held until the step ends."""
     _sent: list[Sent] = field(default_factory=list)
@@ -88,7 +93,7 @@ class Step(StepRecord):
     _regrouped: list[Bucket] = field(default_factory=list)
     _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
     """Buckets that torch's own all-reduce sums."""
-    _packed: list[Waiting] = field(default_factory=list)
+    _packed: list[PackedGradients] = field(default_factory=list)
     """Packed parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
     """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
@@ -98,11 +103,12 @@ class Step(StepRecord):
     def add(self, bucket: Bucket, *, last: bool) -> None:
         """Add one bucket, and send it; if buckets are collected, the last one sends them all."""
         if last:
-            self.whole_at = time.perf_counter()
+            self.closed_at = time.perf_counter()
         self._buckets.append(bucket)
         self.layout.append(bucket.names)
-        self.entries.update(zip(bucket.names, bucket.sizes, strict=True))
+        self.numels.update(zip(bucket.names, bucket.sizes, strict=True))
         self.bytes_dense += ring(bucket.tensor.nbytes, self.world_size)
+        self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self.nodes // self.world_size, self.nodes)
         if not self.collects:
             self._send(bucket, last)
         elif last:
@@ -115,7 +121,7 @@ class Step(StepRecord):
         """Compute the clipping factor, and return all buckets: as they came, or regrouped by `sync.wanted_layout`."""
         parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
         if self.updates is not None and self.updates.max_norm is not None:
-            self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())])
+            self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())], self.sync.shards)
             if self.updates.numbers is not None:
                 self.updates.numbers[:, :2].mul_(self._clip)
         layout = self.sync.wanted_layout
@@ -130,7 +136,7 @@ class Step(StepRecord):
     def _send(self, bucket: Bucket, last: bool) -> None:
         issued, first = time.perf_counter(), len(self.handles)
         if self.mode is Mode.TORCH:
-            self._pass_on(bucket)
+            self._all_reduce_by_torch(bucket)
         else:
             self._encode(bucket, last)
         self.marks.append((bucket.names, issued, first, len(self.handles)))
@@ -143,7 +149,7 @@ class Step(StepRecord):
         side.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(side)
 
-    def _pass_on(self, bucket: Bucket) -> None:
+    def _all_reduce_by_torch(self, bucket: Bucket) -> None:
         tensor, size = bucket.tensor, self.world_size
         if self.updates is not None:  # an optimizer's gradients must not change
             tensor = self._as_gradient(tensor.clone())
@@ -157,21 +163,23 @@ class Step(StepRecord):
     def _encode(self, bucket: Bucket, last: bool) -> None:
         tensor, plan = bucket.tensor, self.sync.assignment.plan(bucket, self)
         for compressor, parts in plan.packed_by_compressor:
-            self._packed.append(Waiting(bucket, parts, compressor, self._copied(tensor, parts)))
+            self._packed.append(
+                PackedGradients(bucket=bucket, parts=parts, compressor=compressor, copied=self._copied(tensor, parts))
+            )
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             with self._stream(tensor.device):
                 self._send_packed()  # first, because encoding them takes little time
-        for run in plan.runs:
-            known = None if self._encodes_here else self._known(run, tensor)
+        for slice_ in plan.slices:
+            known = None if self._encodes_here else self._sent_before(slice_, tensor)
             if known is not None:
                 self._send_again(known)
                 continue
-            # Encoding takes several kernels and memory that all runs share: no replay may come between them.
+            # Encoding takes several kernels and memory that all slices share: no replay may come between them.
             self._encodes_here = True
             for sent in self._sent:
                 sent.reduction.wait_until_replayed()
             with self._stream(tensor.device):
-                self._send_run(run, tensor[run.start : run.stop])
+                self._send_slice(slice_, tensor[slice_.start : slice_.stop])
 
     def _copied(self, tensor: Tensor, parts: Sequence[Packed]) -> Tensor | None:
         """Copy gradients that are overwritten before they are sent; return None for an optimizer's, which stay."""
@@ -185,19 +193,27 @@ class Step(StepRecord):
         """Return whether this step samples gradients, which a recording cannot do."""
         return self.updates is not None and bool(self.updates.sampled)
 
-    def _known(self, run: Run, bucket: Tensor) -> Sent | None:
-        """Return how a run was sent in the last step; None if it cannot be sent in the same way again."""
+    def _sent_before(self, slice_: Slice, bucket: Tensor) -> Sent | None:
+        """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
         if self.mode is not Mode.UPDATES or self._samples or self.flushes:
             return None
-        return self.sync.workspace.prepared(run, bucket, self.sync.channels_of(bucket.device))
+        return self.sync.workspace.prepared(slice_, bucket, self.sync.channels_of(bucket.device))
 
     def _send_again(self, known: Sent) -> None:
-        """Send a run as in the last step: its tensors have not moved, and encoding is a replay."""
+        """Send a slice as in the last step: its tensors have not moved, and encoding is a replay."""
         slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
         self._check_no_failure(operations)
         with refusing(operations):
             self._hold(slot)
-        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
+        reduction = Reduction(
+            request=slot.request,
+            operations=operations,
+            tensor=known.source,
+            residual=known.residual,
+            state=None,
+            key=None,
+            buffers=slot.buffers,
+        )
         side = self.sync.workspace.side_stream(known.gradient.device)
 
         def encode() -> None:
@@ -211,16 +227,24 @@ class Step(StepRecord):
 
         self._submit(replace(known, reduction=reduction), encode)
 
-    def _send_run(self, run: Run, gradient: Tensor) -> None:
-        self._sample(run, gradient)
-        update = self._update(run, gradient) if self.mode is Mode.UPDATES else None
+    def _send_slice(self, slice_: Slice, gradient: Tensor) -> None:
+        self._sample(slice_, gradient)
+        update = self._update(slice_, gradient) if self.mode is Mode.UPDATES else None
         source = gradient
         if self.mode in (Mode.UPDATES, Mode.WARMUP):
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self.sync.workspace.scratch(gradient, dtype)
-        residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.keep(run, source)
-        slot, reduction = self._begin(run, source, residual, state)
-        sent = Sent(run, gradient, source, slot, reduction, residual, update)
+        residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.residual_of(slice_, source)
+        slot, reduction = self._begin(slice_, source=source, residual=residual, state=state)
+        sent = Sent(
+            slice=slice_,
+            gradient=gradient,
+            source=source,
+            slot=slot,
+            reduction=reduction,
+            residual=residual,
+            update=update,
+        )
         if self.mode is not Mode.WARMUP and _is_recordable(update):
             sent.key = self.sync.workspace.addresses(sent)
 
@@ -230,17 +254,21 @@ class Step(StepRecord):
                     update.write(self._clipped(sent), source)
             elif self.mode is Mode.WARMUP:
                 self._as_gradient(source.copy_(gradient))
-            if run.gaps():  # packed parameters, which are sent separately
-                torch._foreach_zero_([source[begin:end] for begin, end in run.gaps()])
+            if slice_.gaps():  # packed parameters, which are sent separately
+                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps()])
             reduction.encode()
 
         self._submit(sent, lambda: self._encode_or_replay(sent, encode))
+        self._prepare(sent)
+
+    def _prepare(self, sent: Sent) -> None:
+        """Keep how a slice was sent, if the next step can do the same."""
         if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
             self.sync.workspace.prepare(sent)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
-        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[Waiting]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[PackedGradients]] = {}
         for waiting in self._packed:
             tensor = waiting.bucket.tensor
             kinds.setdefault((tensor.dtype, tensor.device, waiting.compressor), []).append(waiting)
@@ -248,54 +276,80 @@ class Step(StepRecord):
         for group in kinds.values():
             self._send_group(group)
 
-    def _send_group(self, group: Sequence[Waiting]) -> None:
-        run, packed = self.sync.workspace.packed(group)
-        self.packs.add(run.names)
-        residual, state = (None, None) if isinstance(run.compressor, NoCompression) else self.sync.keep(run, packed)
-        slot, reduction = self._begin(run, packed, residual, state, packs=True)
-        places = [(waiting.bucket.tensor, part) for waiting in group for part in waiting.parts]
-        sent = Sent(run, packed, packed, slot, reduction, residual, places=places)
+    def _send_group(self, group: Sequence[PackedGradients]) -> None:
+        slice_, packed = self.sync.workspace.packed(group)
+        self.packs.add(slice_.names)
+        origin: tuple[Hashable, ...] | None = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
-            buckets = [waiting.bucket.tensor.data_ptr() for waiting in group]
-            sent.key = *self.sync.workspace.addresses(sent), *buckets, self._clip, self.updates.scale
+            origin = *(waiting.bucket.tensor.data_ptr() for waiting in group), self._clip, self.updates.scale
+        known = None if self._encodes_here else self._sent_before(slice_, packed)
+        if known is not None and known.origin == origin:
+            self._send_again(known)
+            return
+        residual, state = (
+            (None, None) if isinstance(slice_.compressor, NoCompression) else self.sync.residual_of(slice_, packed)
+        )
+        slot, reduction = self._begin(slice_, source=packed, residual=residual, state=state, packs=True)
+        places = [(waiting.bucket.tensor, part) for waiting in group for part in waiting.parts]
+        sent = Sent(
+            slice=slice_,
+            gradient=packed,
+            source=packed,
+            slot=slot,
+            reduction=reduction,
+            residual=residual,
+            places=places,
+        )
+        if origin is not None:
+            sent.key, sent.origin = (*self.sync.workspace.addresses(sent), *origin), origin
 
         def encode() -> None:
             torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
-            self._sample(run, packed)
+            self._sample(slice_, packed)
             if self.updates is not None:
                 self._as_gradient(packed)
             reduction.encode()
 
         self._submit(sent, lambda: self._encode_or_replay(sent, encode))
+        self._prepare(sent)
 
     def _begin(
-        self, run: Run, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
+        self, slice_: Slice, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
     ) -> tuple[Slot, Reduction]:
         """Begin the operation that sends `source`, which is written later; return its slot and reduction."""
-        sync, dense = self.sync, self.flushes or isinstance(run.compressor, NoCompression)
+        sync, dense = self.sync, self.flushes or isinstance(slice_.compressor, NoCompression)
         state = None if dense else state
         operations = sync.number_operations(source.device)
         self._check_no_failure(operations)
         with refusing(operations):
             slot = sync.workspace.slot(
-                run,
+                slice_,
                 source,
                 [operation.channel for operation in operations],
                 has_residual=residual is not None,
                 state=state,
-                algorithm=self._algorithm(run.compressor, source, packs),
-                shard_compressor=None if dense or packs else sync.shard_compressor,
+                algorithm=self._algorithm(slice_.compressor, source, packs),
+                # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
+                shard_compressor=None if dense or packs or self.mode is Mode.WARMUP else sync.shard_compressor,
             )
             self._hold(slot)
             key = None
             if slot.request.draws:
-                key = mix_key(self.number, run.seed)
-                if not isinstance(run.compressor.layout(source.numel(), source.dtype), RandomKLayout):
+                key = mix_key(self.number, slice_.seed)
+                if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
                     key = mix_key(key, self.rank)  # each rank rounds by its own random draws
-            return slot, Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
+            return slot, Reduction(
+                request=slot.request,
+                operations=operations,
+                tensor=source,
+                residual=residual,
+                state=state,
+                key=key,
+                buffers=slot.buffers,
+            )
 
     def _encode_or_replay(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a run, or replay the recording of it."""
+        """Encode a slice, or replay the recording of it."""
         recording = sent.slot.recording
         if recording is None or sent.key is None or self._samples:
             encode()
@@ -303,7 +357,7 @@ class Step(StepRecord):
             sent.reduction.encode(is_replayed=True)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a run by calling `encode`, and hand the payload to the wire."""
+        """Encode a slice by calling `encode`, and hand the payload to the wire."""
         reduction = sent.reduction
         self.handles.append(reduction.handle)
         label = f"bucket {len(self.marks) + 1}, {sent.gradient.numel():,} elements"
@@ -344,13 +398,14 @@ class Step(StepRecord):
 
     # Updates of an optimizer.
 
-    def _update(self, run: Run, gradient: Tensor) -> Update:
+    def _update(self, slice_: Slice, gradient: Tensor) -> Update:
         assert self.updates is not None
         moments = [
-            vectors.slice(run.names, run.sizes, gradient.dtype, gradient.device) for vectors in self.updates.moments
+            vectors.slice(slice_.names, sizes=slice_.sizes, dtype=gradient.dtype, device=gradient.device)
+            for vectors in self.updates.moments
         ]
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
-        return self.updates.rules[run.family].update(run, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
+        return self.updates.rules[slice_.family].update(slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, sent: Sent) -> Tensor:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
@@ -370,14 +425,14 @@ class Step(StepRecord):
             copy.masked_fill_(torch.linalg.vector_norm(copy, float("inf")) > limit, torch.nan)
         return copy
 
-    def _sample(self, run: Run, gradient: Tensor) -> None:
-        """Keep samples of the gradients of a run, if the optimizer has requested them."""
+    def _sample(self, slice_: Slice, gradient: Tensor) -> None:
+        """Keep samples of the gradients of a slice, if the optimizer has requested them."""
         if self.updates is None or not self.updates.sampled:
             return
-        for name, part in zip(run.names, gradient.split(list(run.sizes)), strict=True):
+        for name, part in zip(slice_.names, gradient.split(list(slice_.sizes)), strict=True):
             if name in self.updates.sampled and part.numel():
                 factor = self._clip / self.updates.scale
-                self.samples[str(name)] = _sample(part, self.number, str(name), factor)
+                self.samples[str(name)] = _sample(part, step=self.number, name=str(name), factor=factor)
 
     # The end of a step.
 
@@ -411,7 +466,8 @@ class Step(StepRecord):
                 return None
             if not sent.places and not _is_recordable(sent.update):
                 return None
-        return tuple(self.sync.workspace.addresses(sent) for sent in self._sent)
+        # The key of packed parameters also has the clipping factor, by which applying them does not depend.
+        return tuple(self.sync.workspace.addresses(sent) if sent.places else sent.key for sent in self._sent)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -422,9 +478,9 @@ class Step(StepRecord):
             return
         for sent in self._sent:
             sent.reduction.apply(sent.gradient, None, sent.gradient)
-        for sent in self._sent:  # after all runs, because packed parameters lie in their gaps
+        for sent in self._sent:  # after all slices, because packed parameters lie in their gaps
             if sent.places:
-                averages = sent.gradient.split(list(sent.run.sizes))
+                averages = sent.gradient.split(list(sent.slice.sizes))
                 torch._foreach_copy_([bucket[part.start : part.stop] for bucket, part in sent.places], list(averages))
         if self._regrouped:
             parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
@@ -434,10 +490,17 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def averages(self) -> Iterator[Average]:
-        """Update residuals and moments, and yield the averages of one run after the other."""
+        """Update residuals and moments, and yield the averages of one slice after the other."""
         for bucket, _ in self._summed:
-            run = Run(0, bucket.tensor.numel(), DENSE, None, bucket.names, bucket.sizes)
-            yield Average(run, bucket.tensor, False)
+            slice_ = Slice(
+                start=0,
+                stop=bucket.tensor.numel(),
+                compressor=DENSE,
+                family=None,
+                names=bucket.names,
+                sizes=bucket.sizes,
+            )
+            yield Average(slice_, bucket.tensor, False)
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.gradient if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -445,9 +508,9 @@ class Step(StepRecord):
             else:
                 out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
-                if sent.residual is not None and sent.run.gaps():  # gaps have no residual
-                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.run.gaps()])
-            yield Average(sent.run, out, sent.update is not None)
+                if sent.residual is not None and sent.slice.gaps():  # gaps have no residual
+                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps()])
+            yield Average(sent.slice, out, sent.update is not None)
 
     def release(self) -> None:
         """Release the gradients, payloads and copies of a finished step."""
@@ -463,11 +526,16 @@ class Step(StepRecord):
         self.release()
 
 
-def _clip_to(updates: Updates, parts: Sequence[Tensor]) -> float | Tensor:
-    """Return the factor that clips a gradient to the norm `max_norm`; 1 if the gradient is not finite."""
+def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | None) -> float | Tensor:
+    """Return the factor that clips a gradient to the norm `max_norm`; 1 if the gradient is not finite.
+
+    The gradient of a sharded model is that of all shards.
+    """
     assert updates.max_norm is not None
     # In float64, since the square of a large float32 overflows.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    if shards is not None and shards.size > 1:
+        norms = [shards.add(torch.linalg.vector_norm(torch.stack(norms)).square()).sqrt()]
     if {norm.device for norm in norms} == {norms[0].device} and norms[0].is_cuda:
         total = torch.linalg.vector_norm(torch.stack(norms)) / updates.scale
         return torch.where(total.isfinite(), (updates.max_norm / (total + 1e-6)).clamp(max=1.0), 1.0).float()

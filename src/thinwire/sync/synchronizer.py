@@ -7,11 +7,10 @@ All buckets of a step count together: residuals change only if every bucket is f
 fills all gradients of the step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
-import logging
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import sqrt
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
-from ..collectives import Handle, ShardState, all_reduce_compressed
+from ..collectives import CollectiveError, Handle, ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout, refusing
-from ..collectives.groups import channels, check_kind, compressing_ranks, place
+from ..collectives.groups import Group, as_group, channels, check_kind, compressing_ranks, is_member, place
 from ..collectives.local import LocalGroup
 from ..collectives.plan import ALGORITHMS, given_max_bytes
 from ..collectives.transport.channel import Channel
@@ -32,16 +32,17 @@ from ..compressors import compressor as parsed
 from . import checkpoint
 from .assignment import Adaptive, Assignment, Auto
 from .auto import GRADIENTS, Choice, updates
-from .buckets import Bucket, Run, flatten, group_parameters
+from .buckets import Bucket, Slice, flatten, group_parameters, plain_name
+from .consolidate import gather_states
 from .owners import Owners
 from .parts import Mode, Updates
-from .policy import Policy, Spec
+from .policy import DENSE, Policy, Spec
 from .residuals import NamedVectors
+from .saves import Saves
+from .shards import ShardGroup, is_sharded
 from .statistics import SyncStats
 from .step import Step
 from .workspace import Workspace
-
-_log = logging.getLogger("thinwire")
 
 SKIPPED_IN_A_ROW = 20
 """A warning is given when more steps than this are skipped in a row."""
@@ -51,12 +52,13 @@ class Synchronizer:
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
     compressor        a spec such as "topk:ratio=1/64,bits=2", a `Compressor` or a `Policy`. "default" is
-                      `default_compressor`. "auto" sends the first steps by each candidate in turn, and continues with
-                      the quickest; `choice` contains the result and its reason.
+                      `default_compressor`. "auto" sends the first steps by each compressor in turn, and continues with
+                      the fastest; `choice` contains the result and its reason.
     group             as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
     algorithm         "gather", "sharded", "dense", "values" (randomk only) or "auto". Small tensors use the algorithm
                       that sends the least, or "dense".
-    shard_compressor  the compressor of sums, for "sharded"; by default it sends more elements and more bits.
+    shard_compressor  the compressor of sums, for "sharded"; by default it sends more elements and more bits, as always
+                      in the warm-up of an optimizer.
     error_feedback    False: what is not sent is lost.
     grad_scaler       the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
     max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
@@ -64,6 +66,7 @@ class Synchronizer:
     timeout           seconds for one exchange; by default that of the group.
     families          the number of each parameter's group, for optimizers, which send updates. Parameters of different
                       groups are never compressed together.
+    shards            the ranks that hold the shards of a sharded model; None if each rank has all of it.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -80,23 +83,24 @@ class Synchronizer:
         self,
         compressor: Spec | Policy,
         *,
-        group: Any = None,
+        group: Group = None,
         algorithm: str = "auto",
         shard_compressor: Spec | None = None,
         error_feedback: bool = True,
-        grad_scaler: Any = None,
+        grad_scaler: GradScaler | None = None,
         max_bytes: int | None = None,
         timeout: float | timedelta | None = None,
         families: Mapping[str, int] | None = None,
+        shards: ShardGroup | None = None,
     ) -> None:
+        group = as_group(group)
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        known = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
-        if self.policy.by_ranks and (isinstance(group, LocalGroup) or known):
+        if self.policy.by_ranks and (isinstance(group, LocalGroup) or (dist.is_initialized() and is_member(group))):
             self.policy = self.policy.for_ranks(compressing_ranks(group))
         if error_feedback and families is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
-            raise ValueError("adapt_every without error_feedback: it is by residuals that bytes are shared")
+            raise ValueError("adapt_every without error_feedback: bytes are distributed by the residuals")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         self._timeout_seconds = check_timeout(timeout)
@@ -110,9 +114,11 @@ class Synchronizer:
         )
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
-        self._families = families
-        self.entries: dict[str, int] | None = None
-        """Number of elements of every parameter, by name; None until the first step or a call of `know`."""
+        self._families, self.shards = families, shards
+        if shards is not None:
+            shards.timeout = timeout
+        self.numels: dict[str, int] | None = None
+        """Number of elements of every parameter, by name; None until they are registered."""
         self.wanted_layout: list[tuple[str, ...]] = []
         """The buckets that the next step uses, if possible, as parameter names.
 
@@ -142,6 +148,9 @@ class Synchronizer:
         """
         self._unchecked: dict[str, int] | None = None
         """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
+        self._gathered: list[dict[str, Any]] | None = None
+        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
+        self._saves = Saves()
 
     # The public interface.
 
@@ -175,13 +184,18 @@ class Synchronizer:
         """Return the assignment of compressors, which is made once the number of ranks is known."""
         if self._assignment is None:
             if self.policy.auto:
-                candidates = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
-                self._assignment = Auto(self.policy, self._families, candidates)
+                compressors = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
+                self._assignment = Auto(self.policy, self._families, compressors)
             else:
                 kind = Adaptive if self.policy.adapt_every else Assignment
                 self._assignment = kind(self.policy, self._families)
-        self._assignment.sizes = self.entries or {}
+        self._assignment.sizes = self._whole_numels
         return self._assignment
+
+    @property
+    def _whole_numels(self) -> Mapping[str, int]:
+        """Return the number of elements of each parameter, over all shards."""
+        return (self.numels or {}) if self.shards is None else self.shards.numels
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -193,7 +207,14 @@ class Synchronizer:
         return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; every rank saves its own. Tensors are not copied."""
+        """Return the state of this rank; every rank saves its own. Tensors are not copied.
+
+        After `consolidate_state_dict`, and until the next step, that of its rank has the states of all ranks inside.
+        """
+        if self._gathered is not None:
+            return checkpoint.consolidated(self._gathered, self.rank)
+        if self.stats.steps and self._channels:
+            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {})
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -202,39 +223,72 @@ class Synchronizer:
             "options": self._options(),
             "steps": self.stats.steps,
             "scale": self._scale,
-            "entries": dict(self.entries or {}),
+            "entries": dict(self.numels or {}),
             "layout": [list(names) for names in self.layout],
             "residuals": self.residuals,
             "owners": self._owners.state_dict(),
             "compressor": None if self.policy.auto else format_spec(self.policy.final),
             **self.assignment.state_dict(),
+            **({} if self.shards is None else {"shard": self.shards.place}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resume from a checkpoint: the state of this rank, or a list of the states of all ranks.
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
+
+        All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
+        """
+        device = next(iter(self._channels), torch.device("cpu"))
+        self._gathered = None
+        self._gathered = self.gather(self.state_dict(), to, device)
+
+    def gather(self, state: Mapping[str, Any], to: int, device: torch.device) -> list[dict[str, Any]] | None:
+        """Return the states of all ranks by rank, in CPU memory, on rank `to`, and None on the other ranks."""
+        return gather_states(state, group=self.group, device=device, to=to, timeout=self._timeout_seconds)
+
+    def reset(self) -> None:
+        """Forget all steps and residuals."""
+        self.drop()
+        self._vectors, self._owners, self._scale, self._gathered = NamedVectors(), Owners(), 1.0, None
+        self.stats, self.finite = SyncStats(), None
+        self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
+        self._assignment = None
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        choice: checkpoint.Choice | None = None,
+    ) -> None:
+        """Resume from a checkpoint: the state of this rank, a consolidated state, or a list of those of all ranks.
 
         Another world size needs all states. Their residuals are then shared among the ranks here.
+
+        strict   False: states of ranks may be missing. Their residuals are lost, and a warning names them.
+        choice   what an optimizer has chosen of the states.
         """
         self.drop()
-        choice = checkpoint.choose(state, self.rank, self.world_size)
+        choice = choice or checkpoint.choose(state, self.rank, self.world_size, strict=strict)
         saved = choice.alike
+        checkpoint.check_shards([choice.alike, *choice.taken], None if self.shards is None else self.shards.place)
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
         options, here = saved["options"], self._options()
         checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
-        checkpoint.check_model(saved["entries"], self.entries)
+        checkpoint.check_model(saved["entries"], self.numels)
         for taken in choice.taken:
             checkpoint.check_lengths(taken)
         owners = Owners()
-        if choice.same_world and options == here:
+        if choice.same_world and options == here and not choice.is_lost:
             vectors = checkpoint.merge(choice, [saved["residuals"]])
             owners.load_state_dict(saved["owners"])
         else:
             vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
         self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
+        self._gathered = None
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
         self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
         self._fresh, self._loaded = not self.layout, True
-        self._unchecked = dict(saved["entries"]) if self.entries is None else None
+        self._unchecked = dict(saved["entries"]) if self.numels is None else None
         self.assignment.load_state_dict(saved, same_world=choice.same_world)
 
     def _options(self) -> dict[str, Any]:
@@ -243,18 +297,30 @@ class Synchronizer:
 
     # For integrations and optimizers.
 
-    def know(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def register_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Register the model's parameters, including frozen ones; only the first call has an effect.
 
         Raises ValueError if they do not fit the policy or a checkpoint.
         """
-        if self.entries is not None:
+        if self.numels is not None:
             return
-        entries = {name: parameter.numel() for name, parameter in named}
-        self.policy.check_patterns(entries.keys())
+        numels = {}
+        for name, parameter in named:
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"parameter {name!r} is sharded, expected a plain tensor; for a model sharded by fully_shard use "
+                    "thinwire.AdamW, or thinwire.attach(model, ...), with group="
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} is complex, expected real numbers: make the parameter real, and take "
+                    "torch.view_as_complex of it where it is used"
+                )
+            numels[name] = parameter.numel()
+        self.policy.check_patterns(numels.keys())
         if self._unchecked is not None:
-            checkpoint.check_model(self._unchecked, entries)
-        self.entries, self._unchecked = entries, None
+            checkpoint.check_model(self._unchecked, numels)
+        self.numels, self._unchecked = numels, None
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
         """Send one bucket of a step. Call `finish` after the last one."""
@@ -276,24 +342,25 @@ class Synchronizer:
         self._follow_scale()
         number = self.stats.steps
         flushes = self.assignment.begin(self, number, device)
-        passes_on = (
+        is_sent_by_torch = (
             (updates is None or (self.policy.auto and device.type == "cpu"))
             and self.assignment.is_dense(number)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
-        self.workspace.forget_moved(self._vectors, updates)
+        self.workspace.drop_moved(self._vectors, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
         collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
         rank, world_size = place(self.group)
         self._step = Step(
             sync=self,
             number=number,
-            mode=Mode.TORCH if passes_on else mode,
+            mode=Mode.TORCH if is_sent_by_torch else mode,
             updates=updates,
             collects=collects,
             flushes=flushes,
             rank=rank,
             world_size=world_size,
+            nodes=compressing_ranks(self.group),
         )
         return self._step
 
@@ -321,9 +388,11 @@ class Synchronizer:
         """Wait until the step is exchanged, and return it; raise any error. Nothing has changed so far."""
         step, self._step = self._step, None
         if step is None or not step.closed:
-            raise RuntimeError("no step to finish: its buckets have not come")
+            raise RuntimeError("finish() without a step: add all buckets first")
         try:
             step.wait()
+            if self.shards is not None:
+                step.finite = self.shards.all_finite(step.finite)
         except Exception:
             step.abandon()
             raise
@@ -332,12 +401,33 @@ class Synchronizer:
             raise
         return step
 
+    @contextmanager
+    def reporting(self, device: torch.device) -> Iterator[None]:
+        """Report an error of the `with` block to the other shards, and to the other replicas of this shard.
+
+        Without shards it is not reported: the other ranks find out in their next exchange.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.shards is not None:
+                is_theirs = self.shards.has_raised(error)
+                if is_theirs or not isinstance(error, CollectiveError):  # else all ranks of the group know it
+                    for operation in self.number_operations(device):
+                        operation.refuse(str(error))
+                if not is_theirs:
+                    self.shards.report(error)
+            raise
+
     def count(self, step: Step) -> None:
         """Count a step that was applied or skipped, and release it. Steps are counted only here."""
-        self.stats.add(step)
+        self._gathered = None
+        self._saves.check()
+        tries = self.policy.auto and self.choice is None
+        self.stats.add(step, warms_up=tries or step.number < self.policy.warmup_steps)
         if step.finite is not False:
-            self.entries, self.layout = {**(self.entries or {}), **step.entries}, step.layout
-            self.wanted_layout = self.layout if self._fresh and not step.passes_on else []
+            self.numels, self.layout = {**(self.numels or {}), **step.numels}, step.layout
+            self.wanted_layout = self.layout if self._fresh and not step.is_sent_by_torch else []
             self._fresh = False
         self._warn_of_skipped()
         self.finite, self.last_step = step.finite, step
@@ -346,7 +436,7 @@ class Synchronizer:
         if step.finite is not False:
             self.assignment.ended(step)
             if step.flushes:
-                self._forget(step.entries)
+                self._forget(step.numels)
 
     @property
     def is_pending(self) -> bool:
@@ -356,17 +446,18 @@ class Synchronizer:
     @property
     def pending_names(self) -> Collection[str]:
         """Return the names of the parameters whose gradients were sent in the step under way."""
-        return () if self._step is None else self._step.entries
+        return () if self._step is None else self._step.numels
 
     def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
         """Yield gradients without DDP, as (bucket, whether it is the first, whether it is the last).
 
         Raises ValueError for gradients that cannot be sent; the other ranks, which wait for this one, get the reason.
         """
+        named = [(plain_name(name), p) for name, p in named]
         trained = [(name, p) for name, p in named if p.requires_grad]
         try:
             groups = group_parameters(trained)
-            self.know(named)
+            self.register_parameters(named)
         except ValueError as error:
             with suppress(ValueError), refusing(self.number_operations(trained[0][1].device)):
                 raise error
@@ -403,6 +494,11 @@ class Synchronizer:
             handle.wait()
         self.stats.add_averages(handles, started)
 
+    def average_over_all(self, tensor: Tensor) -> Tensor:
+        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
+        self.average([tensor], DENSE)
+        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
+
     @property
     def rank(self) -> int:
         """Return the rank of this process among all ranks that take part."""
@@ -413,14 +509,14 @@ class Synchronizer:
         """Return the number of ranks that take part."""
         return place(self.group)[1]
 
-    def take_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
+    def pop_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return the residuals of these parameters, and remove them here; the caller must apply them."""
         self.fold_owners()
         taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
         self._forget(taken)
         return taken
 
-    def owes(self, name: str) -> bool:
+    def has_residual(self, name: str) -> bool:
         """Return whether this rank has a residual for a parameter."""
         return name in self._vectors
 
@@ -428,12 +524,12 @@ class Synchronizer:
         """Add the residuals of the shards that this rank owns to its own residuals."""
         self._owners.fold(self._vectors)
 
-    def keep(self, run: Run, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a run, and the state of the shards that this rank owns; None if they are not kept."""
-        if not self.error_feedback or not run.compressor.contracts:
+    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
+        if not self.error_feedback or not slice_.compressor.contracts:
             return None, None
-        state = self._owners.state(run, self._vectors)
-        return self._vectors.slice(run.names, run.sizes, tensor.dtype, tensor.device), state
+        state = self._owners.state(slice_, self._vectors)
+        return self._vectors.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
 
     def number_operations(self, device: torch.device) -> list[Operation]:
         """Return the next operations on the group's channels."""
@@ -468,16 +564,16 @@ class Synchronizer:
             self._warned_of_skipped = True
             warnings.warn(
                 f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
-                "too large to be squared, on some rank: training stands still. Look for a loss that is NaN or Inf; try "
+                "too large to be squared, on some rank: training makes no progress. Look for a loss of NaN or Inf; try "
                 "a lower learning rate, or max_grad_norm",
                 stacklevel=4,
             )
 
     def _check(self, bucket: Bucket) -> None:
-        if self.entries is None:
+        if self.numels is None:
             return
         for name, size in zip(bucket.names, bucket.sizes, strict=True):
-            known = self.entries.get(name)
+            known = self.numels.get(name)
             if known is not None and known != size:
                 raise ValueError(
                     f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one model"
@@ -485,15 +581,15 @@ class Synchronizer:
 
     def _follow_scale(self) -> None:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
-        enabled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
-        scale = float(self.grad_scaler.get_scale()) if enabled else 1.0
+        scaler = self.grad_scaler
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         if scale != self._scale:
             self._vectors.scale(scale / self._scale, self._is_gradient)
             self._owners.scale(scale / self._scale, self._is_gradient)
         self._scale = scale
 
     def _is_gradient(self, name: str) -> bool:
-        return self._families is None or self.policy.is_small(name, (self.entries or {}).get(name, 0))
+        return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
 
     def _forget(self, names: Collection[str]) -> None:
         """Free the residuals of these parameters."""

@@ -1,4 +1,4 @@
-"""The trials of `compressor="auto"`: each candidate sends some of the first steps, and is timed.
+"""The trials of `compressor="auto"`: each compressor sends some of the first steps, and is timed.
 
     step     0 1 | 2 3 4 5 | 6 7 8 9 | ...                        two steps in which DDP builds its buckets
     sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
@@ -6,7 +6,7 @@
 The first step of a turn is not timed, because it makes plans and may compile kernels. The time of a step is that from
 its first bucket to the first bucket of the next step. So it includes everything: waiting, encoding during the backward
 pass, and the optimizer. The median of a turn counts. Of two turns, the quicker one counts for dense, and the slower one
-for the other candidates. So a moment in which the machine or the network is slow may cost a gain, but seldom makes
+for the other compressors. So a moment in which the machine or the network is slow may cost a gain, but seldom makes
 training slower than dense.
 """
 
@@ -24,32 +24,32 @@ from .parts import StepRecord
 BEFORE = 2
 """Number of steps after which DDP has rebuilt its buckets."""
 TURNS, STEPS = 2, 4
-"""Number of turns of each candidate, and number of steps in a turn."""
+"""Number of turns of each compressor, and number of steps in a turn."""
 
 
-def schedule(candidates: Sequence[Compressor]) -> list[int]:
-    """Return the candidate of each step of the trials.
+def schedule(compressors: Sequence[Compressor]) -> list[int]:
+    """Return the number of the compressor of each step of the trials.
 
-    Sparse candidates come last, because going back from updates to gradients has a cost.
+    Sparse compressors come last, because going back from updates to gradients has a cost.
 
     >>> from thinwire.sync.auto import updates
     >>> "".join(map(str, schedule(updates(2))))
     '000011110000111122222222'
     """
-    dense = [number for number, one in enumerate(candidates) if not one.sparse]
-    sparse = [number for number, one in enumerate(candidates) if one.sparse]
+    dense = [number for number, one in enumerate(compressors) if not one.sparse]
+    sparse = [number for number, one in enumerate(compressors) if one.sparse]
     return [number for order in (dense, sparse) for _ in range(TURNS) for number in order for _ in range(STEPS)]
 
 
 class Trials:
-    """The candidate of each step, the measurements, and finally the choice.
+    """The compressor of each step, the measurements, and finally the choice.
 
-    candidates   the compressors to try, the densest first.
+    compressors   the compressors to try, the densest first.
     start        the first step of the trials, or `BEFORE` if that is later.
     """
 
-    def __init__(self, candidates: Sequence[Compressor], start: int) -> None:
-        self.candidates, self._schedule = tuple(candidates), schedule(candidates)
+    def __init__(self, compressors: Sequence[Compressor], start: int) -> None:
+        self.compressors, self._schedule = tuple(compressors), schedule(compressors)
         self.choice: Choice | None = None
         """The choice; None until it is made."""
         self._begin_at(max(BEFORE, start), {})
@@ -62,9 +62,9 @@ class Trials:
         self._start, self._previous = start, dict(previous)
         self._measured: Measured | None = None
         self._mixture: Choice | None = None
-        """The mixture that is tried after all candidates, if there is one."""
+        """The mixture that is tried after all compressors, if there is one."""
         self._steps: dict[int, list[list[float]]] = {}
-        """Seconds of the steps of each turn, by candidate; the mixture has the number after the last candidate."""
+        """Seconds of the steps of each turn, by compressor; the mixture has the number after the last one."""
         self._held: dict[tuple[str, ...], dict[int, list[float]]] = {}
         self._ready: dict[tuple[str, ...], list[float]] = {}
         self._open: tuple[int, float] | None = None
@@ -94,23 +94,23 @@ class Trials:
         """Return the compressor of each of these parameters at a step; the same object as long as nothing changes."""
         if self.choice is not None:
             return self.choice.compressors
-        number = self._candidate(step)
+        number = self._number(step)
         if number is None:
             return self._previous
-        if number == len(self.candidates):
+        if number == len(self.compressors):
             assert self._mixture is not None
             return self._mixture.compressors
-        if len(self._uniform) != len(names) or next(iter(self._uniform.values()), None) is not self.candidates[number]:
-            self._uniform = dict.fromkeys(names, self.candidates[number])
+        if len(self._uniform) != len(names) or next(iter(self._uniform.values()), None) is not self.compressors[number]:
+            self._uniform = dict.fromkeys(names, self.compressors[number])
         return self._uniform
 
     def tries_gradients(self, step: int) -> bool:
         """Return whether an optimizer sends gradients instead of updates at this step.
 
-        It does if the step tries a candidate that is not sparse: going from gradients to updates is easy, but not back.
+        It does if the step tries a compressor that is not sparse: from gradients to updates is easy, but not back.
         """
-        number = None if self.choice is not None else self._candidate(step)
-        return number is not None and number < len(self.candidates) and not self.candidates[number].sparse
+        number = None if self.choice is not None else self._number(step)
+        return number is not None and number < len(self.compressors) and not self.compressors[number].sparse
 
     def is_timed(self, step: int) -> bool:
         """Return whether a time measurement begins or ends with this step."""
@@ -125,10 +125,10 @@ class Trials:
 
     def ended(self, step: StepRecord) -> None:
         """Record the times of each bucket, after all buckets of a step were exchanged."""
-        number = None if self.choice is not None else self._candidate(step.number)
-        if number is None or number == len(self.candidates) or self._is_first(step.number):
+        number = None if self.choice is not None else self._number(step.number)
+        if number is None or number == len(self.compressors) or self._is_first(step.number):
             return
-        if step.passes_on and any(handle.ended is None for handle in step.handles):
+        if step.is_sent_by_torch and any(handle.ended is None for handle in step.handles):
             return  # an operation has not ended yet
         began, busy, until = step.marks[0][1], 0.0, 0.0
         for _, issued, first, last in step.marks:
@@ -143,12 +143,12 @@ class Trials:
     def numbers(self, layout: Sequence[tuple[str, ...]]) -> list[float]:
         """Return the measurements of this rank, to be averaged over ranks; NaN where nothing was measured."""
         if self._mixture is not None:
-            return [self._step_seconds(len(self.candidates))]
-        found = [self._step_seconds(number) for number in range(len(self.candidates))]
+            return [self._step_seconds(len(self.compressors))]
+        found = [self._step_seconds(number) for number in range(len(self.compressors))]
         for names in layout:
             held = self._held.get(names, {})
             found.append(median(self._ready.get(names, [nan])))
-            found += [median(held.get(number, [nan])) for number in range(len(self.candidates))]
+            found += [median(held.get(number, [nan])) for number in range(len(self.compressors))]
         return found
 
     def decide(self, averages: Sequence[float], layout: Sequence[tuple[str, ...]]) -> None:
@@ -160,10 +160,10 @@ class Trials:
             assert self._measured is not None
             self.choice = confirm(self._mixture, self._measured, averages[0])
             return
-        count = len(self.candidates)
+        count = len(self.compressors)
         rows = [averages[count + (count + 1) * row :][: count + 1] for row in range(len(layout))]
         self._measured = Measured(
-            tuple(map(format_spec, self.candidates)),
+            tuple(map(format_spec, self.compressors)),
             tuple(averages[:count]),
             tuple(BucketTimes(names, row[0], tuple(row[1:])) for names, row in zip(layout, rows, strict=True)),
         )
@@ -173,9 +173,11 @@ class Trials:
         else:
             self.choice = made
 
-    def settle(self, reason: str) -> None:
+    def choose_dense(self, reason: str) -> None:
         """Choose dense without measuring."""
-        self.choice = Choice(tuple(map(format_spec, self.candidates)), (), reason, ())
+        self.choice = Choice(
+            specs=tuple(map(format_spec, self.compressors)), step_seconds=(), reason=reason, buckets=()
+        )
 
     # Checkpoints.
 
@@ -204,18 +206,18 @@ class Trials:
 
     # The place of a step in the trials.
 
-    def _candidate(self, step: int) -> int | None:
+    def _number(self, step: int) -> int | None:
         place = step - self._start
         if place < 0:
             return None
-        return self._schedule[place] if place < len(self._schedule) else len(self.candidates)
+        return self._schedule[place] if place < len(self._schedule) else len(self.compressors)
 
     def _is_first(self, step: int) -> bool:
         """Return whether a step is the first of a turn."""
         return (step - self._start) % STEPS == 0
 
     def _add_step(self, step: int, seconds: float) -> None:
-        number = self._candidate(step)
+        number = self._number(step)
         if number is None:
             return
         turns = self._steps.setdefault(number, [])
@@ -235,7 +237,7 @@ def _end_of(step: StepRecord, first: int, last: int) -> float | None:
     Later phases are left out, because they wait for the other buckets.
     """
     handles = step.handles[first:last]
-    if step.passes_on:
+    if step.is_sent_by_torch:
         return max((handle.ended or 0.0 for handle in handles), default=None)
     return max(
         (stop for one in handles for phase, _, stop in one.report.spans if phase in ("encode", "exchange")),
@@ -245,7 +247,7 @@ def _end_of(step: StepRecord, first: int, last: int) -> float | None:
 
 def _record(measured: Measured) -> dict[str, Any]:
     return {
-        "candidates": list(measured.candidates),
+        "candidates": list(measured.specs),
         "step_seconds": list(measured.step_seconds),
         "buckets": [[list(one.names), one.ready, list(one.held)] for one in measured.buckets],
     }

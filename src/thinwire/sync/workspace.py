@@ -13,14 +13,15 @@ from torch import Tensor
 from .. import kernels
 from ..collectives import ShardState
 from ..collectives.algorithms.stage import Buffers
+from ..collectives.groups import Group
 from ..collectives.local import LocalGroup
 from ..collectives.request import make_request
 from ..collectives.transport.channel import Channel
 from ..compressors import Compressor
 from ..kernels.recording import Recording
 from ..kernels.updates import AdamUpdate
-from .buckets import Run
-from .parts import Sent, Slot, StepRecord, Updates, Waiting
+from .buckets import Slice
+from .parts import PackedGradients, Sent, Slot, StepRecord, Updates
 from .residuals import NamedVectors
 
 _NO_LIMIT = 1 << 62
@@ -33,7 +34,7 @@ All payloads are held until the step ends, so cutting an operation into segments
 class Workspace:
     """The prepared objects of one synchronizer."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pool: Any = None
@@ -45,10 +46,10 @@ class Workspace:
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         """Views of the beginning of the same memory, by number of elements."""
-        self._packs: dict[tuple[str | None, ...], tuple[Run, Tensor]] = {}
-        """Packed parameters that are sent together, by their names: the run, and memory for their gradients."""
+        self._packs: dict[tuple[str | None, ...], tuple[Slice, Tensor]] = {}
+        """Packed parameters that are sent together, by their names: the slice, and memory for their gradients."""
         self._prepared: dict[int, Sent] = {}
-        """Runs as they were sent in the last step, by the `id` of the run."""
+        """Slices as they were sent in the last step, by the `id` of the slice."""
         self._prepared_for: tuple[Hashable, ...] = ()
         """Generations and addresses of the tensors for which `_prepared` is valid."""
 
@@ -60,21 +61,21 @@ class Workspace:
         self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
 
     def prepare(self, sent: Sent) -> None:
-        """Keep how a run was sent, so that the next step only needs to replay it."""
+        """Keep how a slice was sent, so that the next step only needs to replay it."""
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
-            self._prepared[id(sent.run)] = sent  # keeps the run alive, so that no other run gets its id
+            self._prepared[id(sent.slice)] = sent  # keeps the slice alive, so that no other slice gets its id
 
-    def prepared(self, run: Run, bucket: Tensor, channels: Sequence[Channel]) -> Sent | None:
-        """Return how a run was sent in the last step; None if it was not recorded, or if its gradient has moved."""
-        sent = self._prepared.get(id(run))
+    def prepared(self, slice_: Slice, bucket: Tensor, channels: Sequence[Channel]) -> Sent | None:
+        """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved."""
+        sent = self._prepared.get(id(slice_))
         if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
             return None
-        if sent.gradient.data_ptr() != bucket.data_ptr() + run.start * bucket.itemsize:
+        if sent.gradient.data_ptr() != bucket.data_ptr() + slice_.start * bucket.itemsize:
             return None
         return sent if sent.slot.request.channels == channels else None
 
-    def forget_moved(self, residuals: NamedVectors, updates: Updates | None) -> None:
-        """Drop all prepared runs if a residual, a moment or a number of a rule has moved."""
+    def drop_moved(self, residuals: NamedVectors, updates: Updates | None) -> None:
+        """Drop all prepared slices if a residual, a moment or a number of a rule has moved."""
         where: list[Hashable] = [residuals.generation]
         if updates is not None:
             where += [moment.generation for moment in updates.moments]
@@ -84,7 +85,7 @@ class Workspace:
 
     def slot(
         self,
-        run: Run,
+        slice_: Slice,
         source: Tensor,
         channels: Sequence[Channel],
         *,
@@ -93,14 +94,14 @@ class Workspace:
         algorithm: str,
         shard_compressor: Compressor | None,
     ) -> Slot:
-        """Return the slot by which a run is sent; it is made when the run is first seen."""
-        key = (id(run), source.dtype, has_residual, state is not None, algorithm)
+        """Return the slot by which a slice is sent; it is made when the slice is first seen."""
+        key = (id(slice_), source.dtype, has_residual, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
             request = make_request(
                 channels,
                 source,
-                run.compressor,
+                slice_.compressor,
                 op=dist.ReduceOp.AVG,
                 algorithm=algorithm,
                 shard_compressor=shard_compressor,
@@ -108,7 +109,12 @@ class Workspace:
                 state=state,
                 max_bytes=_NO_LIMIT,
             )
-            slot = self._slots[key] = Slot(run, request, Buffers(), self._recording(run.compressor, source, channels))
+            slot = self._slots[key] = Slot(
+                slice=slice_,
+                request=request,
+                buffers=Buffers(),
+                recording=self._recording(slice_.compressor, source, channels),
+            )
         return slot
 
     def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
@@ -129,19 +135,23 @@ class Workspace:
         return Recording(self._pool)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
-        """Return the addresses of everything that is read and written when a run is sent and applied.
+        """Return the addresses of everything that is read and written when a slice is sent and applied.
 
-        The payloads belong to the slot, whose `id` is included.
+        The payloads belong to the slot, whose number is included.
         """
         update, residual = sent.update, sent.residual
-        made: list[Hashable] = [id(sent.slot), sent.gradient.data_ptr(), 0 if residual is None else residual.data_ptr()]
+        made: list[Hashable] = [
+            sent.slot.number,
+            sent.gradient.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+        ]
         if isinstance(update, AdamUpdate) and update.on_device is not None:
             made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
             made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
         return tuple(made)
 
-    def packed(self, group: Sequence[Waiting]) -> tuple[Run, Tensor]:
-        """Return the run of parameters that are packed together, and memory for them; both are kept for later steps."""
+    def packed(self, group: Sequence[PackedGradients]) -> tuple[Slice, Tensor]:
+        """Return the slice of parameters that are packed together, and memory for them; both are kept."""
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.tensor, group[0].compressor
         names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
@@ -152,8 +162,8 @@ class Workspace:
             like.dtype,
         ):
             return known
-        run = Run(0, sum(sizes), compressor, None, names, sizes)
-        self._packs[names] = run, torch.empty(run.stop, dtype=like.dtype, device=like.device)
+        slice_ = Slice(start=0, stop=sum(sizes), compressor=compressor, family=None, names=names, sizes=sizes)
+        self._packs[names] = slice_, torch.empty(slice_.stop, dtype=like.dtype, device=like.device)
         return self._packs[names]
 
     def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,18 +30,18 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train.command:run", "train a model between workers that send few bytes"),
+    "train": Command("train.command:run", "train a model between ranks that send few bytes"),
     "plan": Command("plan:run", "predict what compression brings, from numbers or measured, and what to use"),
-    "bench codec": Command("bench.codec.command:run", "time, bytes and memory of every compressor, beside plain torch"),
+    "bench codec": Command("bench.codec:run", "time, bytes and memory of every compressor, and of plain torch"),
     "bench allreduce": Command(
         "bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
     ),
-    "bench link": Command("bench.link:run", "a training step over slow links, beside every peer"),
+    "bench link": Command("bench.link:run", "a training step over slow links, by torch's methods and thinwire's"),
     "bench results": Command("bench.results:run", "tables and a plot of what bench link or recipe measured"),
-    "bench step": Command("bench.step:run", "time and memory of a training step, beside torch's own"),
+    "bench step": Command("bench.step:run", "time and memory of a training step, compared with torch's own"),
     "bench recipe": Command(
         "bench.recipe:run",
-        "loss and bytes of training by different recipes, beside dense and torch's hooks",
+        "loss and bytes of training by different methods, dense and torch's hooks among them",
     ),
     "report": Command("report:run", "one HTML page of trainings: loss, accuracy, bytes and time"),
 }

@@ -94,20 +94,48 @@ class Writer:
 def read(path: str | Path) -> Iterator[Line]:
     """Yield every line that is not of kind "conditions", with its conditions added under that name.
 
-    Raises ValueError if a line is not a JSON object with a kind, or comes before any conditions.
+    Raises ValueError if the file is not text, if a line is not a JSON object with a kind, or comes before any
+    conditions.
     """
     current: Line | None = None
-    with open(path, encoding="utf-8") as file:
+    for number, line in read_lines(path):
+        if line["kind"] == "conditions":
+            current = line
+        elif current is None:
+            raise ValueError(f"{path}:{number}: a line of kind {line['kind']!r:.80} before any conditions")
+        else:
+            yield {**line, "conditions": current}
+
+
+def read_lines(path: str | Path, *, may_be_cut_off: bool = False) -> Iterator[tuple[int, Line]]:
+    """Yield the number and the content of every line.
+
+    may_be_cut_off   whether a last line without a newline, of a run that was killed while it wrote, may be damaged. It
+                     is left out then.
+
+    Raises ValueError if the file is not text, or a line is not a JSON object with a kind.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
         for number, text in enumerate(file, 1):
             try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON: {error}") from None
-            if not isinstance(line, dict) or "kind" not in line:
-                raise ValueError(f"{path}:{number}: expected an object with a kind, given {text.strip()[:80]}")
-            if line["kind"] == "conditions":
-                current = line
-            elif current is None:
-                raise ValueError(f"{path}:{number}: a line of kind {line['kind']!r} before any conditions")
-            else:
-                yield {**line, "conditions": current}
+                yield number, _parse(text, f"{path}:{number}")
+            except _NotJSONError:
+                if may_be_cut_off and not text.endswith("\n"):
+                    return
+                raise
+
+
+class _NotJSONError(ValueError):
+    """Raised for a line that cannot be read as JSON."""
+
+
+def _parse(text: str, where: str) -> Line:
+    if not text.isprintable() and any("\udc80" <= character <= "\udcff" for character in text):
+        raise _NotJSONError(f"{where} is not text")
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits, and of deep nesting
+        raise _NotJSONError(f"{where}: not a line of JSON ({error}): remove the line to skip it") from None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        raise ValueError(f"{where}: expected an object with a kind, given {text.strip()[:80]}")
+    return line

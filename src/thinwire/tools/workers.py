@@ -1,8 +1,8 @@
 """Processes on this machine that form gloo process groups and run the methods that the parent calls.
 
     with Workers(4) as workers:
-        workers.form(2, Actor, *args)          # a group of the first two; each builds Actor(rank, 2, *args)
-        answers = workers.ask("method", *args)     # [actor.method(*args) of each rank]
+        workers.form(2, RankClass, *args)          # a group of the first two; each builds RankClass(rank, 2, *args)
+        answers = workers.ask("method", *args)     # [object.method(*args) of each rank]
 
 Calls and results go through pipes, so that the loopback interface carries only what the ranks exchange. If a rank
 raises an exception or dies, the parent raises a `WorkerError` with its rank. No process outlives the `with` block or
@@ -13,6 +13,7 @@ import gc
 import math
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -28,18 +29,21 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..collectives import CollectiveError
+from ..testing.processes import HOST, loopback_store
 
 LIMIT_SECONDS = 300.0
 """Default time limit for a result. First calls load torch, and may compile the kernels, in all processes at once."""
 GRACE_SECONDS = 3.0
 """Time limit for the other results once one rank has failed. One of them may name the cause."""
-HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-Actor = Callable[..., object]
+RankClass = Callable[..., object]
+Rendezvous = tuple[int, str]
+"""Port of the store of a group, and a secret prefix of its keys. Other programs of this machine can reach the store,
+but cannot guess the keys: what they write there is not read, unless they ask the store for its keys first."""
 
 
 class WorkerError(Exception):
@@ -60,7 +64,7 @@ class Failure(NamedTuple):
 
     reason: str
     trace: str = ""
-    is_echo: bool = False
+    is_consequence: bool = False
     """Whether the call failed only because another rank failed."""
 
 
@@ -74,38 +78,40 @@ class Workers:
     def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
         context = _context()
-        self._lines: list[Connection] = []
+        self._pipes: list[Connection] = []
         self._processes = []
         self._size = 0
         self._store: Any = None
         with _signals_wait():
             for _ in range(count):
-                line, theirs = context.Pipe()
+                pipe, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
                 process.start()
                 theirs.close()
-                self._lines.append(line)
+                self._pipes.append(pipe)
                 self._processes.append(process)
 
-    def form(self, size: int, actor: Actor, *args: object) -> None:
-        """Form a process group of the first `size` processes, and build `actor(rank, size, *args)` in each of them.
+    def form(self, size: int, rank_class: RankClass, *args: object) -> None:
+        """Form a process group of the first `size` processes, and build `rank_class(rank, size, *args)` in each.
 
         The new group replaces the previous one.
         """
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._make(size, actor, args, self._store.port)
+        self._store = loopback_store(timedelta(seconds=self._limit))
+        self._make(size, rank_class=rank_class, args=args, rendezvous=(self._store.port, secrets.token_hex(16)))
 
-    def make(self, size: int, actor: Actor, *args: object) -> None:
-        """Build `actor(rank, size, *args)` in the first `size` processes, without a process group.
+    def make(self, size: int, rank_class: RankClass, *args: object) -> None:
+        """Build `rank_class(rank, size, *args)` in the first `size` processes, without a process group.
 
         Use it for a class that forms the process group itself.
         """
-        self._make(size, actor, args, None)
+        self._make(size, rank_class=rank_class, args=args, rendezvous=None)
 
-    def _make(self, size: int, actor: Actor, args: tuple[object, ...], port: int | None) -> None:
+    def _make(
+        self, size: int, rank_class: RankClass, args: tuple[object, ...], rendezvous: "Rendezvous | None"
+    ) -> None:
         self._size = size
         limit = max(LIMIT_SECONDS, self._limit)  # that of the process group, which the ranks form now
-        self._question([(None, (port, self._limit, rank, size, actor, args)) for rank in range(size)], limit)
+        self._question([(None, (rendezvous, self._limit, rank, size, rank_class, args)) for rank in range(size)], limit)
 
     def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
         """Call this method on every rank and return the results, ordered by rank.
@@ -124,18 +130,22 @@ class Workers:
     def _question(
         self, questions: Sequence[tuple[str | None, tuple[object, ...]]], limit: float | None = LIMIT_SECONDS
     ) -> list[Any]:
-        for line, question in zip(self._lines, questions, strict=False):
+        for pipe, question in zip(self._pipes, questions, strict=False):
             with suppress(OSError):  # the process has died; this is found when its result is read
-                line.send(question)
+                pipe.send(question)
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         waiting = set(range(len(questions)))
         deadline = math.inf if limit is None else time.monotonic() + limit
-        while waiting and (ready := wait([self._lines[rank] for rank in waiting], _seconds_until(deadline))):
-            for rank in [rank for rank in waiting if self._lines[rank] in ready]:
+        while waiting:
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            ready = wait([self._pipes[rank] for rank in waiting], seconds)
+            if not ready:
+                break
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
                 waiting.remove(rank)
                 try:
-                    succeeded, answer = self._lines[rank].recv()
+                    succeeded, answer = self._pipes[rank].recv()
                     (answers if succeeded else failures)[rank] = answer
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE_SECONDS)
@@ -144,9 +154,9 @@ class Workers:
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
-            rank, failure = min(failures.items(), key=lambda item: item[1].is_echo)
+            rank, failure = min(failures.items(), key=lambda item: item[1].is_consequence)
             text = f"rank {rank} of {len(questions)} {failure.reason}"
-            raise WorkerError(text, rank, failure.reason, failure.trace)
+            raise WorkerError(text=text, rank=rank, reason=failure.reason, trace=failure.trace)
         if waiting:
             reason = f"did not answer within {limit:g} s"
             raise WorkerError(f"rank {min(waiting)} of {len(questions)} {reason}", min(waiting), reason)
@@ -160,9 +170,9 @@ class Workers:
     ) -> None:
         for process in self._processes:
             process.kill()
-        for process, line in zip(self._processes, self._lines, strict=True):
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
-            line.close()
+            pipe.close()
 
 
 def _context() -> Any:
@@ -207,7 +217,7 @@ def _signals_wait() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def is_echo(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
     """Return whether a rank raises this error only because another rank failed.
 
     DDP raises such an error as a RuntimeError with the same text.
@@ -217,10 +227,6 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, CollectiveError) or (
         isinstance(error, RuntimeError) and any(mark in text for mark in marks)
     )
-
-
-def _seconds_until(deadline: float) -> float | None:
-    return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
 
 def _death(code: int | None) -> str:
@@ -235,7 +241,7 @@ def _death(code: int | None) -> str:
     return f"died with exit code {code}"
 
 
-def _serve(line: Connection, threads: int) -> None:
+def _serve(pipe: Connection, threads: int) -> None:
     """Receive a call, send its result, and repeat until the process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -244,21 +250,21 @@ def _serve(line: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    actor: object = None
+    built: object = None
     while True:
         try:
-            method, args = line.recv()
+            method, args = pipe.recv()
         except (EOFError, OSError):  # the parent ended, maybe before its first call
             return
         try:
             if method is None:
-                actor = None  # frees its tensors before the next one is built
-                actor = _join(*args)
-            line.send((True, getattr(actor, method)(*args) if method else None))
+                built = None  # frees its tensors before the next one is built
+                built = _join(*args)
+            pipe.send((True, getattr(built, method)(*args) if method else None))
         except Exception as error:
             trace = "" if isinstance(error, ValueError | OSError) else traceback.format_exc()
             reason = f"raised {type(error).__name__}: {error}"
-            line.send((False, Failure(reason, trace, is_echo(error))))
+            pipe.send((False, Failure(reason, trace, is_consequence(error))))
 
 
 def _end_with_parent() -> None:
@@ -269,12 +275,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _join(port: int | None, seconds: float, rank: int, size: int, actor: Actor, args: tuple[object, ...]) -> object:
+def _join(
+    rendezvous: Rendezvous | None, seconds: float, rank: int, size: int, rank_class: RankClass, args: tuple[object, ...]
+) -> object:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    if port is not None:
-        limit = timedelta(seconds=seconds)
-        store = TCPStore(HOST, port, is_master=False, timeout=limit)
+    if rendezvous is not None:
+        (port, secret), limit = rendezvous, timedelta(seconds=seconds)
+        store = PrefixStore(secret, TCPStore(HOST, port, is_master=False, timeout=limit))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    return actor(rank, size, *args)
+    return rank_class(rank, size, *args)

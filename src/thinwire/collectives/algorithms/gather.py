@@ -4,37 +4,41 @@ The result is the sum of the decoded payloads, without a second compression. Eac
 bytes grow with the world size, so gather is best with few ranks.
 """
 
-import torch
 from torch import Tensor
 
 from ...kernels.updates import Update
-from .stage import Outcome, Run, Stage
+from .stage import Exchanges, Outcome, Stage
 
 
-def gather(stage: Stage) -> Run:
+def gather(stage: Stage) -> Exchanges:
     """Encode the tensor, and exchange the payloads of all ranks."""
     layout = stage.layout
-    payloads = stage.buffers.take((stage.size, layout.nbytes), stage.tensor.device)
+    payloads = stage.buffers.next_buffer((stage.size, layout.nbytes), stage.tensor.device)
     rows = stage.buffers.parts_of(payloads)
-    own = stage.encode(stage.first, stage.tensor, stage.residual, rows[stage.rank], stage.key)
+    own = stage.encode(stage.first, stage.tensor, residual=stage.residual, out=rows[stage.rank], key=stage.key)
     exchanged = stage.on_host(rows)
     seen = yield from stage.all_gather(exchanged)
+    finite = stage.check_finite(seen, [layout] * stage.size)
+    stage.fetch(rows, exchanged)
 
-    def fetch() -> None:
-        if exchanged is not rows:
-            torch._foreach_copy_(list(rows), list(exchanged), non_blocking=True)
-
-    def keep(gradient: Tensor | None, update: Update | None) -> None:
-        stage.keep(own, gradient, stage.residual, update)
+    def commit(gradient: Tensor | None, update: Update | None) -> None:
+        stage.commit(own, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
         with stage.clock("decode"):
-            fetch()
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
-    def settle(gradient: Tensor, update: Update | None, out: Tensor) -> None:
+    def commit_and_write(gradient: Tensor, update: Update | None, out: Tensor) -> None:
         with stage.clock("decode"):
-            fetch()
-            stage.first.settle(own, gradient, stage.residual, payloads, stage.rank, stage.weight, update, out)
+            stage.first.apply(
+                own,
+                gradient,
+                stage.residual,
+                payloads=payloads,
+                own=stage.rank,
+                weight=stage.weight,
+                update=update,
+                out=out,
+            )
 
-    return Outcome(stage.judge(seen, [layout] * stage.size), keep, write, settle)
+    return Outcome(finite=finite, commit=commit, write=write, commit_and_write=commit_and_write)

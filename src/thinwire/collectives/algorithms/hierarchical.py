@@ -16,10 +16,10 @@ from ...kernels.updates import Update
 from ..cost import DENSE, shares
 from ..transport.operation import Operation
 from .sharded import all_gather, reduce_scatter
-from .stage import Outcome, Run, Stage
+from .stage import Exchanges, Outcome, Stage
 
 
-def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Run], granule: int) -> Run:
+def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Exchanges], granule: int) -> Exchanges:
     """Run `algorithm` between nodes, inside a dense all-reduce over the ranks of this node.
 
     stage     the stage between nodes, with the tensor and residual of this rank.
@@ -45,12 +45,12 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], R
         between.write(result)
     around = yield from all_gather(node, cut, result)
 
-    def keep(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Tensor | None, update: Update | None) -> None:
         if update is not None and gradient is not None:
             with stage.clock("update"):
                 update.advance(gradient, None)  # the compressed tensor is the sum of the node, not this rank's update
-        between.keep(total, None)
+        between.commit(total, None)
         for part in strays:
             part.zero_()
 
-    return Outcome(around.finite, keep, around.write)
+    return Outcome(around.finite, commit, around.write)

@@ -20,30 +20,30 @@ from ...kernels.layout import DenseLayout, Layout, residual_dtype
 from ...kernels.updates import Update
 from ..cost import Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
-from .stage import Exchange, Outcome, Run, Stage
+from .stage import Exchange, Exchanges, Outcome, Stage
 
 _SECOND = 2
 """Number that is mixed into the key of the second compression."""
 
 
-def sharded(stage: Stage) -> Run:
+def sharded(stage: Stage) -> Exchanges:
     """Run a compressed reduce-scatter, then a compressed all-gather."""
-    cut = owned(stage.first, stage.tensor.numel(), stage.tensor.dtype, stage.size)
+    cut = owned(stage.first, numel=stage.tensor.numel(), dtype=stage.tensor.dtype, ranks=stage.size)
     total, sent = yield from reduce_scatter(stage, cut)
     second = yield from all_gather(stage, cut, total)
 
-    def keep(gradient: Tensor | None, update: Update | None) -> None:
-        stage.keep(sent, gradient, stage.residual, update)
-        second.keep(None, None)
+    def commit(gradient: Tensor | None, update: Update | None) -> None:
+        stage.commit(sent, gradient, residual=stage.residual, update=update)
+        second.commit(None, None)
 
-    return Outcome(second.finite, keep, second.write)
+    return Outcome(second.finite, commit, second.write)
 
 
 def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, Seen, tuple[Tensor, CompressedTensor]]:
     """Return the sum of this rank's share, in float32 or float64, and the payload that this rank encoded."""
     first, dtype, layout = stage.first, stage.tensor.dtype, stage.layout
     payload = stage.buffer(layout.nbytes)
-    sent = stage.encode(first, stage.tensor, stage.residual, payload, stage.key)
+    sent = stage.encode(first, stage.tensor, residual=stage.residual, out=payload, key=stage.key)
     pieces = stage.buffers.parts_of(
         payload, lambda whole: whole.split([first.nbytes(stop - start, dtype) for start, stop in cut])
     )
@@ -59,12 +59,19 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
     total = stage.empty(stop - start, residual_dtype(dtype))
     with stage.clock("decode"):
-        piece = CompressedTensor(first, stop - start, dtype, sent.key, rows[stage.rank], sent.kernels)
+        piece = CompressedTensor(
+            compressor=first,
+            numel=stop - start,
+            dtype=dtype,
+            key=sent.key,
+            payload=rows[stage.rank],
+            kernels=sent.kernels,
+        )
         first.decompress(piece, total, payloads=received)
     return total, sent
 
 
-def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
+def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     """Compress the sum of this rank's share with the owner's residual, and send it to all ranks."""
     second = stage.second
     if isinstance(second, NoCompression) and stage.owner_residual is None:
@@ -74,25 +81,32 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
     everything = stage.buffer(sum(layout.nbytes for layout in layouts))
     sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
-    own = stage.encode(second, total, stage.owner_residual, sums[stage.rank], key)
+    own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=key)
     seen = yield from stage.all_gather(sums)
 
-    def keep(gradient: Tensor | None, update: Update | None) -> None:
-        stage.keep(own, total, stage.owner_residual, None)
+    def commit(gradient: Tensor | None, update: Update | None) -> None:
+        stage.commit(own, total, residual=stage.owner_residual, update=None)
 
     def write(out: Tensor) -> None:
         pieces = list(zip(cut, sums, strict=True))
-        if is_whole(second, out.numel(), total.dtype, cut):
+        if is_whole(second, numel=out.numel(), dtype=total.dtype, cut=cut):
             pieces = [((0, out.numel()), everything)]  # decoded by one kernel
         with stage.clock("decode"):
             for (start, stop), payload in pieces:
-                part = CompressedTensor(second, stop - start, total.dtype, own.key, payload, own.kernels)
+                part = CompressedTensor(
+                    compressor=second,
+                    numel=stop - start,
+                    dtype=total.dtype,
+                    key=own.key,
+                    payload=payload,
+                    kernels=own.kernels,
+                )
                 second.decompress(part, out[start:stop], stage.weight)
 
-    return Outcome(stage.judge(seen, layouts), keep, write)
+    return Outcome(stage.check_finite(seen, layouts), commit, write)
 
 
-def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
+def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     """Send the sum of this rank's share to all ranks, without compression.
 
     The sum is weighted before it is rounded, so that an average of 16-bit numbers does not overflow. A sum may overflow
@@ -107,7 +121,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Run:
     seen = yield from stage.all_gather(sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
     stage.check_sums([part.view(dtype) for part in seen])
-    finite = stage.has_no_mark(seen, layouts)
+    finite = stage.is_unmarked(seen, layouts)
 
     def write(out: Tensor) -> None:
         with stage.clock("decode"):

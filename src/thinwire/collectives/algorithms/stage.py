@@ -8,9 +8,8 @@ different threads: in training the caller encodes, the wire exchanges, and the c
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,26 +36,26 @@ class Outcome(NamedTuple):
 
     finite: bool
     """Whether no payload is marked as made from an input that was not finite. It is the same on all ranks."""
-    keep: Callable[[Tensor | None, Update | None], None]
+    commit: Callable[[Tensor | None, Update | None], None]
     """Function (gradient, update) that updates the residuals and, with an update, the moments."""
     write: Callable[[Tensor], None]
     """Function (out) that writes the weighted result into a flat tensor."""
-    settle: Callable[[Tensor, Update | None, Tensor], None] | None = None
-    """Function (gradient, update, out) for `keep` and `write` together, in one pass over memory if a kernel has one."""
+    commit_and_write: Callable[[Tensor, Update | None, Tensor], None] | None = None
+    """Function (gradient, update, out) for both at once, in one pass over memory if a kernel has one."""
 
     def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
 
         gradient   the encoded tensor or, with an update, the gradient of that update. None: there is no residual.
         """
-        if self.settle is not None and gradient is not None:
-            self.settle(gradient, update, out)
+        if self.commit_and_write is not None and gradient is not None:
+            self.commit_and_write(gradient, update, out)
         else:
-            self.keep(gradient, update)
+            self.commit(gradient, update)
             self.write(out)
 
 
-Run = Generator[Exchange, Seen, Outcome]
+Exchanges = Generator[Exchange, Seen, Outcome]
 """A running algorithm."""
 
 
@@ -76,13 +75,13 @@ class Buffers:
         """Whether a recording has already encoded the payloads of this step."""
 
     def rewind(self, *, is_replayed: bool = False) -> None:
-        """Begin a new step. The next call of `take` returns the first buffer again."""
+        """Begin a new step. The next call of `next_buffer` returns the first buffer again."""
         self._next = self._next_made = 0
         self.is_replayed = is_replayed
         if not is_replayed:
             self._made = []
 
-    def take(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
+    def next_buffer(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
         """Return the next uint8 buffer of the step, on the device or in pinned CPU memory."""
         if self._next == len(self._kept):
             self._kept.append(_empty(shape, device, pinned))
@@ -157,7 +156,7 @@ class Stage:
         with self.clock("encode"):
             made = self.buffers.encoded(lambda: compressor.encode(tensor, residual, key=key, out=out, counted=True))
         if self.buffers.is_replayed:
-            compressor.stats.add(tensor.nbytes, made.nbytes, 0.0, True, made.kernels)
+            compressor.stats.add(tensor.nbytes, made.nbytes, seconds=0.0, finite=True, kernels=made.kernels)
         return made
 
     def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -168,13 +167,24 @@ class Stage:
         if not self.through_host:
             return payloads
         host = self.buffers.parts_of(
-            self.buffers.take((self.size, payloads[0].numel()), self.tensor.device, pinned=True)
+            self.buffers.next_buffer((self.size, payloads[0].numel()), self.tensor.device, pinned=True)
         )
         if not self.buffers.is_replayed:
             host[self.rank].copy_(payloads[self.rank], non_blocking=True)
         return host
 
-    def keep(
+    def fetch(self, payloads: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+        """Queue copies of the other ranks' payloads from the buffers of `on_host` to the GPU.
+
+        This is done as soon as they have arrived, while the backward pass goes on. Copies among the kernels of
+        `optimizer.step()` would delay these, most of all where several processes share the GPU.
+        """
+        if host is not payloads:
+            torch._foreach_copy_(
+                [payloads[rank] for rank in self.others], [host[rank] for rank in self.others], non_blocking=True
+            )
+
+    def commit(
         self, ct: CompressedTensor, gradient: Tensor | None, residual: Tensor | None, update: Update | None
     ) -> None:
         """Update the residual after `encode` and, with an update, the moments. All ranks' inputs must be finite."""
@@ -200,12 +210,12 @@ class Stage:
         """Measure the time of a `with` block for the report."""
         return self.report.clock(phase)
 
-    def judge(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
+    def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
-        return self.has_no_mark(payloads, layouts)
+        return self.is_unmarked(payloads, layouts)
 
-    def has_no_mark(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
+    def is_unmarked(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Return whether no payload is marked as made from an input that was not finite."""
         return self.operation.once(lambda: _no_mark(payloads, layouts))
 
@@ -234,7 +244,7 @@ class Stage:
 
     def buffer(self, *shape: int) -> Tensor:
         """Return a uint8 tensor from `buffers`, on the device of the tensor."""
-        return self.buffers.take(shape, self.tensor.device)
+        return self.buffers.next_buffer(shape, self.tensor.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor in memory from `buffers`.
@@ -259,24 +269,11 @@ def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Excha
 def _no_mark(payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
     """Return whether no payload is marked. A payload begins with a float, which is NaN if the input was not finite."""
     if all(payload.device.type == "cpu" for payload in payloads):
-        return not any(
-            _is_nan(payload.numpy()[: layout.leading_float.itemsize], layout.leading_float)
-            for payload, layout in zip(payloads, layouts, strict=True)
-            if layout.numel
-        )
+        pairs = zip(payloads, layouts, strict=True)
+        return not any(layout.is_marked(payload) for payload, layout in pairs if layout.numel)
     leading = [
         payload[: layout.leading_float.itemsize].clone().view(layout.leading_float).float()
         for payload, layout in zip(payloads, layouts, strict=True)
         if layout.numel
     ]
     return not leading or not bool(torch.cat(leading).isnan().any())
-
-
-_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
-
-
-def _is_nan(data: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: torch.dtype) -> bool:
-    """Return whether the bytes of a float are NaN. Every payload needs this, and torch would take ten times as long."""
-    if dtype == torch.bfloat16:  # not a numpy dtype
-        return (int(data[0]) | int(data[1]) << 8) & 0x7FFF > 0x7F80
-    return bool(np.isnan(data.view(_NUMPY[dtype])[0]))

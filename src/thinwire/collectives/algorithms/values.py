@@ -9,20 +9,22 @@ from ...kernels.reference.dense import read_values
 from ...kernels.updates import Update
 from ..cost import DENSE
 from .sharded import sharded
-from .stage import Outcome, Run, Stage
+from .stage import Exchanges, Outcome, Stage
 
 
-def values(stage: Stage) -> Run:
+def values(stage: Stage) -> Exchanges:
     """Encode the tensor, and sum the values of all payloads by a dense all-reduce."""
     layout = stage.layout
-    sent = stage.encode(stage.first, stage.tensor, stage.residual, stage.buffer(layout.nbytes), stage.key)
+    sent = stage.encode(
+        stage.first, stage.tensor, residual=stage.residual, out=stage.buffer(layout.nbytes), key=stage.key
+    )
     kept = read_values(sent.payload, layout.dtype)
     outcome = yield from sharded(
         replace(stage, tensor=kept, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     )
 
-    def keep(gradient: Tensor | None, update: Update | None) -> None:
-        stage.keep(sent, gradient, stage.residual, update)
+    def commit(gradient: Tensor | None, update: Update | None) -> None:
+        stage.commit(sent, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
         summed = torch.empty_like(kept)
@@ -30,4 +32,4 @@ def values(stage: Stage) -> Run:
         with stage.clock("decode"):
             stage.first.decompress(replace(sent, payload=summed.view(torch.uint8)), out, stage.weight)
 
-    return Outcome(outcome.finite, keep, write)
+    return Outcome(outcome.finite, commit, write)

@@ -20,7 +20,7 @@ _ANSWER_SECONDS = 3.0
 """Seconds to wait for an answer of the store before it counts as lost."""
 
 
-class Clerk:
+class StoreThread:
     """Makes requests to a store, one after the other, in a daemon thread."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class Board:
 
     def __init__(self, prefix: str, rank: int, store: Any = None) -> None:
         """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`."""
-        self._root, self._clerk = _client_of_torch() if store is None else (store, Clerk())
+        self._root, self._thread = _client_of_torch() if store is None else (store, StoreThread())
         # A group may be created again with its old name on the same store, which still has the keys of the first group.
-        life = self._clerk.ask(lambda: self._prefixed(f"{prefix}/lives").add(str(rank), 1))
+        life = self._thread.ask(lambda: self._prefixed(f"{prefix}/lives").add(str(rank), 1))
         self._prefix = f"{prefix}/{life}"
         self._store = self._prefixed(f"{self._prefix}/board")
         self.lost: str | None = None
@@ -67,13 +67,13 @@ class Board:
 
     def store(self, name: str) -> "PatientStore":
         """Return a store with separate keys, for use by torch."""
-        return PatientStore(self._prefixed(f"{self._prefix}/{name}"), self._clerk)
+        return PatientStore(self._prefixed(f"{self._prefix}/{name}"), self._thread)
 
     def read(self, key: str) -> str | None:
         """Return the text of a key, or None."""
         there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for the key
         text = self._ask(lambda: self._store.get(key), None) if there else None
-        return None if text is None else bytes(text).decode()
+        return None if text is None else bytes(text).decode(errors="replace")
 
     def write(self, key: str, text: str) -> None:
         """Set the text of a key."""
@@ -98,7 +98,7 @@ class Board:
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
         if self.lost is None:
             try:
-                return self._clerk.ask(request)
+                return self._thread.ask(request)
             except RuntimeError as error:
                 self.lost = str(error).splitlines()[0]
         return otherwise
@@ -107,30 +107,30 @@ class Board:
 class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
     """A store that waits by polling. A wait in torch's own store would block the other threads of thinwire."""
 
-    def __init__(self, store: Any, clerk: Clerk) -> None:
+    def __init__(self, store: Any, thread: StoreThread) -> None:
         super().__init__()
-        self._store, self._clerk = store, clerk
+        self._store, self._thread = store, thread
 
     def set(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
-        self._clerk.ask(lambda: self._store.set(key, value))
+        self._thread.ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
         self.wait([key])
-        return self._clerk.ask(lambda: bytes(self._store.get(key)))
+        return self._thread.ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key and return the sum."""
-        return self._clerk.ask(lambda: int(self._store.add(key, amount)))
+        return self._thread.ask(lambda: int(self._store.add(key, amount)))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        return self._clerk.ask(lambda: bool(self._store.check(keys)))
+        return self._thread.ask(lambda: bool(self._store.check(keys)))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and return whether it existed."""
-        return self._clerk.ask(lambda: bool(self._store.delete_key(key)))
+        return self._thread.ask(lambda: bool(self._store.delete_key(key)))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         """Wait until all keys exist. Raise RuntimeError after the timeout."""
@@ -138,18 +138,18 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
         while not self.check(keys):
             if time.monotonic() > end:
                 missing = [key for key in keys if not self.check([key])]
-                raise RuntimeError(f"nothing within {timeout.total_seconds():g} s, keys: {missing[0]}")
+                raise RuntimeError(f"no value within {timeout.total_seconds():g} s, keys: {missing[0]}")
             time.sleep(pause)
             pause = min(0.01, 1.5 * pause)
 
 
 _LOCK = threading.Lock()
-_client: tuple[object, Any, Clerk] | None = None
-"""(default group, separate connection to its store, clerk of that connection)"""
+_client: tuple[object, Any, StoreThread] | None = None
+"""(default group, separate connection to its store, thread of that connection)"""
 
 
-def _client_of_torch() -> tuple[Any, Clerk]:
-    """Return a connection to the store of the default group, and its clerk. All groups share them.
+def _client_of_torch() -> tuple[Any, StoreThread]:
+    """Return a connection to the store of the default group, and the thread that uses it. All groups share them.
 
     The connection is separate, so that threads of thinwire never wait for a request of the program. There is only one,
     because torch looks up the host name when it connects, which takes seconds if the name service is slow.
@@ -163,5 +163,5 @@ def _client_of_torch() -> tuple[Any, Clerk]:
                 if hasattr(world, "get_group_store")  # not in older torch
                 else dist.distributed_c10d._world.pg_map[world][1]  # type: ignore[index]
             )
-            _client = world, store.clone() if hasattr(store, "clone") else store, Clerk()
+            _client = world, store.clone() if hasattr(store, "clone") else store, StoreThread()
         return _client[1:]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .board import Board
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import GlooLink, Link, NcclLink
+from .records import read_notice
 from .wire import Wire
 
 _CONNECT_SECONDS = 60.0
@@ -25,6 +26,7 @@ class Channel(ABC):
 
     def __init__(
         self,
+        *,
         group: dist.ProcessGroup | None,
         backend: str,
         rank: int,
@@ -64,9 +66,9 @@ class Channel(ABC):
         """Sleep while other ranks make progress."""
         time.sleep(seconds)
 
-    def once(self, number: int, look: Callable[[], bool]) -> bool:
-        """Return the result of `look` for operation `number`. Subclasses may call it on one rank only."""
-        return look()
+    def once(self, number: int, compute: Callable[[], bool]) -> bool:
+        """Return the result of `compute` for operation `number`. Subclasses may call it on one rank only."""
+        return compute()
 
     @abstractmethod
     def connect(self, number: int, deadline: float) -> Link:
@@ -79,14 +81,14 @@ class ProcessChannel(Channel):
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
         rank = dist.get_rank(group)
         super().__init__(
-            group,
-            backend,
-            rank,
-            dist.get_process_group_ranks(group),
-            _timeout_of(group, device),
-            Board(f"thinwire/{group.group_name}/{backend}", rank),
+            group=group,
+            backend=backend,
+            rank=rank,
+            ranks=dist.get_process_group_ranks(group),
+            timeout=_timeout_of(group, device),
+            board=Board(f"thinwire/{group.group_name}/{backend}", rank),
             # NCCL needs one order on every rank, over all groups; gloo matches messages by tag.
-            _ordered_wire() if backend == "nccl" else Wire(),
+            wire=_ordered_wire() if backend == "nccl" else Wire(),
         )
 
     def connect(self, number: int, deadline: float) -> Link:
@@ -95,7 +97,12 @@ class ProcessChannel(Channel):
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
         # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
-        return GlooLink(self.board.store(f"link/{number}"), self.rank, self.size, min(timeout, _CONNECT_SECONDS))
+        return GlooLink(
+            store=self.board.store(f"link/{number}"),
+            rank=self.rank,
+            size=self.size,
+            timeout=min(timeout, _CONNECT_SECONDS),
+        )
 
 
 class Connection:
@@ -120,15 +127,15 @@ class Connection:
     def link(self, deadline: float) -> Link:
         """Return the link. It is made when every rank is ready, so that no rank waits for one that has already failed.
 
-        Raise RuntimeError if the connections have ended or a rank does not come.
+        Raise RuntimeError if the connections were closed or a rank is not ready.
         """
         with self._making:
             with self._lock:
                 link, cause = self._link, self.cause
             if cause is not None:  # the other ranks have already agreed to connect, and do not repeat it
-                raise RuntimeError(f"the connections have ended: {cause}")
+                raise RuntimeError(f"the connections were closed: {cause}")
             if link is None:
-                self._meet(deadline)
+                self._wait_for_all(deadline)
                 link = self._channel.connect(self.number, deadline)
                 with self._lock:
                     self._link = link if self.cause is None else None
@@ -136,7 +143,7 @@ class Connection:
                     link.close()
             return link
 
-    def _meet(self, deadline: float) -> None:
+    def _wait_for_all(self, deadline: float) -> None:
         """Wait until all ranks are ready to connect. Raise RuntimeError if they are not.
 
         All ranks take the same decision. They connect if the last rank is ready before the first one gives up.
@@ -145,12 +152,12 @@ class Connection:
         if board.count(f"ready/{self.number}") == self._channel.size:
             board.write_once(decision, "yes")
         while (word := board.read(decision)) is None and board.lost is None:
-            if self.cause is not None or self.told() is not None or time.monotonic() > deadline:
+            if self.cause is not None or self.reported_error() is not None or time.monotonic() > deadline:
                 board.write_once(decision, "no")
             self._channel.pause(pause)
             pause = min(0.02, 1.5 * pause)
         if word != "yes":
-            raise RuntimeError("not all ranks came to connect" if board.lost is None else board.lost)
+            raise RuntimeError("not all ranks were ready to connect" if board.lost is None else board.lost)
 
     def fail(self, error: CollectiveError) -> CollectiveError:
         """End all operations under way, on this rank and its peers. Return the first cause, which is kept."""
@@ -164,13 +171,12 @@ class Connection:
             link.close()
         return error
 
-    def told(self) -> CollectiveError | None:
-        """Return the error that a rank has written on the board, or None."""
+    def reported_error(self) -> CollectiveError | None:
+        """Return the error that a rank has written on the board, or None; what no rank can have written is ignored."""
         text = self._channel.board.read(f"error/{self.number}")
-        if text is None:
-            return None
-        found = json.loads(text)
-        return _KINDS[found["kind"]](found["message"], found["ranks"])
+        found = read_notice(text) if text is not None else None
+        kind = _KINDS.get(str(found.get("kind"))) if found else None
+        return kind(found["message"], found["ranks"]) if found and kind is not None else None
 
 
 _LOCK = threading.Lock()

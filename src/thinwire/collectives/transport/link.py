@@ -166,13 +166,13 @@ def essence(message: str) -> str:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the group's backend for tensors of this device. Raise ValueError unless it is gloo or nccl."""
-    for entry in str(dist.get_backend_config(group)).split(","):
-        kind, _, backend = entry.rpartition(":")
+    for item in str(dist.get_backend_config(group)).split(","):
+        kind, _, backend = item.rpartition(":")
         if kind in ("", device.type):
             if backend in ("gloo", "nccl"):
                 return backend
-            raise ValueError(f"the group carries {device.type} tensors over {backend!r}, expected gloo or nccl")
-    raise ValueError(f"the group ({dist.get_backend_config(group)}) carries no tensors of {device}")
+            raise ValueError(f"the group sends {device.type} tensors by {backend!r}, expected gloo or nccl")
+    raise ValueError(f"the group ({dist.get_backend_config(group)}) cannot send tensors on {device}")
 
 
 def _to_host(buffer: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Switchboard:
             self._posts[tag, rank] = post
         self.turns.changed()
 
-    def take(self, rank: int, tag: int) -> None:
+    def remove(self, rank: int, tag: int) -> None:
         """Remove a post."""
         with self._lock:
             self._posts.pop((tag, rank), None)
@@ -106,7 +106,7 @@ class LocalLink(Link):
             if post.waits_for:
                 waits_for(min(post.waits_for, key=lambda peer: (peer - self.rank) % self.size))
                 self._wait(post, deadline)
-            self._board.take(self.rank, tag)
+            self._board.remove(self.rank, tag)
             for copied in post.copied:
                 copied.wait(post.stream)
             return Seen(sends, receives)
@@ -143,7 +143,7 @@ def _post(sends: Buffers, receives: Buffers) -> Post:
         stream = torch.cuda.current_stream(device)
         filled = torch.cuda.Event()
         filled.record(stream)
-    return Post(out, into, stream, filled, {*out, *into})
+    return Post(sends=out, receives=into, stream=stream, filled=filled, waits_for={*out, *into})
 
 
 def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:

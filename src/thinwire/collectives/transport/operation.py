@@ -23,7 +23,7 @@ from typing import Any
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import Buffers, LinkBroken, Seen, Wait, essence
-from .records import Record, difference, rank_list, tag_of
+from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
 _SLOTS = 4096
@@ -33,8 +33,8 @@ _SLOTS = 4096
 class Operation:
     """One call on one group, from its number to its last byte."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, channel: Channel, name: str = "all_reduce_compressed") -> None:
+        self.channel, self.name = channel, name
         self.number, self._connection = channel.next()
         self._timeout = channel.timeout
         self._record = Record(self.number)
@@ -48,6 +48,10 @@ class Operation:
     def limit(self, timeout: float | None) -> None:
         """Set the timeout in seconds, counted from `start`. None keeps the timeout of the group."""
         self._timeout = self._timeout if timeout is None else timeout
+
+    def restart(self) -> None:
+        """Start the timeout again, in an operation of many exchanges."""
+        self._deadline = time.monotonic() + self._timeout
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
         """Set the arguments that must be the same on all ranks.
@@ -69,7 +73,7 @@ class Operation:
         if self.channel.size > 1:
             self._record = Record(self.number, refused=reason)
             self._arrive()
-            self._connection.fail(MismatchError(f"it was refused by rank {self._me}: {reason}", [self._me]))
+            self._connection.fail(MismatchError(f"the call was refused by rank {self._me}: {reason}", [self._me]))
 
     def start(self, on_failure: Callable[[CollectiveError], object] | None = None) -> None:
         """Start the timeout, and on first use compare the arguments with the other ranks.
@@ -84,13 +88,13 @@ class Operation:
             watch.begin(self)
         cause = self._connection.cause
         if cause is not None:
-            self.refuse(f"an operation before it failed: {cause}")
-            raise self._error(cause, "an operation before it failed: ")
+            self.refuse(f"an earlier operation failed: {cause}")
+            raise self._error(cause, "an earlier operation failed: ")
         if self._first_use:
             self._agree()
 
     @property
-    def meets(self) -> bool:
+    def waits_for_all(self) -> bool:
         """Return whether this operation first waits for all ranks, to compare arguments or to connect."""
         return self.channel.size > 1 and (self._first_use or not self._connection.connected)
 
@@ -99,7 +103,7 @@ class Operation:
         tag = self._tag | next(self._exchanges) % 8 << 16
         if not any(buffer.numel() for buffers in (sends, receives) for buffer in buffers.values()):
             return lambda deadline, waits_for: Seen(sends, receives)
-        with self._blaming():
+        with self._naming_failures():
             wait = self._connection.link(self._deadline).post(sends, receives, tag)
         self.bytes_sent += sum(buffer.numel() for buffer in sends.values())
         self.bytes_received += sum(buffer.numel() for buffer in receives.values())
@@ -109,38 +113,36 @@ class Operation:
     def collect(self, wait: Wait) -> Seen:
         """Wait for a posted exchange. If it fails, raise a `CollectiveError` on every rank."""
         if self.channel.size == 1:
-            return wait(self._deadline, self._note_peer)
+            return wait(self._deadline, self._set_peer)
         watch.begin(self)  # only the exchange that is waited for, to limit the requests to the store
         try:
-            with self._blaming():
-                return wait(self._deadline, self._note_peer)
+            with self._naming_failures():
+                return wait(self._deadline, self._set_peer)
         finally:
             watch.end(self)
 
     @contextmanager
-    def _blaming(self) -> Iterator[None]:
+    def _naming_failures(self) -> Iterator[None]:
         """If the link breaks, raise an error that names the ranks at fault, and notify the other ranks."""
         try:
             yield
         except LinkBroken as broken:
-            cause = self._connection.cause or self._connection.told() or self._blame(broken)
+            cause = self._connection.cause or self._connection.reported_error() or self._failure_of(broken)
             raise self._error(self._connection.fail(cause)) from broken
         except RuntimeError as error:  # connecting failed
-            known = self._connection.cause or self._connection.told()
+            known = self._connection.cause or self._connection.reported_error()
             cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
             raise self._error(self._connection.fail(cause)) from error
 
     def malformed(self, peer: int, reason: str) -> CollectiveError:
         """Return the error for a payload of `peer`, a rank of the group, that no compressor could have made."""
         rank = self.channel.ranks[peer]
-        found = PeerError(
-            f"rank {rank} sent a malformed payload: {reason}; rank {self._me} has used nothing of it", [rank]
-        )
+        found = PeerError(f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it", [rank])
         return self._error(self._connection.fail(found))
 
-    def once(self, look: Callable[[], bool]) -> bool:
-        """Return the result of `look` at the last exchange. The result is the same on all ranks."""
-        return self.channel.once(self.number, look)
+    def once(self, compute: Callable[[], bool]) -> bool:
+        """Return the result of `compute` at the last exchange. The result is the same on all ranks."""
+        return self.channel.once(self.number, compute)
 
     def finish(self) -> None:
         """End this operation after its last byte."""
@@ -162,7 +164,7 @@ class Operation:
         wrapped = CollectiveError("")
         wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
         if self.channel.size > 1:
-            wrapped.found = self._connection.told() or self._lost(wrapped.found)
+            wrapped.found = self._connection.reported_error() or self._lost(wrapped.found)
         return self.give_up(wrapped)
 
     def _named_by(self, error: RuntimeError) -> list[int]:
@@ -186,14 +188,14 @@ class Operation:
     def _absent(self) -> list[int]:
         return [self.channel.ranks[rank] for rank in range(self.channel.size) if self._read_here(rank) is None]
 
-    def look_around(self) -> None:
+    def check_others(self) -> None:
         """Write the record of this rank, and check for errors on other ranks, while the exchange takes long."""
         if not self._published:
             self._write_here()
             self._published = True
         peer = self._waits_for
         theirs = self._read_here(peer)
-        cause = self._connection.told()
+        cause = self._connection.reported_error()
         if cause is None and theirs is not None and theirs != self._record:
             cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
         if cause is None and self._on_failure is not None and time.monotonic() > self._deadline:
@@ -207,9 +209,9 @@ class Operation:
         board, pause = self.channel.board, 2e-4
         self._arrive()
         while (verdict := board.read(f"verdict/{self.number}")) is None:
-            cause = self._connection.cause or self._connection.told()
+            cause = self._connection.cause or self._connection.reported_error()
             if cause is None and board.lost is not None:
-                cause = PeerError(f"the group's store does not answer, so the rank that holds it is lost: {board.lost}")
+                cause = PeerError(f"the group's store does not answer, so the rank that runs it is lost: {board.lost}")
             if cause is None and time.monotonic() > self._deadline:
                 cause = self._missing()
             if cause is not None:
@@ -219,8 +221,11 @@ class Operation:
         if board.count(f"read/{self.number}") == self.channel.size:
             board.delete(f"verdict/{self.number}")
             board.delete(f"read/{self.number}")
-        found = json.loads(verdict)
-        cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.told()
+        found = read_notice(verdict)
+        if found is None:
+            cause = PeerError(f"the group's store has a verdict that no rank wrote: {verdict[:80]!r}", [])
+        else:
+            cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.reported_error()
         if cause is not None:  # a mismatch, or this rank is so late that the others have given up
             raise self._error(self._connection.fail(cause))
 
@@ -244,20 +249,25 @@ class Operation:
         verb = "are" if len(late) > 1 else "is"
         return PeerError(f"{rank_list(late)} {verb} late: no call within {self._timeout:g} s", late)
 
-    def _blame(self, broken: LinkBroken) -> CollectiveError:
+    def _failure_of(self, broken: LinkBroken) -> CollectiveError:
         peer = self.channel.ranks[broken.peer]
         theirs = self._read_here(broken.peer)
         if theirs is not None and theirs != self._record:
             return difference({self._me: self._record, peer: theirs})
         if not broken.late:
+            lost, ranks = self.channel.board.lost, self.channel.ranks
+            if lost is not None and 0 in ranks and 0 not in (peer, self._me):
+                # The peer may have closed its connections because of rank 0, which usually holds the store, and could
+                # not leave a notice.
+                return PeerError(f"rank 0 is lost, and with it the group's store ({lost}); rank {peer}: {broken}", [0])
             return PeerError(f"rank {peer} is lost: {broken}", [peer])
-        how = "it has not said that it is at this operation"
+        how = "it has not reached this operation"
         if theirs is not None:
-            how = "it is at this operation, but is slow, or waits itself"
+            how = "it has reached this operation, but is slow or waits for another rank"
         return PeerError(f"rank {peer} is late: nothing from it within {self._timeout:g} s; {how}", [peer])
 
     def _error(self, cause: CollectiveError, before: str = "") -> CollectiveError:
-        where = f"all_reduce_compressed #{self.number} on rank {self._me}"
+        where = f"{self.name} #{self.number} on rank {self._me}"
         error = type(cause)(f"{where}: {before}{cause}", cause.ranks)
         error.found = cause
         return error
@@ -271,7 +281,7 @@ class Operation:
         record = None if text is None else Record.read(text)
         return record if record is not None and record.number == self.number else None
 
-    def _note_peer(self, peer: int) -> None:
+    def _set_peer(self, peer: int) -> None:
         self._waits_for = peer
 
     @property

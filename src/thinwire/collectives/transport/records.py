@@ -12,8 +12,8 @@ from .errors import MismatchError
 class Record:
     """Operation `number` of a rank: the arguments `call`, or the reason why the rank `refused` it.
 
-    >>> Record.read(Record(7, {"dtype": "float32"}).text).call
-    {'dtype': 'float32'}
+    >>> Record.read(Record(7, {"dtype": "float32"}).text)
+    Record(number=7, call={'dtype': 'float32'}, refused=None)
     """
 
     number: int
@@ -26,9 +26,26 @@ class Record:
         return json.dumps([self.number, self.call, self.refused])
 
     @staticmethod
-    def read(text: bytes | str) -> "Record":
-        """Return the record with this JSON text."""
-        return Record(*json.loads(text))
+    def read(text: bytes | str) -> "Record | None":
+        """Return the record with this JSON text, or None if it is not the text of a record."""
+        try:
+            number, call, refused = json.loads(text)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        fits = type(number) is int and isinstance(call, dict) and isinstance(refused, str | None)
+        return Record(number, call, refused) if fits else None
+
+
+def read_notice(text: str) -> dict[str, Any] | None:
+    """Return a notice of the board with a message and a list of ranks, or {}; None if it is not one of thinwire's."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if found == {}:
+        return {}
+    fits = isinstance(found, dict) and isinstance(found.get("message"), str) and isinstance(found.get("ranks"), list)
+    return found if fits and all(type(rank) is int for rank in found["ranks"]) else None
 
 
 def tag_of(number: int, digest: int) -> int:
@@ -50,7 +67,10 @@ def difference(records: Mapping[int, Record]) -> MismatchError:
     refused = [f"rank {rank}: {record.refused}" for rank, record in records.items() if record.refused is not None]
     if refused:
         at_fault = [rank for rank, record in records.items() if record.refused is not None]
-        return MismatchError(f"it was refused by {'; '.join(refused)}", at_fault)
+        return MismatchError(f"the call was refused by {'; '.join(refused)}", at_fault)
+    calls = {rank: record.call.get("call", "all_reduce_compressed") for rank, record in records.items()}
+    if len(set(calls.values())) > 1:  # their other arguments have nothing in common
+        records = {rank: Record(0, {"call": call}) for rank, call in calls.items()}
     parts, odd = [], set()
     for name in dict.fromkeys(name for record in records.values() for name in record.call):
         by_value: dict[str, list[int]] = {}

@@ -10,7 +10,7 @@ PATIENCE_SECONDS = 1.0
 class Watched(Protocol):
     """An operation that `Watch` can check."""
 
-    def look_around(self) -> None:
+    def check_others(self) -> None:
         """Check for errors. This is called repeatedly while the operation takes long."""
 
     def give_up(self, error: BaseException) -> object:
@@ -18,7 +18,7 @@ class Watched(Protocol):
 
 
 class Watch:
-    """Calls `look_around` twice a second on every operation that has been watched for a second or more."""
+    """Calls `check_others` twice a second on every operation that has been watched for a second or more."""
 
     def __init__(self) -> None:
         self._since: dict[Watched, float] = {}
@@ -53,9 +53,9 @@ class Watch:
             self._work.clear()
             while self._since:
                 time.sleep(PATIENCE_SECONDS / 2)
-                self._look()
+                self._check_all()
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         """Check every operation once.
 
         This is a separate function, so that no local variable of the thread keeps an operation alive between two calls.
@@ -63,7 +63,7 @@ class Watch:
         now = time.monotonic()
         for operation, since in list(self._since.items()):
             if now - since >= PATIENCE_SECONDS:
-                operation.look_around()
+                operation.check_others()
 
 
 watch = Watch()

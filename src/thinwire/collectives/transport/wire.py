@@ -13,17 +13,21 @@ from typing import Protocol
 
 import torch
 
-from ..plan import AT_ONCE
+AT_ONCE = 4
+"""Largest number of operations of one group that are under way at a time. The limit bounds the memory.
+
+Operations whose payload is already encoded are not limited.
+"""
 
 
-class Carried(Protocol):
+class WireTask(Protocol):
     """The methods of a `Reduction` that the wire uses."""
 
     encoded: bool
     """Whether the payload is already encoded. If not, `post` encodes it, which needs memory."""
 
     @property
-    def meets(self) -> bool:
+    def waits_for_all(self) -> bool:
         """Return whether this reduction waits for all ranks before its first byte."""
 
     @property
@@ -50,7 +54,7 @@ class Wire:
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
-        self._waiting: queue.SimpleQueue[Carried] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[WireTask] = queue.SimpleQueue()
         # An executor, because Python waits for its threads when the program ends.
         self._thread = ThreadPoolExecutor(1, "thinwire-wire")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -58,11 +62,11 @@ class Wire:
         self._works = self._closed = False
         """`_works`: the thread will look at the queue. `_closed`: new reductions are refused."""
 
-    def submit(self, reduction: Carried) -> None:
+    def submit(self, reduction: WireTask) -> None:
         """Add a reduction to the queue. Raise RuntimeError if the wire is closed or the program ends."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("the group is no more")
+                raise RuntimeError("the process group was destroyed")
             if not self._works:
                 self._thread.submit(self._work)
                 self._works = True
@@ -84,9 +88,9 @@ class Wire:
             return self._streams[device]
 
     def _work(self) -> None:
-        """Run reductions until the queue is empty."""
-        under_way: deque[Carried] = deque()
-        next_one: Carried | None = None
+        """Work on reductions until the queue is empty."""
+        under_way: deque[WireTask] = deque()
+        next_one: WireTask | None = None
         while True:
             if next_one is None:
                 next_one = self._next()
@@ -101,7 +105,7 @@ class Wire:
             elif next_one is None and self._ends():
                 return
 
-    def _next(self) -> Carried | None:
+    def _next(self) -> WireTask | None:
         try:
             return self._waiting.get_nowait()
         except queue.Empty:
@@ -113,13 +117,13 @@ class Wire:
             self._works = not self._waiting.empty()
             return not self._works
 
-    def _may_post(self, reduction: Carried, under_way: int) -> bool:
+    def _may_post(self, reduction: WireTask, under_way: int) -> bool:
         """Return whether a reduction may be posted now.
 
         A reduction that waits for all ranks is posted alone, because they may wait for another one under way here.
         """
         if not under_way:
             return True
-        if self._ordered or reduction.meets:
+        if self._ordered or reduction.waits_for_all:
             return False
         return reduction.encoded or under_way < AT_ONCE

@@ -1,6 +1,6 @@
 """Adam's update in one pass over memory: `write` moves 16 bytes per element, `advance` 28. `reference.adam` defines it.
 
-`topk.settle` advances the moments chunk by chunk, so that its own work finds the elements in the cache.
+`topk.apply` advances the moments chunk by chunk, so that its own work finds the elements in the cache.
 """
 
 import math
@@ -17,24 +17,16 @@ from . import threads
 from .jit import as_array, fused_add, kernel, widen
 
 
-def write(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
-    out: Tensor,
-) -> None:  # fmt: skip
+def write(update: AdamUpdate, gradient: Tensor, out: Tensor) -> None:
     """Write the update to `out`."""
-    numbers = [beta1, (1 - beta1) * factor, scale, floor, limit, rate, reference.largest(m.dtype)]
-    arrays = [as_array(tensor) for tensor in (g, m, v, out)]
-    _spread(write_entries, arrays, typed(arrays[1], numbers))
+    arrays = [as_array(tensor) for tensor in (gradient, update.m, update.v, out)]
+    _spread(write_elements, arrays, numbers_of(update)[:7])
 
 
-def advance(
-    g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
-    floor: float, limit: float, rate: float,
-) -> None:  # fmt: skip
+def advance(update: AdamUpdate, gradient: Tensor, residual: Tensor | None) -> None:
     """Advance the moments, and add the update to the residual."""
-    arrays = [as_array(g), as_array(m), as_array(v), None if residual is None else as_array(residual)]
-    numbers = advance_numbers(AdamUpdate(m, v, beta1, factor, scale, floor, limit, rate, beta2))
-    _spread(advance_entries, arrays, numbers)
+    arrays = [as_array(tensor) for tensor in (gradient, update.m, update.v)]
+    _spread(advance_elements, [*arrays, None if residual is None else as_array(residual)], numbers_of(update))
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
@@ -47,7 +39,7 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
         if alike and all(each.is_contiguous() and each.device.type == "cpu" for each in (parameter, update)):
             arrays = [as_array(parameter), as_array(update)]
-            _spread(step_entries, arrays, typed(arrays[0], [keep, -rate]))
+            _spread(step_elements, arrays, typed(arrays[0], [keep, -rate]))
             increment_version(parameter)  # so that a backward pass through it as it was is refused
         else:
             left.append((parameter, update, rate))
@@ -55,12 +47,11 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
         reference.step([p for p, _, _ in left], [u for _, u, _ in left], keep, [rate for _, _, rate in left])
 
 
-def advance_numbers(update: AdamUpdate) -> tuple[Any, ...]:
-    """Return the numbers that `advance_entries` takes after the arrays."""
+def numbers_of(update: AdamUpdate) -> tuple[Any, ...]:
+    """Return the numbers that `advance_elements` takes after the arrays; `write_elements` takes the first seven."""
     beta1, beta2, factor = update.beta1, update.beta2, update.factor
     made_of = [beta1, (1 - beta1) * factor, update.scale, update.floor, update.limit, update.rate]
-    numbers = [*made_of, reference.largest(update.m.dtype), factor, beta2, 1 - beta2]
-    return typed(as_array(update.m), numbers)
+    return typed(as_array(update.m), [*made_of, reference.largest(update.m.dtype), factor, beta2, 1 - beta2])
 
 
 def typed(array: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
@@ -92,7 +83,7 @@ def update_of(own, momentum, v, scale, floor, limit, rate, largest):  # type: ig
 
 
 @kernel
-def write_entries(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
+def write_elements(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
     """Write the update of every element to `out`."""
     for i in range(m.size):
         own = gain * m.dtype.type(widen(g[i]))
@@ -100,7 +91,7 @@ def write_entries(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest)
 
 
 @kernel
-def advance_entries(  # type: ignore[no-untyped-def]
+def advance_elements(  # type: ignore[no-untyped-def]
     g, m, v, r, beta1, gain, scale, floor, limit, rate, largest, factor, beta2, rest
 ):
     """Advance the moments of every element, and add the update to r if there is one."""
@@ -117,7 +108,7 @@ def advance_entries(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def step_entries(p, u, keep, gain):  # type: ignore[no-untyped-def]
+def step_elements(p, u, keep, gain):  # type: ignore[no-untyped-def]
     """Compute p <- keep p + gain u, rounded as torch does, so that replicas on other backends stay equal."""
     for i in range(p.size):
         p[i] = fused_add(gain, u[i], keep * p[i])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
+from ..reference import dense as reference
 from ..reference.numbers import MARK as MARK
 from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 from . import threads
@@ -27,7 +28,6 @@ INFINITE = INFINITY_BITS[4]
 SEVEN_BYTES = np.uint64((1 << 56) - 1)
 MANY = np.uint64(0xFF)
 """Mask for the up to eight low-bit fields that are compared with the next field at a time."""
-
 
 SMALLEST_SHARED = 1 << 19
 """With fewer numbers to check, waking another thread takes as long as the check: about 0.4 ms."""
@@ -61,12 +61,12 @@ def compare_fields(width: int) -> Compare:
     flags = [word(1 << width, [j for j in range(pairs) if chosen >> j & 1]) for chosen in range(int(MANY) + 1)]
     even, odd, field = range(0, pairs, 2), range(1, pairs, 2), (1 << width) - 1
     return Compare(
-        max(0, pairs),
-        word(field, even),
-        word(field, odd),
-        word(1 << width, even),
-        word(1 << width, odd),
-        np.array(flags),
+        pairs=max(0, pairs),
+        even=word(field, even),
+        odd=word(field, odd),
+        even_flags=word(1 << width, even),
+        odd_flags=word(1 << width, odd),
+        flags=np.array(flags),
     )
 
 
@@ -91,13 +91,6 @@ def readable(payload: Tensor, layout: Layout) -> Any:
         raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} elements")
     data = payload.contiguous().numpy()
     return data if data.size >= 8 else np.concatenate([data, np.zeros(8 - data.size, np.uint8)])
-
-
-def is_marked(data: Any, dtype: torch.dtype) -> bool:
-    """Return whether the first float, of this dtype, is the mark. If it is, all others must be the mark too."""
-    if dtype == torch.bfloat16:
-        return int(data[0]) | int(data[1]) << 8 == MARK
-    return bool(np.isnan(data[:4].view(np.float32)[0]))
 
 
 def first_bad(find: Callable[[int, int], int], rows: int, numbers_per_row: int) -> int:
@@ -146,16 +139,18 @@ FORMATS: dict[torch.dtype, tuple[Any, int]] = {
 """For each dtype: the mask of the bits below the sign, and these bits of infinity. Larger ones are NaN."""
 
 
-def values_are_good(payload: Tensor, layout: Layout) -> bool:
-    """Return whether a payload that consists of values only has finite numbers or, as the mark, only NaN."""
+def check_values(payload: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless a payload that consists of values only is finite or, as the mark, NaN everywhere.
+
+    This is a faster `reference.dense.check`.
+    """
     data = readable(payload, layout)
     magnitude, infinite = FORMATS[layout.dtype]
     size, count = layout.dtype.itemsize, layout.nbytes // layout.dtype.itemsize
-    if not count:
-        return True
-    marked = int(data[:size].view(magnitude.dtype)[0] & magnitude) > infinite
-    find = partial(bad_values, data, size, magnitude, infinite, marked)
-    return first_bad(find, count, 1) == NONE
+    if count:
+        find = partial(bad_values, data, size, magnitude, infinite, layout.is_marked(payload))
+        if first_bad(find, count, 1) != NONE:
+            refuse_all(reference.check, payload, layout)
 
 
 @kernel
@@ -300,9 +295,9 @@ def ones_followed(word: Any, own: Any) -> Any:
     result, count = np.uint64(0), np.uint64(0)
     for i in range(8):
         part = word if i < 7 else own
-        entry = np.uint64(FOLLOWED[np.uintp(part >> np.uint64(8 * i) & np.uint64(0x1FF))])
-        result |= (entry & np.uint64(0xFF)) << count
-        count += entry >> np.uint64(8)
+        found = np.uint64(FOLLOWED[np.uintp(part >> np.uint64(8 * i) & np.uint64(0x1FF))])
+        result |= (found & np.uint64(0xFF)) << count
+        count += found >> np.uint64(8)
     return result
 
 

@@ -36,106 +36,96 @@ from .selection import total_at
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
-    for entries, part in layout.parts(layout.numel):
-        r_part = None if r is None else r[part.entries]
-        if not _encode_part(g[part.entries], r_part, entries, layout, key, part.entries.start, out[part.nbytes]):
+    for elements, part in layout.parts(layout.numel):
+        r_part = None if r is None else r[part.elements]
+        if not _encode_part(g[part.elements], r_part, elements, layout, key, part.elements.start, out[part.nbytes]):
             reference.mark(layout, payload)
             return False
     return True
 
 
-def _encode_part(g: Any, r: Any, entries: int, layout: QuantizeLayout, key: int, position: int, out: Any) -> bool:
-    nbytes, width = layout.record_nbytes(entries), residual_dtype(layout.dtype).itemsize
+def _encode_part(g: Any, r: Any, elements: int, layout: QuantizeLayout, key: int, position: int, out: Any) -> bool:
+    nbytes, width = layout.record_nbytes(elements), residual_dtype(layout.dtype).itemsize
 
     def share(first: int, last: int) -> bool:
-        mine = slice(first * entries, last * entries)
-        total, codes = np.empty(layout.block, f"f{width}"), np.empty(entries, np.uint8)
-        return bool(
-            encode_records(
-                g[mine], None if r is None else r[mine], entries, layout.block, layout.bits, layout.stochastic,
-                np.uint64(key), position + mine.start, layout.limit, INFINITY_BITS[width],
-                total, codes, out[first * nbytes : last * nbytes],
-            )
+        mine = slice(first * elements, last * elements)
+        total, codes = np.empty(layout.block, f"f{width}"), np.empty(elements, np.uint8)
+        finite = encode_records(
+            g[mine], None if r is None else r[mine], elements, layout.block, layout.bits, layout.stochastic,
+            np.uint64(key), position + mine.start, layout.limit, INFINITY_BITS[width],
+            total, codes, out[first * nbytes : last * nbytes],
         )  # fmt: skip
+        return bool(finite)
 
-    return all(threads.run(share, threads.shares(g.size // entries, entries)))
+    return all(threads.run(share, threads.shares(g.size // elements, elements)))
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     g, r, data = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
-    for entries, part in layout.parts(layout.numel):
-        g_part, r_part = g[part.entries], r[part.entries]
-        _decode_part(data, part.nbytes.start, entries, layout, g_part, -1.0, True, r_part)
+    for elements, part in layout.parts(layout.numel):
+        g_part, r_part = g[part.elements], r[part.elements]
+        _decode_part(data, part.nbytes.start, elements, layout, g_part, -1.0, True, r_part)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
-    for entries, part in layout.parts(stage_limit(out)):
-        with staged(out.view(-1)[part.entries], keep=add) as target:
-            _decode_part(data, part.nbytes.start, entries, layout, None, weight, add, target)
+    for elements, part in layout.parts(stage_limit(out)):
+        with staged(out.view(-1)[part.elements], keep=add) as target:
+            _decode_part(data, part.nbytes.start, elements, layout, None, weight, add, target)
 
 
 def _decode_part(
-    payloads: Any, offset: int, entries: int, layout: QuantizeLayout, g: Any, weight: float, add: bool, out: Any
+    payloads: Any, offset: int, elements: int, layout: QuantizeLayout, g: Any, weight: float, add: bool, out: Any
 ) -> None:
-    nbytes = layout.record_nbytes(entries)
+    nbytes = layout.record_nbytes(elements)
 
     def share(first: int, last: int) -> None:
-        mine = slice(first * entries, last * entries)
+        mine = slice(first * elements, last * elements)
         g_share = None if g is None else g[mine]
-        codes = np.empty(entries, np.uint8)
+        codes = np.empty(elements, np.uint8)
         decode_records(
-            payloads,
-            offset + first * nbytes,
-            nbytes,
-            entries,
-            layout.block,
-            layout.bits,
-            g_share,
-            weight,
-            add,
-            codes,
-            out[mine],
-        )
+            payloads, offset + first * nbytes, nbytes, elements, layout.block, layout.bits, g_share, weight, add,
+            codes, out[mine],
+        )  # fmt: skip
 
-    threads.run(share, threads.shares(out.size // entries, entries))
+    threads.run(share, threads.shares(out.size // elements, elements))
 
 
 def check(payload: Tensor, layout: QuantizeLayout) -> None:
     """Raise ValueError for bytes that no compressor can have written; a faster `reference.quantize.check`."""
     data = checks.readable(payload, layout)
-    marked, largest = checks.is_marked(data, layout.leading_float), checks.largest_scale(layout.bits)
-    for entries, part in layout.parts(layout.numel):
-        nbytes, blocks, code_bits = layout.record_nbytes(entries), -(-entries // layout.block), entries * layout.bits
+    marked, largest = layout.is_marked(payload), checks.largest_scale(layout.bits)
+    for elements, part in layout.parts(layout.numel):
+        nbytes, blocks, code_bits = layout.record_nbytes(elements), -(-elements // layout.block), elements * layout.bits
         find = partial(checks.bad_quantize_record, data, part.nbytes.start, nbytes, blocks, code_bits, largest, marked)
         bad = checks.first_bad(find, part.rows, blocks)
         if bad != checks.NONE:
-            at, number = part.nbytes.start + bad * nbytes, part.entries.start // layout.record_entries + bad
-            alone = replace(layout, numel=entries)
+            at, number = part.nbytes.start + bad * nbytes, part.elements.start // layout.record_elements + bad
+            alone = replace(layout, numel=elements)
             checks.refuse(reference.check, number, payload[at : at + nbytes], alone, payload, layout)
 
 
 @kernel
 def encode_records(
-    g: Any, r: Any, entries: int, block: int, bits: int, stochastic: bool,
+    g: Any, r: Any, elements: int, block: int, bits: int, stochastic: bool,
     key: Any, position: int, limit: float, infinity: int, total: Any, codes: Any, out: Any,
 ) -> bool:  # fmt: skip
     """Encode every record of g + r, which are only read. Return False at the first block that is not finite.
 
     `total` is scratch for one block of g + r, `codes` for the codes of one record, one byte each.
     """
-    blocks = (entries + block - 1) // block
-    nbytes = 2 * blocks + (entries * bits + 7) // 8
-    for row in range(g.size // entries):
+    blocks = (elements + block - 1) // block
+    nbytes = 2 * blocks + (elements * bits + 7) // 8
+    for row in range(g.size // elements):
         target = out[row * nbytes : (row + 1) * nbytes]
         # 8-bit codes are bytes already.
         code_bytes = target[2 * blocks :] if bits == 8 else codes
         for b in range(blocks):
             start = b * block
-            size = min(block, entries - start)
-            first = row * entries + start
+            size = min(block, elements - start)
+            first = row * elements + start
             largest = add_block(g, r, first, size, limit, total)
             if largest >= infinity:
                 return False
@@ -247,7 +237,7 @@ def codes_stochastic(
 
 @kernel
 def decode_records(
-    payloads: Any, offset: int, nbytes: int, entries: int, block: int, bits: int,
+    payloads: Any, offset: int, nbytes: int, elements: int, block: int, bits: int,
     g: Any, weight: float, add: bool, codes: Any, out: Any,
 ) -> None:  # fmt: skip
     """Compute out <- (out + g, or out, or 0) + weight * each payload, record by record, while it is in the cache.
@@ -255,9 +245,9 @@ def decode_records(
     With g there is one payload, which was encoded from out + g.
     """
     factor = out.dtype.type(weight)
-    blocks = (entries + block - 1) // block
-    for row in range(out.size // entries):
-        target = out[row * entries : (row + 1) * entries]
+    blocks = (elements + block - 1) // block
+    for row in range(out.size // elements):
+        target = out[row * elements : (row + 1) * elements]
         if g is None and not add:
             target[:] = 0
         start = offset + row * nbytes
@@ -267,12 +257,12 @@ def decode_records(
             if bits < 8:
                 unpack(data[2 * blocks :], bits, codes)
             for b in range(blocks):
-                size = min(block, entries - b * block)
+                size = min(block, elements - b * block)
                 step = read_bfloat16(data, 2 * b)
                 if g is None:
                     add_levels(code_bytes, b * block, size, step, bits, factor, None, 0, target)
                 else:
-                    add_levels(code_bytes, b * block, size, step, bits, factor, g, row * entries + b * block, target)
+                    add_levels(code_bytes, b * block, size, step, bits, factor, g, row * elements + b * block, target)
 
 
 @kernel
@@ -286,18 +276,18 @@ def add_levels(
         plus, minus = weight * number(step), weight * number(-step)
         for i in range(size):
             sent = minus if codes[np.uintp(start + i)] != 0 else plus
-            out[np.uintp(start + i)] = entry(out, start + i, g, g_start + i) + sent
+            out[np.uintp(start + i)] = element_at(out, start + i, g, g_start + i) + sent
         return
     mask = np.uint8((1 << (bits - 1)) - 1)
     for i in range(size):
         code = codes[np.uintp(start + i)]
         level = np.float32(code & mask) * step
         sent = weight * number(-level if code > mask else level)
-        out[np.uintp(start + i)] = entry(out, start + i, g, g_start + i) + sent
+        out[np.uintp(start + i)] = element_at(out, start + i, g, g_start + i) + sent
 
 
 @kernel
-def entry(out: Any, i: int, g: Any, g_i: int) -> Any:
+def element_at(out: Any, i: int, g: Any, g_i: int) -> Any:
     """Return out[i], plus g[g_i] if there is a g."""
     if g is None:
         return out[np.uintp(i)]

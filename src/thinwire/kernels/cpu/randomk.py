@@ -13,7 +13,8 @@ from torch import Tensor
 from ..layout import RandomKLayout, residual_dtype
 from ..reference import randomk as reference
 from ..reference.dense import mark, read_values
-from . import checks, threads
+from . import threads
+from .checks import check_values
 from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now, widen
 from .selection import total_at
 
@@ -46,7 +47,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, pa
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
-    if out.dtype.itemsize == 2:  # k entries only: torch does as well
+    if out.dtype.itemsize == 2:  # k elements only: torch does as well
         reference.decode(payloads, layout, key, out, weight, add)
     elif not add:
         _start(payloads, layout, key, None, weight, out)
@@ -60,10 +61,7 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
             )
 
 
-def check(payload: Tensor, layout: RandomKLayout) -> None:
-    """Raise ValueError for bytes that no compressor can have written; a faster `reference.randomk.check`."""
-    if not checks.values_are_good(payload, layout):
-        checks.refuse_all(reference.check, payload, layout)
+check = check_values
 
 
 def _start(payloads: Tensor, layout: RandomKLayout, key: int, g: Any, weight: float, out: Tensor) -> None:

@@ -152,7 +152,7 @@ def read_record(
 
 
 @kernel
-def add_entries(positions: Any, values: Any, count: int, weight: Any, out: Any) -> None:
+def add_elements(positions: Any, values: Any, count: int, weight: Any, out: Any) -> None:
     """Compute out += weight * values at the positions. Positions outside (of a damaged payload) are skipped."""
     for j in range(count):
         if positions[j] < out.size:

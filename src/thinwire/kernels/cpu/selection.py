@@ -66,7 +66,7 @@ def count_reaching(values: Any, threshold: Any) -> Any:
 
 @kernel
 def kth_largest(values: Any, k: int, low: Any, high: Any) -> Any:
-    """Return a threshold that exactly k values reach, if the search meets one, else the k-th largest value.
+    """Return a threshold that exactly k values reach, if the search finds one, else the k-th largest value.
 
     At least k values must reach `low`, and fewer than k must reach `high`.
     """

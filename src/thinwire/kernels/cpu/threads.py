@@ -28,13 +28,13 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-def shares(items: int, entries_per_item: int = 1, per_thread: int = 4) -> list[tuple[int, int]]:
+def shares(items: int, elements_per_item: int = 1, per_thread: int = 4) -> list[tuple[int, int]]:
     """Cut `items` into even ranges, several for each thread that is worth waking.
 
     If a thread is delayed, the others take over its ranges. torch's own threads cause such delays, because they spin
     for some milliseconds after an operation.
     """
-    threads = min(torch.get_num_threads(), items * entries_per_item // SMALLEST_SHARE)
+    threads = min(torch.get_num_threads(), items * elements_per_item // SMALLEST_SHARE)
     count = max(1, min(items, per_thread * threads)) if threads > 1 else 1
     return [(items * i // count, items * (i + 1) // count) for i in range(count)]
 

@@ -1,6 +1,6 @@
 """TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`.
 
-`settle` updates moments and residual and decodes, chunk by chunk, while the elements are in the cache.
+`apply` updates moments and residual and decodes, chunk by chunk, while the elements are in the cache.
 """
 
 from functools import partial
@@ -13,9 +13,9 @@ from ..layout import TopKLayout, TopKRecord, residual_dtype
 from ..reference import topk as reference
 from ..updates import AdamUpdate, Update
 from . import checks, threads, topk_global
-from .adam import advance_entries, advance_numbers
+from .adam import advance_elements, numbers_of
 from .jit import INFINITY_BITS, as_array, kernel, stage_limit, staged, widen
-from .records import add_entries, read_record, write_record
+from .records import add_elements, read_record, write_record
 from .selection import fill_magnitudes, largest, select, smallest, total_at
 
 LARGEST_CHUNK = 1 << 16
@@ -29,7 +29,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for record, part in layout.parts(layout.numel):
-        g_part, r_part = g[part.entries], None if r is None else r[part.entries]
+        g_part, r_part = g[part.elements], None if r is None else r[part.elements]
         encode_part = topk_global.encode if record.n > LARGEST_CHUNK else _encode_part
         width = residual_dtype(layout.dtype).itemsize
         if not encode_part(g_part, r_part, record, out[part.nbytes], width, layout.limit):
@@ -40,23 +40,15 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
 
 def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: float) -> bool:
     def share(first: int, last: int) -> bool:
-        entries, nbytes = slice(first * record.n, last * record.n), slice(first * record.nbytes, last * record.nbytes)
+        elements, nbytes = slice(first * record.n, last * record.n), slice(first * record.nbytes, last * record.nbytes)
         magnitudes = np.full((record.n + 63) // 64 * 64, -1, f"i{width}")
         values = np.empty(record.k, f"f{width}")
-        r_share = None if r is None else r[entries]
-        return bool(
-            encode_chunks(
-                g[entries],
-                r_share,
-                record,
-                magnitudes,
-                values,
-                INFINITY_BITS[width],
-                GUESS_MARGIN[width],
-                limit,
-                out[nbytes],
-            )
-        )
+        r_share = None if r is None else r[elements]
+        finite = encode_chunks(
+            g[elements], r_share, record, magnitudes, values, INFINITY_BITS[width], GUESS_MARGIN[width], limit,
+            out[nbytes],
+        )  # fmt: skip
+        return bool(finite)
 
     return all(threads.run(share, threads.shares(g.size // record.n, record.n)))
 
@@ -69,51 +61,47 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, paylo
             residual.add_(tensor)
             topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
         else:
-            _decode_part(payloads, part.nbytes.start, record, g[part.entries], -1.0, False, r[part.entries])
+            _decode_part(payloads, part.nbytes.start, record, g[part.elements], -1.0, False, r[part.elements])
 
 
-def settle(
+def can_apply(layout: TopKLayout, out: Tensor) -> bool:
+    """Return whether `apply` has a pass: not if `out` has 16 bits, nor if chunks do not fit the cache."""
+    return out.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
+
+
+def apply(
     gradient: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
     update: Update | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Compute residual += encoded tensor - payloads[own], and out <- weight * each payload.
 
     The encoded tensor is the gradient or, if there is one, the update, whose moments advance. Everything happens in one
-    pass, unless `out` has 16 bits or chunks do not fit the cache; only updates other than Adam's need a pass of their
-    own. `out` may be the gradient itself.
+    pass; only updates other than Adam's need a pass of their own. `out` may be the gradient itself.
     """
-    vectors = {"r": as_array(residual), "g": as_array(gradient)}
+    vectors = {"r": as_array(residual), "out": as_array(out)}
     numbers = None
-    fused = out.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
-    if fused and isinstance(update, AdamUpdate):
-        vectors |= {"m": as_array(update.m), "v": as_array(update.v)}
-        numbers = advance_numbers(update)
+    if isinstance(update, AdamUpdate):
+        vectors |= {"g": as_array(gradient), "m": as_array(update.m), "v": as_array(update.v)}
+        numbers = numbers_of(update)
     elif update is not None:
-        update.advance(gradient, residual)
-        del vectors["g"]  # it is in the residual by now
-    if not fused:
-        if update is None:
-            commit(gradient, residual, layout, key, payloads[own])
-        else:
-            decode(payloads[own : own + 1], layout, key, residual, -1.0, True)
-        decode(payloads, layout, key, out, weight, False)
-        return
-    vectors["out"] = as_array(out)
+        update.advance(gradient, residual)  # so that the residual contains it
+    else:
+        vectors["g"] = as_array(gradient)
     for record, part in layout.parts(layout.numel):
-        mine = {name: vector[part.entries] for name, vector in vectors.items()}
-        _settle_part(payloads.numpy(), own, part.nbytes.start, record, mine, numbers, weight)
+        mine = {name: vector[part.elements] for name, vector in vectors.items()}
+        _apply_part(payloads.numpy(), own, part.nbytes.start, record, mine, numbers, weight)
 
 
-def _settle_part(
+def _apply_part(
     payloads: Any, own: int, offset: int, record: TopKRecord, vectors: dict[str, Any], numbers: Any, weight: float
 ) -> None:
     bitmap, factor = record.nbytes - record.high_at, vectors["out"].dtype.type(weight)
 
     def share(first: int, last: int) -> None:
-        entries, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
-        mine = {name: vector[entries] for name, vector in vectors.items()}
+        elements, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
+        mine = {name: vector[elements] for name, vector in vectors.items()}
         moments = None if numbers is None else (mine["m"], mine["v"], numbers)
-        settle_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine["r"], moments, factor, mine["out"])
+        apply_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine["r"], moments, factor, mine["out"])
 
     threads.run(share, threads.shares(vectors["out"].size // record.n, record.n))
 
@@ -122,7 +110,7 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
     """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for record, part in layout.parts(stage_limit(out)):
-        with staged(out.view(-1)[part.entries], keep=add) as target:
+        with staged(out.view(-1)[part.elements], keep=add) as target:
             if record.n > LARGEST_CHUNK:
                 if not add:
                     target.fill(0)
@@ -135,11 +123,11 @@ def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight:
     bitmap, factor = record.nbytes - record.high_at, out.dtype.type(weight)
 
     def share(first: int, last: int) -> None:
-        entries, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
+        elements, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
         if add:
-            add_chunks(payloads, start, record, bitmap, factor, out[entries])
+            add_chunks(payloads, start, record, bitmap, factor, out[elements])
         else:
-            start_chunks(payloads, start, record, bitmap, None if g is None else g[entries], factor, out[entries])
+            start_chunks(payloads, start, record, bitmap, None if g is None else g[elements], factor, out[elements])
 
     threads.run(share, threads.shares(out.size // record.n, record.n))
 
@@ -147,15 +135,15 @@ def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight:
 def check(payload: Tensor, layout: TopKLayout) -> None:
     """Raise ValueError for bytes that no compressor can have written; a faster `reference.topk.check`."""
     data = checks.readable(payload, layout)
-    marked = checks.is_marked(data, layout.leading_float)
+    marked = layout.is_marked(payload)
     for record, part in layout.parts(layout.numel):
         compare = checks.compare_fields(record.low_bits)
         find = partial(checks.bad_topk_record, data, part.nbytes.start, record, compare, marked)
         bad = checks.first_bad(find, part.rows, record.k)
         if bad != checks.NONE:
             at = part.nbytes.start + bad * record.nbytes
-            alone = TopKLayout(record.n, layout.dtype, 1, record, None)
-            number = part.entries.start // layout.record.n + bad
+            alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
+            number = part.elements.start // layout.record.n + bad
             checks.refuse(reference.check, number, payload[at : at + record.nbytes], alone, payload, layout)
 
 
@@ -202,11 +190,11 @@ def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, w
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
-            add_entries(positions, values, count, weight, chunk)
+            add_elements(positions, values, count, weight, chunk)
 
 
 @kernel
-def settle_chunks(
+def apply_chunks(
     payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any, out: Any
 ) -> None:
     """Compute r <- r + g - payloads[own], and out <- weight * each payload.
@@ -217,13 +205,13 @@ def settle_chunks(
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
     minus_one = r.dtype.type(-1)
     for row in range(out.size // n):
-        entries = slice(row * n, (row + 1) * n)
-        kept, chunk = r[entries], out[entries]
+        elements = slice(row * n, (row + 1) * n)
+        kept, chunk = r[elements], out[elements]
         if moments is not None:
             m, v, numbers = moments
-            advance_entries(g[entries], m[entries], v[entries], kept, *numbers)
+            advance_elements(g[elements], m[elements], v[elements], kept, *numbers)
         elif g is not None:
-            taken = g[entries]
+            taken = g[elements]
             for i in range(n):
                 kept[i] += widen(taken[i])
         chunk[:] = 0  # only now: it may be the gradient's memory
@@ -232,8 +220,8 @@ def settle_chunks(
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
             if p == own:
-                add_entries(positions, values, count, minus_one, kept)
-            add_entries(positions, values, count, weight, chunk)
+                add_elements(positions, values, count, minus_one, kept)
+            add_elements(positions, values, count, weight, chunk)
 
 
 @kernel
@@ -249,6 +237,6 @@ def add_chunks(payloads: Any, offset: int, record: Any, bitmap: int, weight: Any
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions[turn], values[turn], chunk)
             turn = 1 - turn
-            add_entries(positions[turn], values[turn], waiting, weight, waiting_chunk)
+            add_elements(positions[turn], values[turn], waiting, weight, waiting_chunk)
             waiting, waiting_chunk = count, chunk
-    add_entries(positions[1 - turn], values[1 - turn], waiting, weight, waiting_chunk)
+    add_elements(positions[1 - turn], values[1 - turn], waiting, weight, waiting_chunk)

@@ -13,7 +13,7 @@ import numpy as np
 from ..layout import TopKRecord
 from . import threads
 from .jit import INFINITY_BITS, kernel, magnitude_bits
-from .records import add_entries, count_bitmap, read_record, write_record
+from .records import add_elements, count_bitmap, read_record, write_record
 from .selection import collect, fill_magnitudes, total_at
 
 DIGITS = {4: [(15, 16), (0, 15)], 8: [(47, 16), (31, 16), (15, 16), (0, 15)]}
@@ -159,6 +159,6 @@ def add_pieces(data: Any, record: Any, first_byte: int, last_byte: int, rank: in
         count = read_record(data, record, byte, stop, rank, positions[turn], values[turn], out)
         rank += count_bitmap(data, record.high_at + byte, record.high_at + stop)
         turn = 1 - turn
-        add_entries(positions[turn], values[turn], waiting, weight, out)
+        add_elements(positions[turn], values[turn], waiting, weight, out)
         waiting = count
-    add_entries(positions[1 - turn], values[1 - turn], waiting, weight, out)
+    add_elements(positions[1 - turn], values[1 - turn], waiting, weight, out)

@@ -1,8 +1,7 @@
 """Adam's update in one pass over memory: `write` moves 16 bytes per element, `advance` 28. `reference.adam` defines it.
 
 Gradients of 16 bits save 2 of these bytes. Divisions and square roots are rounded correctly (IEEE 754), as torch does,
-and no product is fused into a sum, so `write` and `advance` compute the same bits. Moments in float64 use the
-reference.
+and no product is fused into a sum, so `write` and `advance` compute the same bits. The moments are float32.
 """
 
 import torch
@@ -11,49 +10,34 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import adam as reference
-from .launch import REFERENCE_DTYPES, launch
+from ..updates import AdamUpdate
+from .launch import launch
 
 _TILE = 4096
 
 
 def numbers_of(
-    beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
+    *, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
 ) -> tuple[float, ...]:
     """Return the numbers that the kernels read. The first two are factors of the gradient."""
     return (1 - beta1) * factor, factor, beta1, scale, floor, limit, rate, beta2, 1 - beta2
 
 
-def write(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
-    out: Tensor, numbers: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write the update to `out`.
-
-    numbers   the result of `numbers_of` on the device, for a recording, which reads the numbers of its step there. It
-              replaces the other numbers.
-    """
-    if m.dtype in REFERENCE_DTYPES:
-        return reference.write(g, m, v, beta1, factor, scale, floor, limit, rate, out)
-    if numbers is None:
-        numbers = _on_device(numbers_of(beta1, factor, scale, floor, limit, rate, 1.0), g.device)
-    if g.numel():
-        launch(write_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, out, numbers, g.numel(), TILE=_TILE,
-               num_warps=4)  # fmt: skip
+def write(update: AdamUpdate, gradient: Tensor, out: Tensor) -> None:
+    """Write the update to `out`."""
+    n = gradient.numel()
+    if n:
+        launch(write_elements, (triton.cdiv(n, _TILE),), gradient, update.m, update.v, out, _on_device(update), n,
+               TILE=_TILE, num_warps=4)  # fmt: skip
 
 
-def advance(
-    g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
-    floor: float, limit: float, rate: float, numbers: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Advance the moments, and add the update to the residual. `numbers` is that of `write`."""
-    if m.dtype in REFERENCE_DTYPES:
-        return reference.advance(g, m, v, residual, beta1, beta2, factor, scale, floor, limit, rate)
-    if numbers is None:
-        numbers = _on_device(numbers_of(beta1, factor, scale, floor, limit, rate, beta2), g.device)
-    if g.numel():
-        kept = m if residual is None else residual
-        launch(advance_entries, (triton.cdiv(g.numel(), _TILE),), g, m, v, kept, numbers, g.numel(),
-               HAS_R=residual is not None, FOLLOWED=beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
+def advance(update: AdamUpdate, gradient: Tensor, residual: Tensor | None) -> None:
+    """Advance the moments, and add the update to the residual."""
+    n = gradient.numel()
+    if n:
+        kept = update.m if residual is None else residual
+        launch(advance_elements, (triton.cdiv(n, _TILE),), gradient, update.m, update.v, kept, _on_device(update), n,
+               HAS_R=residual is not None, FOLLOWED=update.beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
 
 
 step = reference.step  # bound by the memory as it is
@@ -64,15 +48,20 @@ def step_by_numbers(parameters: list[Tensor], updates: list[Tensor], keep: Tenso
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         n = parameter.numel()
         if n:
-            launch(step_entries, (triton.cdiv(n, _TILE),), parameter, update, keep, rate, n, TILE=_TILE, num_warps=4)
+            launch(step_elements, (triton.cdiv(n, _TILE),), parameter, update, keep, rate, n, TILE=_TILE, num_warps=4)
 
 
-def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+def _on_device(update: AdamUpdate) -> Tensor:
+    if update.on_device is not None:
+        return update.on_device
+    names = ("beta1", "factor", "scale", "floor", "limit", "rate", "beta2")
+    numbers = numbers_of(**{name: getattr(update, name) for name in names})
+    device = update.m.device
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @triton.jit
-def update_of(own, momentum, v, scale, floor, limit, rate):  # type: ignore[no-untyped-def]
+def update_of(own, momentum, v, scale, floor, limit, rate):
     """Return rate * momentum / (scale sqrt(v) + floor), cut to ±limit before the rate. Inf and NaN stay.
 
     If `own` is so large that its square would be infinite, the result is ±Inf.
@@ -86,7 +75,7 @@ def update_of(own, momentum, v, scale, floor, limit, rate):  # type: ignore[no-u
 
 
 @triton.jit
-def write_entries(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def write_elements(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constexpr):
     """Write the update of TILE elements to `out`."""
     gain, beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 2)
     scale, floor = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
@@ -99,7 +88,7 @@ def write_entries(g_ptr, m_ptr, v_ptr, out_ptr, numbers_ptr, n, TILE: tl.constex
 
 
 @triton.jit
-def advance_entries(  # type: ignore[no-untyped-def]
+def advance_elements(
     g_ptr, m_ptr, v_ptr, r_ptr, numbers_ptr, n, HAS_R: tl.constexpr, FOLLOWED: tl.constexpr, TILE: tl.constexpr
 ):
     """Advance the moments of TILE elements (v only if FOLLOWED), and add the update to the residual if HAS_R."""
@@ -123,7 +112,7 @@ def advance_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def step_entries(p_ptr, u_ptr, keep_ptr, rate_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def step_elements(p_ptr, u_ptr, keep_ptr, rate_ptr, n, TILE: tl.constexpr):
     """Compute p <- keep p - rate u for TILE elements."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     p = tl.load(p_ptr + at, mask=at < n, other=0.0).to(tl.float32)

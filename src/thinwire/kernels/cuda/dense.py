@@ -13,7 +13,7 @@ from ..layout import DenseLayout
 from ..reference import dense as reference
 from .launch import launch, waiting_for
 from .marks import mark_if, nan_of
-from .numbers import INFINITY_BITS, magnitude_bits
+from .numbers import INFINITY_BITS, magnitude_bits, total_at
 
 _TILE = 4096
 
@@ -25,7 +25,7 @@ def encode_flagged(
     values = reference.read_values(payload, layout.dtype)
     g, r = tensor.view(-1), (tensor if residual is None else residual).view(-1)
     launch(
-        copy_entries, (triton.cdiv(layout.numel, _TILE),), g, r, values, flag, layout.numel, layout.limit,
+        copy_elements, (triton.cdiv(layout.numel, _TILE),), g, r, values, flag, layout.numel, layout.limit,
         HAS_R=residual is not None, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     if values.data_ptr() != payload.data_ptr():
@@ -46,23 +46,14 @@ def compress(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, pa
     )  # fmt: skip
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
-    """Compute residual <- tensor + residual - decode(payload)."""
-    reference.commit(tensor, residual, layout, key, payload)
-
-
-def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
-    """Compute out <- (out if add else 0) + weight * each payload."""
-    reference.decode(payloads, layout, key, out, weight, add)
+commit, decode = reference.commit, reference.decode
 
 
 @triton.jit(do_not_specialize=["limit"])
-def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def copy_elements(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr, TILE: tl.constexpr):
     """Write TILE elements of g + r, cut to ±limit, and set the flag if one is not finite."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    if HAS_R:
-        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
+    total = total_at(g_ptr, r_ptr, at, n, HAS_R)
     if tl.max(magnitude_bits(total), axis=0) >= INFINITY_BITS:
         tl.store(flag_ptr, 1)
     cut = tl.minimum(tl.maximum(total, -limit), limit)
@@ -70,7 +61,7 @@ def copy_entries(g_ptr, r_ptr, out_ptr, flag_ptr, n, limit, HAS_R: tl.constexpr,
 
 
 @triton.jit
-def keep_rest(g_ptr, r_ptr, sent_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def keep_rest(g_ptr, r_ptr, sent_ptr, flag_ptr, n, TILE: tl.constexpr):
     """Compute r <- r + g - sent, unless the flag is set."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)

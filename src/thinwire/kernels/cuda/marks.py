@@ -47,7 +47,7 @@ def nan_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["nbytes", "full", "record", "tail_at"])
-def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_at, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_at, BLOCK: tl.constexpr):
     """Copy the mark to the payload if the flag is set.
 
     Byte i of the first `full` bytes is byte i % record of the mark. The bytes after them are those from `tail_at` on.
@@ -62,7 +62,7 @@ def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_a
 
 
 @triton.jit
-def add_unless(out_ptr, g_ptr, flag_ptr, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_unless(out_ptr, g_ptr, flag_ptr, n, TILE: tl.constexpr):
     """Compute out += g, unless the flag is set."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (at < n) & (tl.load(flag_ptr) == 0)

@@ -55,15 +55,15 @@ def _encode(
 ) -> None:  # fmt: skip
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     signed = key - (1 << 64) if key >> 63 else key
-    for entries, part in layout.parts(layout.numel):
-        g = flat[part.entries]
-        r = g if kept is None else kept[part.entries]
+    for elements, part in layout.parts(layout.numel):
+        g = flat[part.elements]
+        r = g if kept is None else kept[part.elements]
         rows = _rows(layout)
         launch(
             encode_blocks, (triton.cdiv(g.numel(), rows * layout.block),), g, r, payload[part.nbytes], flag,
-            triton.cdiv(entries, layout.block), g.numel(), signed, part.entries.start, layout.limit,
+            triton.cdiv(elements, layout.block), g.numel(), signed, part.elements.start, layout.limit,
             BITS=layout.bits, BLOCK=layout.block, ROWS=rows, STOCHASTIC=layout.stochastic, HAS_R=kept is not None,
-            UPDATE=update, MASKED=entries < layout.record_entries, num_warps=_warps(rows * layout.block),
+            UPDATE=update, MASKED=elements < layout.record_elements, num_warps=_warps(rows * layout.block),
         )  # fmt: skip
 
 
@@ -72,16 +72,16 @@ def _decode(
     flag: Tensor | None,
 ) -> None:  # fmt: skip
     flat, given = out.view(-1), out.view(-1) if g is None else g.view(-1)
-    for entries, part in layout.parts(layout.numel):
-        target = flat[part.entries]
+    for elements, part in layout.parts(layout.numel):
+        target = flat[part.elements]
         rows = _rows(layout)
         tiles = triton.cdiv(target.numel(), rows * layout.block)
         launch(
             decode_blocks, (tiles if flag is None else min(tiles, GUARDS),), payloads[:, part.nbytes.start :],
-            given[part.entries], target, target if flag is None else flag, payloads.stride(0), payloads.shape[0],
-            triton.cdiv(entries, layout.block), target.numel(), weight,
+            given[part.elements], target, target if flag is None else flag, payloads.stride(0), payloads.shape[0],
+            triton.cdiv(elements, layout.block), target.numel(), weight,
             BITS=layout.bits, BLOCK=layout.block, ROWS=rows, START=start, GUARDED=flag is not None,
-            MASKED=entries < layout.record_entries, num_warps=_warps(rows * layout.block),
+            MASKED=elements < layout.record_elements, num_warps=_warps(rows * layout.block),
         )  # fmt: skip
 
 
@@ -90,15 +90,15 @@ def _rows(layout: QuantizeLayout) -> int:
     return min(BLOCKS_PER_RECORD, max(1, _TILE // layout.block))
 
 
-def _warps(entries: int) -> int:
-    return max(1, min(8, entries // 1024))
+def _warps(elements: int) -> int:
+    return max(1, min(8, elements // 1024))
 
 
 def _mark(layout: QuantizeLayout, payload: Tensor, flag: Tensor) -> None:
-    rows, rest = divmod(layout.numel, layout.record_entries)
+    rows, rest = divmod(layout.numel, layout.record_elements)
     pattern = QuantizeLayout(
-        min(rows, 1) * layout.record_entries + rest, layout.dtype, layout.bits, layout.block, layout.stochastic
+        min(rows, 1) * layout.record_elements + rest, layout.dtype, layout.bits, layout.block, layout.stochastic
     )
     mark_if(
-        flag, payload, marked_by(reference, pattern, payload.device), layout.record_nbytes(layout.record_entries), rows
+        flag, payload, marked_by(reference, pattern, payload.device), layout.record_nbytes(layout.record_elements), rows
     )

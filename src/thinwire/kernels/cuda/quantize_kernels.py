@@ -33,7 +33,7 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 
 @triton.jit
-def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
+def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return one bfloat16 scale, as bits, for each row."""
     magnitudes = tl.where(present, tl.abs(values), 0.0)
     if STOCHASTIC or BITS > 2:
@@ -57,14 +57,14 @@ def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constex
 
 
 @triton.jit
-def codes_of(  # type: ignore[no-untyped-def]
+def codes_of(
     values, step, key, position, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return the codes of rows of values. `position` is that of the first value in the tensor, a multiple of 4."""
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
     if STOCHASTIC:
-        # One draw serves four entries, 15 bits each.
+        # One draw serves four elements, 15 bits each.
         quarter = tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
         drawn = draw(key, (position >> 2) + quarter)[:, :, None] >> (15 * tl.arange(0, 4)[None, None, :]).to(tl.int64)
         uniform = (tl.reshape(drawn & 0x7FFF, (ROWS, BLOCK)).to(tl.float32) + 0.5) * (1 / 32768)
@@ -84,13 +84,13 @@ def codes_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def level_of(codes, step, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def level_of(codes, step, BITS: tl.constexpr):
     """Return the values that the codes represent."""
     return signed_level(codes, step if BITS == 1 else 0.0 * step, 0.0 * step if BITS == 1 else step, BITS)
 
 
 @triton.jit(do_not_specialize=["blocks", "numel", "key", "limit"])
-def encode_blocks(  # type: ignore[no-untyped-def]
+def encode_blocks(
     g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, key, position, limit,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
     HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
@@ -103,21 +103,21 @@ def encode_blocks(  # type: ignore[no-untyped-def]
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
-    entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = entries < numel
+    elements = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = elements < numel
     if MASKED:
-        total = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(g_ptr + elements, mask=inside, other=0.0).to(tl.float32)
         if HAS_R:
-            total += tl.load(r_ptr + entries, mask=inside, other=0.0)
+            total += tl.load(r_ptr + elements, mask=inside, other=0.0)
     else:
-        total = tl.load(g_ptr + entries).to(tl.float32)
+        total = tl.load(g_ptr + elements).to(tl.float32)
         if HAS_R:
-            total += tl.load(r_ptr + entries)
+            total += tl.load(r_ptr + elements)
     finite = tl.max(tl.max(magnitude_bits(total), axis=1), axis=0) < INFINITY_BITS
     if not finite:
         tl.store(flag_ptr, 1)
     values = tl.minimum(tl.maximum(total, -limit), limit)
-    present = inside if MASKED else entries >= 0
+    present = inside if MASKED else elements >= 0
     scale = tl.where(finite, scales_of(values, present, limit, BITS, STOCHASTIC), MARK)
     step = from_bfloat16(scale)
     codes = codes_of(values, step, key, position + first * BLOCK, BITS, STOCHASTIC, ROWS, BLOCK)
@@ -126,9 +126,9 @@ def encode_blocks(  # type: ignore[no-untyped-def]
     if UPDATE:
         kept = total - level_of(codes, step[:, None], BITS)
         if MASKED:
-            tl.store(r_ptr + entries, kept, mask=inside & finite)
+            tl.store(r_ptr + elements, kept, mask=inside & finite)
         else:
-            tl.store(r_ptr + entries, kept, mask=row[:, None] < tl.where(finite, ROWS, 0))
+            tl.store(r_ptr + elements, kept, mask=row[:, None] < tl.where(finite, ROWS, 0))
     if MASKED:
         record, codes_at, block = out_ptr, 2 * blocks, first
     else:
@@ -150,16 +150,16 @@ def encode_blocks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def decode_tile(  # type: ignore[no-untyped-def]
+def decode_tile(
     tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Decode ROWS blocks of every payload; see `decode_blocks`."""
     first = tile.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
-    entries = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    elements = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     plain: tl.constexpr = not (MASKED or START == 3)  # a mask keeps loads and stores from being wide
-    inside = entries < numel
+    inside = elements < numel
     each: tl.constexpr = 8 // BITS
     if MASKED:
         record, codes_at, block = payload_ptr, 2 * blocks, first
@@ -169,14 +169,14 @@ def decode_tile(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     if START >= 1:
         if plain:
-            total = tl.load(out_ptr + entries).to(tl.float32)
+            total = tl.load(out_ptr + elements).to(tl.float32)
         else:
-            total = tl.load(out_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+            total = tl.load(out_ptr + elements, mask=inside, other=0.0).to(tl.float32)
     if START >= 2:
         if plain:
-            given = tl.load(g_ptr + entries).to(tl.float32)
+            given = tl.load(g_ptr + elements).to(tl.float32)
         else:
-            given = tl.load(g_ptr + entries, mask=inside, other=0.0).to(tl.float32)
+            given = tl.load(g_ptr + elements, mask=inside, other=0.0).to(tl.float32)
         if START == 2:
             total += given
         else:
@@ -204,13 +204,13 @@ def decode_tile(  # type: ignore[no-untyped-def]
     if START == 3:
         total = tl.where(is_drowned(total - given, given, sent), 0.0, total - given)
     if plain:
-        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty))
     else:
-        tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
-def decode_blocks(  # type: ignore[no-untyped-def]
+def decode_blocks(
     payload_ptr, g_ptr, out_ptr, flag_ptr, stride, payloads, blocks, numel, weight,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
     MASKED: tl.constexpr,

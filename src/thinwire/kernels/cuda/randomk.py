@@ -14,7 +14,7 @@ from ..reference import randomk as reference
 from ..reference.dense import read_values
 from .launch import REFERENCE_DTYPES, launch, waiting_for
 from .marks import add_unless, mark_if, nan_of
-from .numbers import INFINITY_BITS, draw, magnitude_bits
+from .numbers import INFINITY_BITS, draw, magnitude_bits, total_at
 
 _TILE = 4096
 _STRATA = 256
@@ -78,7 +78,7 @@ def _strata(layout: RandomKLayout, key: int) -> tuple[int, int, int, int]:
 
 
 @triton.jit
-def place_in(stratum, width, wider, key):  # type: ignore[no-untyped-def]
+def place_in(stratum, width, wider, key):
     """Return (the position drawn in each stratum, the width of the stratum)."""
     start = stratum * width + tl.minimum(stratum, wider)
     mine = width + (stratum < wider).to(tl.int64)
@@ -86,20 +86,16 @@ def place_in(stratum, width, wider, key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_not_finite(g_ptr, r_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_not_finite(g_ptr, r_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):
     """Set the flag if one of TILE elements of g + r is not finite."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    if HAS_R:
-        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
+    total = total_at(g_ptr, r_ptr, at, n, HAS_R)
     if tl.max(magnitude_bits(total), axis=0) >= INFINITY_BITS:
         tl.store(flag_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["k", "width", "wider", "key"])
-def gather_strata(  # type: ignore[no-untyped-def]
-    g_ptr, r_ptr, values_ptr, k, width, wider, key, HAS_R: tl.constexpr, STRATA: tl.constexpr
-):
+def gather_strata(g_ptr, r_ptr, values_ptr, k, width, wider, key, HAS_R: tl.constexpr, STRATA: tl.constexpr):
     """Write the drawn elements: g + r or, without a residual, g times the width of the stratum, which is unbiased."""
     stratum = tl.program_id(0).to(tl.int64) * STRATA + tl.arange(0, STRATA)
     at, mine = place_in(stratum, width, wider, key)
@@ -109,7 +105,7 @@ def gather_strata(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["payloads", "stride", "weight", "k", "width", "wider", "key"])
-def add_strata(  # type: ignore[no-untyped-def]
+def add_strata(
     values_ptr, out_ptr, flag_ptr, payloads, stride, weight, k, width, wider, key,
     GUARDED: tl.constexpr, STRATA: tl.constexpr,
 ):  # fmt: skip

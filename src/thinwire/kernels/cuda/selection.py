@@ -26,37 +26,37 @@ _ENOUGH = tl.constexpr(24)
 
 
 @triton.jit
-def over_all(values):  # type: ignore[no-untyped-def]
+def over_all(values):
     """Return the sum of a tensor of shape [lanes, steps, 4]."""
     return tl.sum(tl.sum(tl.sum(values, axis=2), axis=1), axis=0)
 
 
 @triton.jit
-def largest(values):  # type: ignore[no-untyped-def]
+def largest(values):
     """Return the maximum of a tensor of shape [lanes, steps, 4]."""
     return tl.max(tl.max(tl.max(values, axis=2), axis=1), axis=0)
 
 
 @triton.jit
-def just_below(threshold):  # type: ignore[no-untyped-def]
+def just_below(threshold):
     """Return the float before the threshold, so that a magnitude reaches the threshold if it is larger; -0.5 for 0."""
     return tl.where(threshold > 0, (threshold - 1).to(tl.float32, bitcast=True), -0.5)
 
 
 @triton.jit
-def reaches(magnitudes, below):  # type: ignore[no-untyped-def]
+def reaches(magnitudes, below):
     """Return 1 where a magnitude is above `below`, else 0. A subtraction and its sign cost less than a comparison."""
     return ((below - magnitudes).to(tl.int32, bitcast=True) >> 31) & 1
 
 
 @triton.jit
-def logarithm(number):  # type: ignore[no-untyped-def]
+def logarithm(number):
     """Return about 2^23 times the logarithm: the bits of a float are a piecewise linear logarithm."""
     return number.to(tl.int32, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def slots_of(ones, LANES: tl.constexpr, STEPS: tl.constexpr, FIELD: tl.constexpr):  # type: ignore[no-untyped-def]
+def slots_of(ones, LANES: tl.constexpr, STEPS: tl.constexpr, FIELD: tl.constexpr):
     """Return, for each element of [LANES, STEPS, 4], how many ones have a lower position (step, lane, place)."""
     each: tl.constexpr = 64 // FIELD if STEPS * FIELD > 64 else STEPS
     every: tl.constexpr = 0x0101010101010101 if FIELD == 8 else 0x0001000100010001
@@ -74,7 +74,7 @@ def slots_of(ones, LANES: tl.constexpr, STEPS: tl.constexpr, FIELD: tl.constexpr
 
 
 @triton.jit
-def find_threshold(magnitudes, n, k, top, guess, LANES: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_threshold(magnitudes, n, k, top, guess, LANES: tl.constexpr, STEPS: tl.constexpr):
     """Return (magnitudes, threshold) such that exactly k reach the threshold. Ties that are not taken become -1.
 
     magnitudes   [lanes, steps, 4]. Missing elements have the magnitude -1, which reaches no threshold.

@@ -13,38 +13,38 @@ SHARED_LIMIT = 48 * 1024
 
 
 @triton.constexpr_function
-def _room(nbytes):  # type: ignore[no-untyped-def]
+def _room(nbytes):
     return f"{{ .shared .align 16 .b8 room[{nbytes}]; mov.u32 $0, room; }}"
 
 
 @triton.jit
-def shared_room(NBYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+def shared_room(NBYTES: tl.constexpr):
     """Return the address of NBYTES of shared memory. Every call in the source gets another piece."""
     return tl.inline_asm_elementwise(_room(NBYTES), "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def fill_shared(at, word):  # type: ignore[no-untyped-def]
+def fill_shared(at, word):
     """Write 16 bytes at each address, the same word four times."""
     text: tl.constexpr = "st.shared.v4.b32 [$1], {$2, $2, $2, $2}; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(text, "=r,r,r", [at, word], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def write_shared(at, word, BYTE: tl.constexpr):  # type: ignore[no-untyped-def]
+def write_shared(at, word, BYTE: tl.constexpr):
     """Write the word, or its lowest byte if BYTE, at each address."""
     text: tl.constexpr = "st.shared.b8 [$1], $2; mov.b32 $0, 0;" if BYTE else "st.shared.b32 [$1], $2; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(text, "=r,r,r", [at, word.to(tl.int32)], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def read_shared(at, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_shared(at, TYPE: tl.constexpr):
     """Read a number at each address. TYPE is its PTX type: u8, u16 or b32."""
     return tl.inline_asm_elementwise("ld.shared." + TYPE + " $0, [$1];", "=r,r", [at], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def read_shared_bits(at, shift):  # type: ignore[no-untyped-def]
+def read_shared_bits(at, shift):
     """Read 32 bits that begin `shift` bits into the word at each address."""
     text: tl.constexpr = """{ .reg .b32 low, high;
         ld.shared.b32 low, [$1]; ld.shared.b32 high, [$1+4]; shf.r.wrap.b32 $0, low, high, $2; }"""
@@ -52,7 +52,7 @@ def read_shared_bits(at, shift):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def read_shared_floats(at):  # type: ignore[no-untyped-def]
+def read_shared_floats(at):
     """Read four floats at each address."""
     return tl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [at],
@@ -61,7 +61,7 @@ def read_shared_floats(at):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_to_shared(at, value, there):  # type: ignore[no-untyped-def]
+def add_to_shared(at, value, there):
     """Add a value to the float at each address, if `there`.
 
     No two lanes may hold the same element, or it is added twice.
@@ -72,7 +72,7 @@ def add_to_shared(at, value, there):  # type: ignore[no-untyped-def]
 
 
 @triton.constexpr_function
-def _list_ones():  # type: ignore[no-untyped-def]
+def _list_ones():
     step = (
         "and.b32 bit, $1, {}; setp.ne.b32 one, bit, 0; "
         "@one st.shared.b16 [at], high; @one add.u32 at, at, 2; @!one add.u32 high, high, 1;"
@@ -82,12 +82,12 @@ def _list_ones():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def list_ones(byte, at, high):  # type: ignore[no-untyped-def]
+def list_ones(byte, at, high):
     """Write `high`, 16 bits, to the next address for each one of the byte. Each zero increments `high`."""
     tl.inline_asm_elementwise(_list_ones(), "=r,r,r,r", [byte, at, high], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def count_ones(word):  # type: ignore[no-untyped-def]
+def count_ones(word):
     """Return the number of set bits."""
     return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], tl.int32, is_pure=True, pack=1)

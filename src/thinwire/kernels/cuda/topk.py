@@ -21,7 +21,7 @@ from .topk_encode import encode_chunks
 
 LARGEST_CHUNK = 1 << 14
 
-_ENTRIES_PER_LANE = 32
+_ELEMENTS_PER_LANE = 32
 _REGISTERS = 128
 """Registers per thread for usual records: four chunks of 4,096 on a multiprocessor hide each other's latency."""
 _CHUNKS_PER_PROGRAM = 8
@@ -61,7 +61,7 @@ def compress(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, pay
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     for record, part in layout.parts(layout.numel):
-        g, r = tensor.view(-1)[part.entries], residual.view(-1)[part.entries]
+        g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
         _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.ADD, -1.0, r)
 
 
@@ -71,7 +71,7 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
         return reference.decode(payloads, layout, key, out, weight, add)
     flat, start = out.view(-1), topk_decode.KEEP if add else topk_decode.ZERO
     for record, part in layout.parts(_WIDE_LIMIT if _narrow(payloads, out) else layout.numel):
-        _decode(payloads, part.nbytes.start, record, None, start, weight, flat[part.entries])
+        _decode(payloads, part.nbytes.start, record, None, start, weight, flat[part.elements])
 
 
 def _narrow(payloads: Tensor, out: Tensor) -> bool:
@@ -79,7 +79,7 @@ def _narrow(payloads: Tensor, out: Tensor) -> bool:
     return out.dtype.itemsize == 2 and payloads.shape[0] > 1
 
 
-# The ways through a record ------------------------------------------------------------------------------------------
+# Passes over a record -----------------------------------------------------------------------------------------------
 
 
 def _encode(
@@ -87,7 +87,7 @@ def _encode(
 ) -> None:
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     for record, part in layout.parts(layout.numel):
-        g, r = flat[part.entries], None if kept is None else kept[part.entries]
+        g, r = flat[part.elements], None if kept is None else kept[part.elements]
         out = payload[part.nbytes]
         if record.n <= LARGEST_CHUNK:
             _encode_chunks(g, r, record, part.rows, layout.limit, out, flag, update_residual)
@@ -108,7 +108,7 @@ def _encode_chunks(
     update_residual: bool,
 ) -> None:  # fmt: skip
     size = max(16, triton.next_power_of_2(record.n))
-    lanes = max(size // _ENTRIES_PER_LANE, min(32, size // 4))
+    lanes = max(size // _ELEMENTS_PER_LANE, min(32, size // 4))
     k, bitmap = max(16, triton.next_power_of_2(record.k)), triton.next_power_of_2(record.nbytes - record.high_at)
     per_program = max(1, min(_CHUNKS_PER_PROGRAM, rows // _PROGRAMS))
     programs = triton.cdiv(rows, per_program)
@@ -128,7 +128,7 @@ def _encode_chunks(
 def _finish(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
     """Restore the residual that `_encode` has updated if the flag is set. Otherwise commit the long records."""
     for record, part in layout.parts(layout.numel):
-        g, r = tensor.view(-1)[part.entries], residual.view(-1)[part.entries]
+        g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
         if record.n <= LARGEST_CHUNK:
             _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.SUBTRACT, 1.0, r, flag)
         else:
@@ -187,5 +187,5 @@ def _mark(layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
     """Overwrite the payload with the mark if the flag is set."""
     rows = min(layout.rows, 1)
     tail = layout.tail.n if layout.tail else 0
-    pattern = TopKLayout(rows * layout.record.n + tail, layout.dtype, rows, layout.record, layout.tail)
+    pattern = TopKLayout(rows * layout.record.n + tail, layout.dtype, rows=rows, record=layout.record, tail=layout.tail)
     mark_if(flag, payload, marked_by(reference, pattern, payload.device), layout.record.nbytes, layout.rows)

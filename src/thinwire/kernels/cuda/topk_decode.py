@@ -32,7 +32,7 @@ ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
 
 
 @triton.jit
-def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):
     """Read `bits` bits from this bit on, which SPAN bytes contain. No byte after the record is read."""
     byte = at + (bit >> 3)
     word = tl.load(record + byte, mask=mask, other=0).to(tl.int64 if SPAN > 3 else tl.int32)
@@ -43,7 +43,7 @@ def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):  # type:
 
 
 @triton.jit
-def read_entries(  # type: ignore[no-untyped-def]
+def read_elements(
     record, live, first, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
     BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
 ):  # fmt: skip
@@ -79,13 +79,13 @@ def read_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def column_of(values, column, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def column_of(values, column, COLUMNS: tl.constexpr):
     """Return one column of an integer tensor. Each lane has all columns of its row, so this compiles to a selection."""
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, values, 0), axis=1)
 
 
 @triton.jit
-def add_entries(out, g, positions, value_bits, weight, read, START: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_elements(out, g, positions, value_bits, weight, read, START: tl.constexpr):
     """Compute out += weight * values. `out` is not read where it is known to be zero.
 
     START 3: where the residual was lost in rounding (`is_drowned`), the result is g, which `fill` then subtracts.
@@ -101,32 +101,30 @@ def add_entries(out, g, positions, value_bits, weight, read, START: tl.constexpr
 
 
 @triton.jit
-def fill(  # type: ignore[no-untyped-def]
-    out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
-):
+def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """Compute out <- 0, out + g or out - g for one chunk."""
-    entries = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    elements = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
     else:
         if MASKED:
-            total = tl.load(out + entries, mask=entries < n, other=0.0)
-            given = tl.load(g + entries, mask=entries < n, other=0.0).to(tl.float32)
+            total = tl.load(out + elements, mask=elements < n, other=0.0)
+            given = tl.load(g + elements, mask=elements < n, other=0.0).to(tl.float32)
         else:
-            total = tl.load(out + entries)
-            given = tl.load(g + entries).to(tl.float32)
+            total = tl.load(out + elements)
+            given = tl.load(g + elements).to(tl.float32)
         if START == 2:
             total += given
         else:
             total = tl.where(is_drowned(total - given, given, given), 0.0, total - given)
     if MASKED:
-        tl.store(out + entries, total.to(out.dtype.element_ty), mask=entries < n)
+        tl.store(out + elements, total.to(out.dtype.element_ty), mask=elements < n)
     else:
-        tl.store(out + entries, total.to(out.dtype.element_ty))
+        tl.store(out + elements, total.to(out.dtype.element_ty))
 
 
 @triton.jit
-def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def is_marked(record, BITS: tl.constexpr):
     """Return whether a record begins with NaN."""
     at: tl.constexpr = 2 if BITS == 32 else 0
     high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
@@ -134,18 +132,16 @@ def is_marked(record, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_columns(  # type: ignore[no-untyped-def]
-    out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr
-):
+def add_columns(out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr):
     """Add one payload after the other, with a barrier in between. `before` payloads have been added already."""
     for i in tl.static_range(AT_ONCE):
         read = (START > 0) | (before + i > 0)
-        add_entries(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
+        add_elements(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
         tl.debug_barrier()
 
 
 @triton.jit
-def decode_chunk(  # type: ignore[no-untyped-def]
+def decode_chunk(
     payload_ptr, g_ptr, out_ptr, row,
     stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
     BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
@@ -167,7 +163,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
             rank = tl.zeros((1, AT_ONCE), tl.int32)
             place = 0 * p
             while place < 8 * (nbytes - high_at):
-                positions, values, rank = read_entries(
+                positions, values, rank = read_elements(
                     first + which.to(tl.int64) * stride, which < payloads, place, rank,
                     n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
                 )  # fmt: skip
@@ -179,7 +175,7 @@ def decode_chunk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=SIZES)
-def decode_chunks(  # type: ignore[no-untyped-def]
+def decode_chunks(
     payload_ptr, g_ptr, out_ptr, flag_ptr, rows, per_program,
     stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
     BITS: tl.constexpr, GUARDED: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
@@ -209,7 +205,7 @@ def decode_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=SIZES)
-def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):
     """Count the ones in each TILE bits of a record's bitmap: the first step of reading a long record."""
     tile = tl.program_id(0)
     byte = high_at.to(tl.int64) + tile.to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
@@ -220,7 +216,7 @@ def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexp
 
 
 @triton.jit(do_not_specialize=SIZES)
-def decode_tiles(  # type: ignore[no-untyped-def]
+def decode_tiles(
     payload_ptr, ranks_ptr, flag_ptr, out_ptr, base, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
     BITS: tl.constexpr, GUARDED: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -233,8 +229,8 @@ def decode_tiles(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0).to(tl.int64)
     record = payload_ptr + base + tl.zeros((1, 1), tl.int64)
     rank = tl.load(ranks_ptr + tile) + tl.zeros((1, 1), tl.int64)
-    positions, values, rank = read_entries(
+    positions, values, rank = read_elements(
         record, rank >= 0, tile * TILE, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
         BITS, LOW_SPAN, TILE, False, tl.int64,
     )  # fmt: skip
-    add_entries(out_ptr, out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True, 1)
+    add_elements(out_ptr, out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True, 1)

@@ -39,7 +39,7 @@ _ONE_BIT_EACH = tl.constexpr(0x0102040810204080)
 
 
 @triton.jit
-def quantize(values, chosen, k, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def quantize(values, chosen, k, BITS: tl.constexpr):
     """Return (low, step, codes) as defined by `reference.topk.quantize`, with the scales as bfloat16 bits."""
     magnitudes = tl.where(chosen, tl.abs(values), 0.0)
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
@@ -67,14 +67,14 @@ def quantize(values, chosen, k, BITS: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def write_bytes(out, words, rows, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+def write_bytes(out, words, rows, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """Write the lowest BYTES bytes of words[:rows], at any address."""
     row, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     tl.store(out + row * BYTES + byte, ((words[:, None] >> (8 * byte)) & 0xFF).to(tl.uint8), mask=row < rows)
 
 
 @triton.jit
-def write_codes(out, codes, k, BITS: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+def write_codes(out, codes, k, BITS: tl.constexpr, K: tl.constexpr):
     """Write k codes of BITS bits. The codes after them must be 0."""
     if BITS >= 8:
         write_bytes(out, codes, k, K, BITS // 8)
@@ -86,9 +86,7 @@ def write_codes(out, codes, k, BITS: tl.constexpr, K: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def write_low_bits(  # type: ignore[no-untyped-def]
-    out, scratch, origin, k, low_bits, nbytes, BYTES: tl.constexpr, FIELDS: tl.constexpr
-):
+def write_low_bits(out, scratch, origin, k, low_bits, nbytes, BYTES: tl.constexpr, FIELDS: tl.constexpr):
     """Write the lowest bits of each position. Up to FIELDS positions share a byte."""
     byte = tl.arange(0, BYTES)[:, None]
     field = 8 * byte // low_bits + tl.arange(0, FIELDS)[None, :]
@@ -106,7 +104,7 @@ SIZES = [
 
 
 @triton.jit(do_not_specialize=SIZES)
-def encode_chunks(  # type: ignore[no-untyped-def]
+def encode_chunks(
     g_ptr, r_ptr, out_ptr, scratch_ptr, flag_ptr,
     rows, per_program, n, k, low_bits, codes_at, low_at, high_at, nbytes, limit,
     BITS: tl.constexpr, HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
@@ -122,7 +120,7 @@ def encode_chunks(  # type: ignore[no-untyped-def]
     scratch = scratch_ptr + program.to(tl.int64) * (K + 2 * BITMAP)
     bitmap = (scratch + K).to(tl.pointer_type(tl.int64))
     # As the memory has them, and as the lanes do.
-    entries = tl.arange(0, STEPS)[:, None] * (LANES * 4) + tl.arange(0, LANES * 4)[None, :]
+    elements = tl.arange(0, STEPS)[:, None] * (LANES * 4) + tl.arange(0, LANES * 4)[None, :]
     lanes = tl.arange(0, LANES)[:, None, None] * 4
     places = tl.arange(0, STEPS)[None, :, None] * (LANES * 4) + tl.arange(0, 4)[None, None, :]
     slot, byte = tl.arange(0, K), tl.arange(0, BITMAP)
@@ -134,14 +132,14 @@ def encode_chunks(  # type: ignore[no-untyped-def]
         out = out_ptr + row.to(tl.int64) * nbytes
         g, r = g_ptr + base, r_ptr + base
         if MASKED:
-            total = tl.load(g + entries, mask=entries < n, other=0.0).to(tl.float32)
+            total = tl.load(g + elements, mask=elements < n, other=0.0).to(tl.float32)
         else:
-            total = tl.load(g + tl.max_contiguous(entries, [1, 4])).to(tl.float32)
+            total = tl.load(g + tl.max_contiguous(elements, [1, 4])).to(tl.float32)
         if HAS_R:
             if MASKED:
-                total += tl.load(r + entries, mask=entries < n, other=0.0)
+                total += tl.load(r + elements, mask=elements < n, other=0.0)
             else:
-                total += tl.load(r + entries)
+                total += tl.load(r + elements)
         bits = tl.permute(tl.reshape(magnitude_bits(total), (STEPS, LANES, 4)), (1, 0, 2))
         top = largest(bits)
         if top >= INFINITY_BITS:
@@ -155,9 +153,9 @@ def encode_chunks(  # type: ignore[no-untyped-def]
                 magnitudes = tl.where(lanes + places < n, magnitudes, -1.0)
             if UPDATE:
                 if MASKED:
-                    tl.store(r + entries, total, mask=entries < n)
+                    tl.store(r + elements, total, mask=elements < n)
                 else:
-                    tl.store(r + entries, total)
+                    tl.store(r + elements, total)
             magnitudes, guess = find_threshold(magnitudes, n, k, top, guess, LANES, STEPS)
             below = just_below(guess)
             slots = slots_of(reaches(magnitudes, below), LANES, STEPS, FIELD)

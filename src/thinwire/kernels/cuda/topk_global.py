@@ -24,12 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import TopKRecord
-from ..reference import numbers
 from ..reference import topk as reference
 from . import topk_decode
 from .launch import launch
 from .marks import add_unless
-from .numbers import INFINITY_BITS, magnitude_bits
+from .numbers import INFINITY_BITS, magnitude_bits, total_at
 from .randomk import place_in
 
 _TILE = 4096
@@ -80,7 +79,7 @@ def encode(g: Tensor, r: Tensor | None, record: TopKRecord, limit: float, out: T
         HAS_R=has_r, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     values = values.masked_fill(flag != 0, 0).clamp(-limit, limit)
-    out.copy_(_pack(positions.unsqueeze(0), values.unsqueeze(0), record).view(-1))
+    out.copy_(reference.pack_record(positions.unsqueeze(0), values.unsqueeze(0), record).view(-1))
 
 
 def _narrowed(g: Tensor, r: Tensor, k: int, flag: Tensor, has_r: bool) -> Source:
@@ -106,20 +105,6 @@ def _narrowed(g: Tensor, r: Tensor, k: int, flag: Tensor, has_r: bool) -> Source
     launch(gather_reaching, (tiles,), g, r, bound, before, ok, positions, values, numel, HAS_R=has_r, TILE=_TILE,
            num_warps=4)  # fmt: skip
     return Source(g, r, values, positions, ok, numel, size)
-
-
-def _pack(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
-    """Return `reference.topk.pack_record` of finite values, without its check for NaN, which waits for the device."""
-    if record.bits == 32:
-        parts = [values.contiguous().view(torch.uint8)]
-    else:
-        scales, codes = reference.quantize(values, record.bits)
-        parts = [numbers.pack(scales, 16), numbers.pack(codes, record.bits)]
-    high = (positions >> record.low_bits) + torch.arange(record.k, device=positions.device)
-    bitmap = torch.zeros(1, record.k + ((record.n - 1) >> record.low_bits), dtype=torch.int64, device=positions.device)
-    low = positions & ((1 << record.low_bits) - 1)
-    parts += [numbers.pack(low, record.low_bits), numbers.pack(bitmap.scatter_(1, high, 1), 1)]
-    return torch.cat(parts, 1)
 
 
 def commit(g: Tensor, r: Tensor, record: TopKRecord, out: Tensor, flag: Tensor) -> None:
@@ -162,16 +147,7 @@ def _add(payload: Tensor, offset: int, record: TopKRecord, weight: float, out: T
 
 
 @triton.jit
-def total_at(g_ptr, r_ptr, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the elements of g + r at these positions, and 0 at positions from n on."""
-    total = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    if HAS_R:
-        total += tl.load(r_ptr + at, mask=at < n, other=0.0)
-    return total
-
-
-@triton.jit
-def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_source(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):
     """Return elements of a `Source` of n elements: candidates if `ok`, else g + r."""
     if ok:
         total = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -181,7 +157,7 @@ def looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R: tl.constexpr):  # type
 
 
 @triton.jit(do_not_specialize=["width", "wider"])
-def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexpr, TILE: tl.constexpr):
     """Write the magnitude bits of one element from each of m strata, drawn at random to avoid patterns."""
     stratum = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     at, _ = place_in(stratum, width, wider, stratum * 0)
@@ -189,7 +165,7 @@ def sample_magnitudes(g_ptr, r_ptr, out_ptr, m, width, wider, HAS_R: tl.constexp
 
 
 @triton.jit
-def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr):
     """Write how many elements of a tile reach the bound to counts[tile + 1]. Set the flag if one is not finite."""
     tile = tl.program_id(0)
     at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -201,7 +177,7 @@ def count_reaching(g_ptr, r_ptr, bound_ptr, counts_ptr, flag_ptr, n, HAS_R: tl.c
 
 
 @triton.jit
-def gather_reaching(  # type: ignore[no-untyped-def]
+def gather_reaching(
     g_ptr, r_ptr, bound_ptr, before_ptr, ok_ptr, positions_ptr, values_ptr, n, HAS_R: tl.constexpr, TILE: tl.constexpr
 ):
     """Write positions and values of all elements that reach the bound, in order, if `ok`."""
@@ -216,7 +192,7 @@ def gather_reaching(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_digits(  # type: ignore[no-untyped-def]
+def count_digits(
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, counts_ptr,
     SHIFT: tl.constexpr, DIGITS: tl.constexpr, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +204,7 @@ def count_digits(  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * TILE
     while first < n:
         at = first + tl.arange(0, TILE)
-        bits = magnitude_bits(looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
+        bits = magnitude_bits(read_source(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
         mine = (at < n) & ((bits >> SHIFT >> DIGITS) == (prefix >> SHIFT >> DIGITS))
         counts += tl.histogram(tl.where(mine, (bits >> SHIFT) & ((1 << DIGITS) - 1), 256), 512)
         first += tl.num_programs(0).to(tl.int64) * TILE
@@ -237,7 +213,7 @@ def count_digits(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.constexpr):
     """Find the digit of the k-th largest: the highest digit that enough magnitudes reach. Add it to the state."""
     digit = 255 - tl.arange(0, 256)
     counts = tl.load(counts_ptr + digit)
@@ -252,7 +228,7 @@ def pick_digit(counts_ptr, state_ptr, flag_ptr, SHIFT: tl.constexpr, DIGITS: tl.
 
 
 @triton.jit
-def count_chosen(  # type: ignore[no-untyped-def]
+def count_chosen(
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
     HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -263,13 +239,13 @@ def count_chosen(  # type: ignore[no-untyped-def]
     if tile.to(tl.int64) * TILE < n:
         threshold = tl.load(state_ptr).to(tl.int32)
         at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-        bits = magnitude_bits(looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
+        bits = magnitude_bits(read_source(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R))
         tl.store(above_ptr + tile + 1, tl.sum(((bits > threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
         tl.store(ties_ptr + tile + 1, tl.sum(((bits == threshold) & (at < n)).to(tl.int32), axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["k"])
-def gather_chosen(  # type: ignore[no-untyped-def]
+def gather_chosen(
     g_ptr, r_ptr, values_ptr, positions_ptr, ok_ptr, numel, size, state_ptr, above_ptr, ties_ptr,
     chosen_positions_ptr, chosen_values_ptr, k, HAS_R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -280,7 +256,7 @@ def gather_chosen(  # type: ignore[no-untyped-def]
     if tile.to(tl.int64) * TILE < n:
         threshold, wanted = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1)
         at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-        total = looked_at(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R)
+        total = read_source(g_ptr, r_ptr, values_ptr, ok, at, n, HAS_R)
         bits = magnitude_bits(total)
         above, tie = ((bits > threshold) & (at < n)).to(tl.int32), ((bits == threshold) & (at < n)).to(tl.int32)
         ties_before = tl.load(ties_ptr + tile) + tl.cumsum(tie, axis=0) - tie

@@ -23,7 +23,7 @@ from .shared import (
 
 
 @triton.jit
-def shared_field(record, AT: tl.constexpr, j, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def shared_field(record, AT: tl.constexpr, j, BITS: tl.constexpr):
     """Return the j-th field of BITS bits after the first AT bytes of a record in shared memory."""
     bit = 8 * AT + j * BITS
     if (32 % BITS == 0) and (8 * AT % BITS == 0):  # none lies across two words
@@ -34,7 +34,7 @@ def shared_field(record, AT: tl.constexpr, j, BITS: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def copy_records(  # type: ignore[no-untyped-def]
+def copy_records(
     records, live, staged, NBYTES: tl.constexpr, PITCH: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Copy records to shared memory, PITCH bytes apart. Zeros follow them, and replace records that are not live."""
@@ -46,7 +46,7 @@ def copy_records(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["stride", "payloads", "weight"])
-def sum_chunks(  # type: ignore[no-untyped-def]
+def sum_chunks(
     payload_ptr, out_ptr, stride, payloads, weight,
     CHUNK: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOW_BITS: tl.constexpr,
     CODES_AT: tl.constexpr, LOW_AT: tl.constexpr, HIGH_AT: tl.constexpr, NBYTES: tl.constexpr,
@@ -105,6 +105,6 @@ def sum_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.constexpr_function
-def shared_bytes(chunk, nbytes, tile, at_once):  # type: ignore[no-untyped-def]
+def shared_bytes(chunk, nbytes, tile, at_once):
     """Return the shared memory for `sum_chunks`: sums, lists, records, and the rest of a word after the last field."""
     return 4 * chunk + at_once * (2 * tile + max(4, triton.next_power_of_2(nbytes))) + 16

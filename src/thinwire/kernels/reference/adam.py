@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..updates import AdamUpdate
+
 _BLOCK = 1 << 22
 """Elements in a block. Temporary tensors stay this small."""
 
@@ -28,46 +30,36 @@ def largest(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max ** 0.5)
 
 
-def write(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float,
-    out: Tensor,
-) -> None:  # fmt: skip
+def write(update: AdamUpdate, gradient: Tensor, out: Tensor) -> None:
     """Write the update to `out`."""
-    for g_part, m_part, v_part, out_part in _blocks(g, m, v, out):
-        out_part.copy_(_update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)[0])
+    for g, m, v, out_part in _blocks(gradient, update.m, update.v, out):
+        out_part.copy_(_update_and_momentum(update, g=g, m=m, v=v)[0])
 
 
-def advance(
-    g: Tensor, m: Tensor, v: Tensor, residual: Tensor | None, beta1: float, beta2: float, factor: float, scale: float,
-    floor: float, limit: float, rate: float,
-) -> None:  # fmt: skip
+def advance(update: AdamUpdate, gradient: Tensor, residual: Tensor | None) -> None:
     """Advance the moments, and add the update to the residual."""
-    for g_part, m_part, v_part, kept in _blocks(g, m, v, residual):
-        update, momentum = _update_of(g_part, m_part, v_part, beta1, factor, scale, floor, limit, rate)
+    for g, m, v, kept in _blocks(gradient, update.m, update.v, residual):
+        change, momentum = _update_and_momentum(update, g=g, m=m, v=v)
         if kept is not None:
-            kept.add_(update)
-        if beta2 < 1:
-            gradient = g_part.to(m.dtype) * factor
-            v_part.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        m_part.copy_(momentum)
+            kept.add_(change)
+        if update.beta2 < 1:
+            scaled = g.to(m.dtype) * update.factor
+            v.mul_(update.beta2).addcmul_(scaled, scaled, value=1 - update.beta2)
+        m.copy_(momentum)
 
 
 def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield the same block of elements of every tensor. None stays None."""
     flat = [None if tensor is None else tensor.view(-1) for tensor in (first, *others)]
     for start in range(0, first.numel(), _BLOCK):
         yield tuple(None if each is None else each[start : start + _BLOCK] for each in flat)
 
 
-def _update_of(
-    g: Tensor, m: Tensor, v: Tensor, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float
-) -> tuple[Tensor, Tensor]:
-    """Return (update, momentum) of some elements."""
-    own = g.to(m.dtype) * ((1 - beta1) * factor)
-    momentum = own.add(m, alpha=beta1)
-    update = momentum / v.sqrt().mul_(scale).add_(floor)
-    update = torch.where(update.isinf(), update, update.clamp(-limit, limit)).mul_(rate)
-    return torch.where(own.abs() > largest(m.dtype), own.sign() * torch.inf, update), momentum
+def _update_and_momentum(update: AdamUpdate, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    own = g.to(m.dtype) * ((1 - update.beta1) * update.factor)
+    momentum = own.add(m, alpha=update.beta1)
+    change = momentum / v.sqrt().mul_(update.scale).add_(update.floor)
+    change = torch.where(change.isinf(), change, change.clamp(-update.limit, update.limit)).mul_(update.rate)
+    return torch.where(own.abs() > largest(m.dtype), own.sign() * torch.inf, change), momentum
 
 
 def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:

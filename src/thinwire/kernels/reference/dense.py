@@ -61,7 +61,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payl
     flat, kept = tensor.view(-1), residual.view(-1)
     for part in _segments(layout, residual.dtype):
         kept[part].add_(flat[part])
-    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
 
 
 def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -79,6 +79,6 @@ def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight:
             target.copy_(total)
 
 
-def check(payload: Tensor, layout: DenseLayout) -> None:
+def check(payload: Tensor, layout: Layout) -> None:
     """Raise ValueError for bytes that `encode` could not have written."""
     check_floats(read_values(payload, layout.dtype))

@@ -38,6 +38,10 @@ def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen, magnitudes, 0).sum(-1, dtype=dtype) / chosen.sum(-1).clamp(min=1)
 
 
+_UNPACKED_AT_ONCE = 1 << 15
+"""Numbers that `unpack` handles at a time: bits take 64 times the memory of a payload."""
+
+
 # Bit fields ---------------------------------------------------------------------------------------------------------
 
 
@@ -53,9 +57,15 @@ def pack(values: Tensor, width: int) -> Tensor:
 
 def unpack(packed: Tensor, width: int, count: int) -> Tensor:
     """Unpack rows of bytes to rows of `count` int64; the inverse of `pack`."""
-    rows = packed.shape[0]
-    bits = unpack_bits(packed)[:, : count * width].view(rows, count, width)
-    return (bits.to(torch.int64) << torch.arange(width, device=packed.device)).sum(-1)
+    rows, shifts = packed.shape[0], torch.arange(width, device=packed.device)
+    made = torch.empty(rows, count, dtype=torch.int64, device=packed.device)
+    step = max(8, _UNPACKED_AT_ONCE // max(1, rows) // 8 * 8)  # so that each stretch begins with a byte
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        stretch = packed[:, start * width // 8 : bytes_for(stop * width)]
+        bits = unpack_bits(stretch)[:, : (stop - start) * width].view(rows, stop - start, width)
+        made[:, start:stop] = (bits.to(torch.int64) << shifts).sum(-1)
+    return made
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
@@ -66,7 +76,7 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 def check_padding(packed: Tensor, used_bits: int) -> None:
     """Raise ValueError if a bit after the first `used_bits` bits of a row is set."""
-    if bool(unpack_bits(packed)[:, used_bits:].any()):
+    if bool(unpack_bits(packed[:, used_bits // 8 :])[:, used_bits % 8 :].any()):
         raise ValueError("a bit beyond the last field is set, expected zeros")
 
 

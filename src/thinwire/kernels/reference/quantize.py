@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layout import QuantizeLayout, residual_dtype
 from . import numbers
 
-_BATCH_ENTRIES = 1 << 20
+_BATCH_ELEMENTS = 1 << 20
 """Approximate number of elements in a batch of records. Batches limit the memory of unpacked bits."""
 
 
@@ -25,13 +25,15 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
     if not numbers.is_finite(total):
         mark(layout, payload)
         return False
-    for width, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
-        values = _blocks(total[entries].clamp(-layout.limit, layout.limit).view(rows, width), layout.block)
+    for width, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
+        values = _blocks(total[elements].clamp(-layout.limit, layout.limit).view(rows, width), layout.block)
         scales = to_scales(values, layout)
         step = numbers.from_bfloat16_bits(scales)
         if layout.stochastic:
-            start = torch.arange(entries.start, entries.stop, device=tensor.device).view(rows, width)
-            codes = _codes_stochastic(values, step, layout.bits, _uniform(key, _blocks(start, layout.block)))
+            start = torch.arange(elements.start, elements.stop, device=tensor.device).view(rows, width)
+            codes = _codes_stochastic(
+                values, step=step, bits=layout.bits, uniform=_uniform(key, _blocks(start, layout.block))
+            )
         else:
             codes = _codes_nearest(values, step, layout.bits)
         codes = codes.view(rows, -1)[:, :width]
@@ -43,7 +45,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
 
 def mark(layout: QuantizeLayout, payload: Tensor) -> None:
     """Write the mark: every scale is NaN, every code zero."""
-    for width, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
+    for width, (rows, _, nbytes) in layout.parts(_BATCH_ELEMENTS):
         record = payload[nbytes].view(rows, -1)
         record.zero_()
         scales = torch.full((rows, layout.scales_nbytes(width) // 2), numbers.MARK, device=payload.device)
@@ -53,27 +55,27 @@ def mark(layout: QuantizeLayout, payload: Tensor) -> None:
 def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
 
 
 def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
-    for width, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
-        total = flat[entries].to(residual_dtype(out.dtype))
+    for width, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
+        total = flat[elements].to(residual_dtype(out.dtype))
         if not add:
             total = torch.zeros_like(total)
         for payload in payloads:
             scales, codes = _unpack(payload[nbytes].view(rows, -1), layout, width)
             values = _levels(_blocks(codes, layout.block), layout.bits, numbers.from_bfloat16_bits(scales))
             total = total + values.reshape(rows, -1)[:, :width].reshape(-1).to(total.dtype) * weight
-        flat[entries] = total.to(flat.dtype)
+        flat[elements] = total.to(flat.dtype)
 
 
 def check(payload: Tensor, layout: QuantizeLayout) -> None:
     """Raise ValueError for bytes that `encode` could not have written."""
     scales = []
-    for width, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
+    for width, (rows, _, nbytes) in layout.parts(_BATCH_ELEMENTS):
         packed = payload[nbytes].view(rows, -1)
         scales.append(_unpack(packed, layout, width)[0].reshape(-1))
         numbers.check_padding(packed[:, layout.scales_nbytes(width) :], width * layout.bits)
@@ -119,7 +121,9 @@ def _top(bits: int) -> int:
 def _codes_nearest(values: Tensor, step: Tensor, bits: int) -> Tensor:
     if bits == 1:
         return numbers.sign_bit(values, bits)
-    index = numbers.nearest_level(values.abs().nan_to_num(0.0), torch.zeros_like(step), step, _top(bits) + 1)
+    index = numbers.nearest_level(
+        values.abs().nan_to_num(0.0), low=torch.zeros_like(step), step=step, levels=_top(bits) + 1
+    )
     return index | numbers.sign_bit(values, bits)
 
 
@@ -142,8 +146,8 @@ def _uniform(key: int, positions: Tensor) -> Tensor:
 
 def _levels(codes: Tensor, bits: int, step: Tensor) -> Tensor:
     if bits == 1:
-        return numbers.signed_levels(codes, bits, step, torch.zeros_like(step))
-    return numbers.signed_levels(codes, bits, torch.zeros_like(step), step)
+        return numbers.signed_levels(codes, bits=bits, low=step, step=torch.zeros_like(step))
+    return numbers.signed_levels(codes, bits=bits, low=torch.zeros_like(step), step=step)
 
 
 def _blocks(rows: Tensor, block: int) -> Tensor:

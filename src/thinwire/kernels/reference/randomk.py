@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..layout import RandomKLayout, residual_dtype
 from . import numbers
+from .dense import check as check
 from .dense import mark, read_values
 
 
@@ -46,7 +47,7 @@ def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -60,8 +61,3 @@ def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weigh
     for payload in payloads:
         total = total + read_values(payload, layout.dtype).to(dtype) * weight
     flat[positions] = total.to(out.dtype)
-
-
-def check(payload: Tensor, layout: RandomKLayout) -> None:
-    """Raise ValueError for bytes that `encode` could not have written."""
-    numbers.check_floats(read_values(payload, layout.dtype))

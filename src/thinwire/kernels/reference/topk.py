@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layout import TopKLayout, TopKRecord
 from . import numbers
 
-_BATCH_ENTRIES = 1 << 22
+_BATCH_ELEMENTS = 1 << 22
 """Approximate number of elements in a batch of records. Batches limit the memory of masks and sums."""
 
 
@@ -22,8 +22,8 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
     if not numbers.is_finite(total):
         mark(layout, payload)
         return False
-    for record, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
-        chunk = total[entries].view(rows, record.n)
+    for record, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
+        chunk = total[elements].view(rows, record.n)
         positions = select(chunk.abs(), record.k)
         values = chunk.gather(1, positions).clamp(-layout.limit, layout.limit)
         payload[nbytes] = pack_record(positions, values, record).view(-1)
@@ -32,23 +32,23 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
 
 def mark(layout: TopKLayout, payload: Tensor) -> None:
     """Write the mark: the first k positions of each record, with the value NaN."""
-    for record, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
+    for record, (rows, _, nbytes) in layout.parts(_BATCH_ELEMENTS):
         positions = torch.arange(record.k, device=payload.device).expand(rows, record.k)
         values = torch.full((rows, record.k), torch.nan, device=payload.device)
-        payload[nbytes] = pack_record(positions, values, record).view(-1)
+        payload[nbytes] = pack_record(positions, values, record, is_marked=True).view(-1)
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
+    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
-    for record, (rows, entries, nbytes) in layout.parts(_BATCH_ENTRIES):
-        part = flat[entries].view(rows, record.n)
+    for record, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
+        part = flat[elements].view(rows, record.n)
         total = part.to(torch.float32) if out.dtype.itemsize == 2 else part
         if not add:
             total.zero_()
@@ -76,7 +76,7 @@ def _add_at(total: Tensor, positions: Tensor, values: Tensor) -> None:
 def check(payload: Tensor, layout: TopKLayout) -> None:
     """Raise ValueError for bytes that `encode` could not have written."""
     scales, values = [], []
-    for record, (rows, _, nbytes) in layout.parts(_BATCH_ENTRIES):
+    for record, (rows, _, nbytes) in layout.parts(_BATCH_ELEMENTS):
         packed = payload[nbytes].view(rows, record.nbytes)
         values.append(check_record(packed, record).view(-1))
         if record.bits < 32:
@@ -115,7 +115,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         low = numbers.to_bfloat16_bits(magnitudes.amin(1))
         low_value = numbers.from_bfloat16_bits(low)
         step = numbers.to_bfloat16_bits((magnitudes.amax(1) - low_value) / (levels - 1))
-        index = numbers.nearest_level(magnitudes, low_value, numbers.from_bfloat16_bits(step), levels)
+        index = numbers.nearest_level(magnitudes, low=low_value, step=numbers.from_bfloat16_bits(step), levels=levels)
         scales = torch.stack([low, step], 1)
     return scales, index | numbers.sign_bit(values, bits)
 
@@ -124,18 +124,18 @@ def dequantize(scales: Tensor, codes: Tensor, bits: int) -> Tensor:
     """Return the float32 values that the scales and codes represent."""
     low = numbers.from_bfloat16_bits(scales[:, 0])
     step = numbers.from_bfloat16_bits(scales[:, -1]) if bits > 1 else torch.zeros_like(low)
-    return numbers.signed_levels(codes, bits, low, step)
+    return numbers.signed_levels(codes, bits=bits, low=low, step=step)
 
 
 # Records ------------------------------------------------------------------------------------------------------------
 
 
-def pack_record(positions: Tensor, values: Tensor, record: TopKRecord) -> Tensor:
-    """Pack rows of k ascending positions and their values into rows of bytes."""
+def pack_record(positions: Tensor, values: Tensor, record: TopKRecord, *, is_marked: bool = False) -> Tensor:
+    """Pack rows of k ascending positions and their values, which are NaN if `is_marked`, into rows of bytes."""
     if record.bits == 32:
         parts = [values.to(torch.float32).contiguous().view(torch.uint8)]
     else:
-        if torch.isnan(values).any():
+        if is_marked:
             scales = torch.full((values.shape[0], record.codes_at // 2), numbers.MARK, device=values.device)
             codes = torch.zeros_like(positions)
         else:
@@ -162,8 +162,16 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
         scales = numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2)
         values = dequantize(scales, numbers.unpack(codes, record.bits, record.k), record.bits)
     low = numbers.unpack(packed[:, record.low_at : record.high_at], record.low_bits, record.k)
+    bitmap = numbers.unpack_bits(packed[:, record.high_at :])
+    if packed.shape[0] == 1:  # may be a record of the whole tensor, so it takes little memory, and no time to sort
+        positions = bitmap[0].nonzero().view(1, -1)[:, : record.k]
+        found = positions.shape[1]
+        positions.sub_(torch.arange(found, device=packed.device)).bitwise_left_shift_(record.low_bits)
+        positions.bitwise_or_(low[:, :found])
+        missing = positions.new_full((1, record.k - found), record.n)
+        return torch.cat([positions, missing], 1) if found < record.k else positions, values
     # A stable sort puts the places of the ones first, in their order, whatever their number.
-    bitmap, places = numbers.unpack_bits(packed[:, record.high_at :]).sort(dim=1, descending=True, stable=True)
+    bitmap, places = bitmap.sort(dim=1, descending=True, stable=True)
     high = places[:, : record.k] - torch.arange(record.k, device=packed.device)
     positions = (high << record.low_bits) | low
     return torch.where(bitmap[:, : record.k] == 1, positions, record.n), values
@@ -171,14 +179,13 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
 
 def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
     """Raise ValueError unless there are k ascending positions below n and the padding is zero. Return the values."""
-    bitmap = numbers.unpack_bits(packed[:, record.high_at :])
-    if bool((bitmap.sum(1) != record.k).any()):
-        raise ValueError(f"a record does not hold {record.k} positions")
+    if bool((numbers.unpack_bits(packed[:, record.high_at :]).sum(1) != record.k).any()):
+        raise ValueError(f"a record has another number of positions than {record.k}")
     numbers.check_padding(packed[:, record.low_at : record.high_at], record.k * record.low_bits)
     numbers.check_padding(packed[:, record.high_at :], record.k + ((record.n - 1) >> record.low_bits))
     positions, values = unpack_record(packed, record)
     if bool((positions[:, 1:] <= positions[:, :-1]).any()):
-        raise ValueError("positions do not rise")
+        raise ValueError("positions are not in ascending order")
     if bool((positions[:, -1] >= record.n).any()):
         raise ValueError(f"a position is outside its chunk of {record.n} elements")
     numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)

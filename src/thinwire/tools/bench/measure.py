@@ -9,12 +9,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from statistics import median
+from typing import Protocol, TypedDict
 
 import torch
 
 Job = Callable[[], object]
+Call = Callable[[int], object]
+"""A timed function. Its argument is the index of the set of buffers that it works on."""
 
 BURST = 3
 """Consecutive repetitions of one job before the next job's turn.
@@ -26,8 +30,7 @@ PATIENCE_SECONDS = 2.0
 """A job with at least three samples gets no more once its samples add up to this many seconds."""
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(TypedDict):
     """Median and 20th and 80th percentiles of the samples, in milliseconds."""
 
     p20: float
@@ -35,12 +38,14 @@ class Timing:
     p80: float
     samples: int
 
-    def gb_per_s(self, nbytes: int) -> float:
-        """Return the throughput in GB/s of a job that processes `nbytes` bytes in the median time."""
-        return nbytes / self.p50 / 1e6
+
+def timing(samples: list[float]) -> Timing:
+    """Return the percentiles of times in milliseconds."""
+    p20, p50, p80 = (percentile(samples, percent) for percent in (20, 50, 80))
+    return {"p20": p20, "p50": p50, "p80": p80, "samples": len(samples)}
 
 
-def interleave(jobs: Mapping[str, Job], repeats: int, device: torch.device) -> dict[str, Timing]:
+def interleave(jobs: Mapping[str, Job], repeats: int) -> dict[str, Timing]:
     """Time every job `repeats` times, in turns, after one call of each that is not timed."""
     samples: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
@@ -49,11 +54,10 @@ def interleave(jobs: Mapping[str, Job], repeats: int, device: torch.device) -> d
         for name, job in jobs.items():
             for _ in range(BURST):
                 if _unfinished(samples[name], repeats):
-                    samples[name].append(_milliseconds(job, device))
-    return {
-        name: Timing(percentile(taken, 20), percentile(taken, 50), percentile(taken, 80), len(taken))
-        for name, taken in samples.items()
-    }
+                    started = time.perf_counter()
+                    job()
+                    samples[name].append(1e3 * (time.perf_counter() - started))
+    return {name: timing(taken) for name, taken in samples.items()}
 
 
 def percentile(samples: list[float], percent: float) -> float:
@@ -77,34 +81,7 @@ def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
     job()
-    measure = _peak_on_cuda if device.type == "cuda" else _peak_on_linux
-    return int(median(measure(job, device) for _ in range(trials)))
-
-
-def _unfinished(taken: list[float], repeats: int) -> bool:
-    return len(taken) < repeats and (len(taken) < 3 or sum(taken) < 1e3 * PATIENCE_SECONDS)
-
-
-def _milliseconds(job: Job, device: torch.device) -> float:
-    _synchronize(device)
-    started = time.perf_counter()
-    job()
-    _synchronize(device)
-    return 1e3 * (time.perf_counter() - started)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _peak_on_cuda(job: Job, device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    job()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return int(median(_peak_on_cuda(job) if device.type == "cuda" else _peak_on_linux(job) for _ in range(trials)))
 
 
 def peak_resident(job: Job) -> int:
@@ -115,14 +92,90 @@ def peak_resident(job: Job) -> int:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the high-water mark to the memory that is resident now
     job()
-    return _status("VmHWM")
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
 
 
-def _peak_on_linux(job: Job, device: torch.device) -> int:
+def _unfinished(taken: list[float], repeats: int) -> bool:
+    return len(taken) < repeats and (len(taken) < 3 or sum(taken) < 1e3 * PATIENCE_SECONDS)
+
+
+def _peak_on_cuda(job: Job) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    job()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_on_linux(job: Job) -> int:
     before = peak_resident(lambda: None)
     return max(0, peak_resident(job) - before)
 
 
-def _status(key: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{key}:"))
+class Clock(Protocol):
+    """Measures the time and memory of calls."""
+
+    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
+        """Return the times of calls, on `sets` sets of buffers in turn.
+
+        With each call goes whether a CUDA graph can hold it: it neither waits for the device nor copies from the host.
+        """
+
+    def peak(self, call: Call) -> int | None:
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
+
+
+class HostClock:
+    """The clock of a CPU. Calls that are compared take turns."""
+
+    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
+        """Return the times of calls, each after one call that is not timed."""
+        number = count()  # the same for all, so that successive calls have different gradients
+
+        def job(call: Call) -> Job:
+            return lambda: call(next(number) % sets)
+
+        return interleave({name: job(call) for name, (call, _) in calls.items()}, samples)
+
+    def peak(self, call: Call) -> int | None:
+        """Return the peak resident memory of a call in bytes, beyond that before it."""
+        return peak_memory(partial(call, 0), torch.device("cpu"))
+
+
+class DeviceClock:
+    """The clock of a CUDA device. A call that a graph can hold is captured, so that its time is the device's alone."""
+
+    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
+        """Return the times of calls. Those that cannot be captured are slow: an eighth of the samples, 6 at least."""
+        return {
+            name: self._time(call, samples if graph else max(6, samples // 8), sets, graph=graph)
+            for name, (call, graph) in calls.items()
+        }
+
+    def peak(self, call: Call) -> int | None:
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
+        return peak_memory(partial(call, 0), torch.device("cuda"))
+
+    def _time(self, call: Call, samples: int, sets: int, *, graph: bool) -> Timing:
+        for index in range(2 * sets):  # compiles, and fills the caches of the allocator
+            call(index % sets)
+        torch.cuda.synchronize()
+        replays = [_captured(call, index) if graph else partial(call, index) for index in range(sets)]
+        for replay in replays:
+            replay()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+        for index, (start, stop) in enumerate(events):
+            start.record()
+            replays[index % sets]()
+            stop.record()
+        torch.cuda.synchronize()
+        return timing([start.elapsed_time(stop) for start, stop in events])
+
+
+def _captured(call: Call, index: int) -> Callable[[], object]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(index)
+    return graph.replay

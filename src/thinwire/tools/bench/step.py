@@ -1,214 +1,180 @@
 """`thinwire bench step`: measures the time and memory of a training step and compares them with plain DDP.
 
-Time: processes train with DDP over gloo on this machine, with one thread each. The ways are measured in turns. Memory:
-each way runs in processes of its own. The result is the peak resident memory over a few steps, minus the memory before
-the model was built, in units of the model's float32 parameters.
+Time: processes train with DDP over gloo on this machine, with one thread each. The methods are measured in turns.
+Memory: each method runs in processes of its own. The result is the peak resident memory over a few steps, minus the
+memory before the model was built, in units of the model's float32 parameters.
 """
 
 import gc
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import arg
+from .harness import File, Line, Model, Progress, Row, at_least, print_table
+from .harness import run as run_benchmark
+from .methods import BY_STEP, parse
 
-from thinwire.tools.record import Writer, conditions
+if TYPE_CHECKING:
+    from thinwire.tools.workers import Workers
 
-from .measure import peak_resident
-from .progress import Progress
+_WARM_UP_STEPS, _STEPS_IN_TURN = 12, 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """Time and memory of a training step, beside torch's own."""
+    """Time and memory of a training step, compared with torch's own."""
 
-    model: Annotated[str, arg(metavar="SPEC")] = "gpt:layers=4,width=256,heads=4,context=128"
-    """For the time."""
-    large_model: Annotated[str, arg(metavar="SPEC")] = "gpt:layers=6,width=512,heads=8,context=16"
-    """For the memory, with one sample a step: parameters outweigh what else there is."""
+    model: Model = "gpt:layers=4,width=256,heads=4,context=128"
+    """Model whose step is timed."""
+    large_model: Model = "gpt:layers=6,width=512,heads=8,context=16"
+    """Model whose memory is measured, with one sample in a step: parameters outweigh what else there is."""
     workers: int = 2
     """Ranks."""
     batch: int = 4
-    """Samples for each worker and step, for the time."""
+    """Samples for each rank and step, for the time."""
     rounds: int = 30
-    """In each, every way takes three steps."""
-    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """In each, every method takes three steps."""
+    out: File = None
     """Write JSON lines to this file."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Results of one way to train."""
-
-    way: str
-    ms: float
-    """Median time of a step."""
-    over_plain: float
-    """Time of a step divided by that of the way in `BESIDE`, as the median over rounds."""
-    memory: float
-    """Peak memory, in copies of the float32 parameters."""
-    beyond: float
-    """`memory` minus that of the way in `BESIDE`."""
-
-
-BESIDE = {
-    "DDP, torch AdamW": "DDP, torch AdamW",
-    "attach none, torch AdamW": "DDP, torch AdamW",
-    "attach quantize:bits=8, torch AdamW": "DDP, torch AdamW",
-    "thinwire.AdamW": "DDP, torch AdamW",
-    "thinwire.AdamW, sharded": "DDP, torch AdamW",
-    "DDP, torch SGD": "DDP, torch SGD",
-    "thinwire.SGD": "DDP, torch SGD",
-}
-"""Maps each way to the plain DDP way that it is compared with."""
-
-
 class Stepper:
-    """Runs on each rank and trains by several ways, each with its own model."""
+    """Runs on each rank and trains by several methods, each with its own model."""
 
-    def __init__(self, rank: int, size: int, spec: str, batch: int, ways: list[str]) -> None:
+    def __init__(self, rank: int, size: int, spec: str, batch: int, methods: list[str]) -> None:
+        import warnings
+
         import torch
 
         from thinwire.tools.train.models import model_config
 
+        from .training import Setup, build
+
+        warnings.simplefilter("ignore")
         self._before = _loaded()
         config: Any = model_config(spec)
         self._tokens = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(rank))
-        self._ways = {way: _made(way, config.build(0)) for way in ways}
+        self._trainings = {
+            text: build(parse(text), Setup(config.build(0), lr=1e-4, ddp={"gradient_as_bucket_view": True}))
+            for text in methods
+        }
         self._parameters = sum(int(p.numel()) for p in config.build(0).parameters())
 
     def count(self) -> int:
         """Return the number of parameters of the model."""
         return self._parameters
 
-    def step(self, way: str, times: int) -> list[float]:
+    def step(self, method: str, times: int) -> list[float]:
         """Take `times` training steps and return the milliseconds of each."""
-        module, optimizer = self._ways[way]
-        taken = []
+        from torch.nn import functional as F
+
+        training, taken = self._trainings[method], []
         for _ in range(times):
             started = time.perf_counter()
-            optimizer.zero_grad()
-            _loss(module, self._tokens).backward()
-            optimizer.step()
+            training.optimizer.zero_grad()
+            scores = training.module(self._tokens[:, :-1])
+            F.cross_entropy(scores.flatten(0, -2), self._tokens[:, 1:].flatten()).backward()
+            training.optimizer.step()
             taken.append(1e3 * (time.perf_counter() - started))
         return taken
 
     def peak(self) -> int:
         """Return the peak resident memory over a few steps in bytes, beyond the memory before the model was built."""
-        (way,) = self._ways
-        self.step(way, 4)
+        from .measure import peak_resident
+
+        (method,) = self._trainings
+        self.step(method, 4)
         gc.collect()
-        return peak_resident(lambda: self.step(way, 4)) - self._before
+        return peak_resident(lambda: self.step(method, 4)) - self._before
 
 
 def run(options: Options) -> int:
     """Measure and print the table. Return 0, or 1 if a rank failed."""
     from thinwire.tools.train.models import model_config
-    from thinwire.tools.workers import WorkerError, Workers
 
     for spec in (options.model, options.large_model):
         model_config(spec)
-    for name in ("workers", "batch", "rounds"):
-        if getattr(options, name) < (2 if name == "workers" else 1):
-            raise ValueError(f"--{name} {getattr(options, name)} is too few")
-    try:
-        with Writer(options.out) as writer, Progress(1 + len(BESIDE)) as progress:
-            progress.start("time, all in turns")
-            with Workers(options.workers) as workers:
-                workers.form(options.workers, Stepper, options.model, options.batch, list(BESIDE))
-                small = workers.ask("count")[0]
-                times = _times(workers, options.rounds)
-            progress.finish(f"{small:,} parameters")
-            peaks, large = {}, 0
-            for way in BESIDE:
-                progress.start(f"memory, {way}")
-                with Workers(options.workers) as workers:
-                    workers.form(options.workers, Stepper, options.large_model, 1, [way])
-                    large = workers.ask("count")[0]
-                    peaks[way] = max(workers.ask("peak")) / (4 * large)
-                progress.finish(f"{peaks[way]:.2f} copies of the parameters")
-            rows = _rows(times, peaks)
-            writer.write(conditions(**{**asdict(options), "out": None, "parameters": small, "large_parameters": large}))
-            for row in rows:
-                writer.write(asdict(row))
-    except WorkerError as error:
-        print(f"thinwire bench step: FAILED, {error}", file=sys.stderr)
-        return 1
-    _print(rows, options, small, large)
-    return 0
+    at_least(options, workers=2, batch=1, rounds=1)
+    return run_benchmark(
+        options,
+        lambda progress: _measure(options, progress),
+        _show,
+        name="bench step",
+        progress_steps=1 + len(BY_STEP),
+        model=options.model,
+        large_model=options.large_model,
+        workers=options.workers,
+        batch=options.batch,
+        rounds=options.rounds,
+    )
 
 
-def _times(workers: Any, rounds: int) -> dict[str, list[float]]:
-    """Return the time of a step for each way and round: the maximum over ranks, as the median of three steps."""
-    for way in BESIDE:
-        workers.ask("step", way, 12)  # the warm-up, and a few steps after it
-    taken: dict[str, list[float]] = {way: [] for way in BESIDE}
+def _measure(options: Options, progress: Progress) -> Iterator[Row]:
+    """Yield a row for each method: its time, and its peak memory in copies of the parameters.
+
+    Ratios of times are medians over rounds. `times_dense` and `more_memory` are those to dense with the same optimizer.
+    """
+    from thinwire.tools.workers import Workers
+
+    progress.start("time, all in turns")
+    with Workers(options.workers) as workers:
+        workers.form(options.workers, Stepper, options.model, options.batch, list(BY_STEP))
+        small = workers.ask("count")[0]
+        times = _times(workers, options.rounds)
+    progress.finish(f"{small:,} parameters")
+    peaks: dict[str, float] = {}
+    for text in BY_STEP:
+        progress.start(f"memory, {text}")
+        with Workers(options.workers) as workers:
+            workers.form(options.workers, Stepper, options.large_model, 1, [text])
+            large = workers.ask("count")[0]
+            peaks[text] = max(workers.ask("peak")) / (4 * large)
+        dense = f"{parse(text).family} dense"
+        progress.finish(f"{peaks[text]:.2f} copies of the parameters")
+        yield {
+            "kind": "step",
+            "method": text,
+            "ms": median(times[text]),
+            "times_dense": median(mine / theirs for mine, theirs in zip(times[text], times[dense], strict=True)),
+            "memory": peaks[text],
+            "more_memory": peaks[text] - peaks[dense],
+            "parameters": small,
+            "large_parameters": large,
+        }
+
+
+def _times(workers: "Workers", rounds: int) -> dict[str, list[float]]:
+    """Return the time of a step for each method and round: the maximum over ranks, as the median of three steps."""
+    for text in BY_STEP:
+        workers.ask("step", text, _WARM_UP_STEPS)
+    taken: dict[str, list[float]] = {text: [] for text in BY_STEP}
     for number in range(rounds):
-        order = list(BESIDE) if number % 2 == 0 else list(reversed(BESIDE))
-        for way in order:
-            by_rank = workers.ask("step", way, 3)
-            taken[way].append(sorted(map(max, zip(*by_rank, strict=True)))[1])
+        for text in BY_STEP if number % 2 == 0 else reversed(BY_STEP):
+            by_rank = workers.ask("step", text, _STEPS_IN_TURN)
+            taken[text].append(median(map(max, zip(*by_rank, strict=True))))
     return taken
 
 
-def _rows(times: dict[str, list[float]], peaks: dict[str, float]) -> list[Row]:
-    from statistics import median
-
-    return [
-        Row(
-            way,
-            median(times[way]),
-            median(mine / theirs for mine, theirs in zip(times[way], times[beside], strict=True)),
-            peaks[way],
-            peaks[way] - peaks[beside],
-        )
-        for way, beside in BESIDE.items()
-    ]
-
-
-def _print(rows: list[Row], options: Options, small: int, large: int) -> None:
-    from .tables import print_table
-
+def _show(rows: list[Row], under: Line) -> None:
     print_table(
-        f"{options.workers} workers; time with {small:,} parameters, memory with {large:,}",
-        ("way", "ms a step", "x torch's own", "memory, copies of the parameters", "beyond torch's own"),
+        f"{under['workers']} ranks; time with {rows[0]['parameters']:,} parameters, memory with "
+        f"{rows[0]['large_parameters']:,}",
+        ("method", "ms", "x dense", "memory, copies of the parameters", "more than dense"),
         [
-            [row.way, f"{row.ms:.1f}", f"{row.over_plain:.3f}", f"{row.memory:.2f}", f"{row.beyond:+.2f}"]
+            [
+                row["method"],
+                f"{row['ms']:.1f}",
+                f"{row['times_dense']:.3f}",
+                f"{row['memory']:.2f}",
+                f"{row['more_memory']:+.2f}",
+            ]
             for row in rows
         ],
-        text=("way",),
+        text=("method",),
     )
-    print("Ratios are medians over rounds in which the ways take turns.")
-
-
-def _made(way: str, model: Any) -> tuple[Any, Any]:
-    import warnings
-
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    import thinwire
-
-    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if way.startswith("attach"):
-        warnings.simplefilter("ignore")
-        thinwire.attach(module, way.split(",")[0].split()[1])
-    made: dict[str, Callable[[], Any]] = {
-        "thinwire.AdamW": lambda: thinwire.AdamW(module, lr=1e-4, warmup_steps=2),
-        "thinwire.AdamW, sharded": lambda: thinwire.AdamW(module, lr=1e-4, warmup_steps=2, algorithm="sharded"),
-        "thinwire.SGD": lambda: thinwire.SGD(module, lr=1e-4, warmup_steps=2),
-        "DDP, torch SGD": lambda: torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9),
-    }
-    return module, made.get(way, lambda: torch.optim.AdamW(module.parameters(), lr=1e-4))()
-
-
-def _loss(module: Any, tokens: Any) -> Any:
-    from torch.nn import functional as F
-
-    return F.cross_entropy(module(tokens[:, :-1]).flatten(0, -2), tokens[:, 1:].flatten())
+    print("dense: DDP and torch's optimizer. Ratios are medians over rounds in which the methods take turns.")
 
 
 def _loaded() -> int:
@@ -216,14 +182,18 @@ def _loaded() -> int:
     import torch
 
     import thinwire
+    from thinwire.kernels.updates import AdamUpdate
+
+    from .measure import peak_resident
+    from .methods import EIGHT_BITS, TOPK
 
     tensor = torch.randn(1 << 18)
-    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8"):
+    for spec in (TOPK, EIGHT_BITS):
         thinwire.compressor(spec).compress(tensor, torch.zeros_like(tensor)).decompress()
-    kernel = thinwire.kernels.adam(tensor.device)
     m, v, out = (torch.ones_like(tensor) for _ in range(3))
-    kernel.write(tensor, m, v, beta1=0.5, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0, out=out)
-    kernel.advance(tensor, m, v, None, beta1=0.5, beta2=0.999, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0)
-    del tensor, m, v, out
+    update = AdamUpdate(m, v, beta1=0.5, factor=1.0, scale=1.0, floor=1e-8, limit=10.0, rate=1.0, beta2=0.999)
+    update.write(tensor, out)
+    update.advance(tensor, None)
+    del tensor, m, v, out, update
     gc.collect()
     return peak_resident(lambda: None)

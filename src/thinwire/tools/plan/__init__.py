@@ -1,19 +1,48 @@
 """Predict whether compression makes a training step faster: the command `thinwire plan`.
 
-cluster, work, costs, ways       inputs: links, buckets, speed of the codec, phases of each way to reduce
-footprint                        bytes, messages and memory
-model, simulate                  step time, from a schedule or event by event for thousands of ranks
-advice, table, plot              output: which way to use, the table, the plot
-settings, scenario               a case built from numbers that the user gives
-cluster_run, findings            a case measured with torchrun: codec and wire by `measure`, one-rank steps by `alone`
-check                            predictions compared with the measurements of `thinwire bench link`
+options                 what the user gives, checked before torch is loaded
+work, costs, methods    buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
+model                   time, bytes and memory of a step
+measure                 measurements of one rank: codec, wire, steps
+cluster                 a case measured by all ranks of torchrun
+check                   predictions compared with the rows of `thinwire bench link`
+show                    the table, the recommendation and the plot
+
+A method is predicted only if `thinwire bench link` can measure it, so that `--check` can compare the two.
 """
 
-from .options import Options
+import os
+
+from .options import Options, check_plot, parse_numbers, refuse_others
 
 
 def run(options: Options) -> int:
-    """Run `thinwire plan` and return the exit code."""
-    from .command import command  # here, because it checks the options before it loads torch
+    """Run `thinwire plan` and return 0; raise ValueError for invalid options, before torch is loaded if possible."""
+    if options.check is not None:
+        refuse_others(options, {"check"}, "with --check everything comes from the rows")
+        if not options.check.is_file():
+            raise ValueError(f"--check {options.check}: there is no such file, expected one of `bench link --out`")
+        from .check import check, print_check
 
-    return command(options)
+        print_check(check(options.check), options.check)
+        return 0
+    check_plot(options.plot)
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        from .cluster import plan_measured
+
+        return plan_measured(options)
+    if options.model is not None:
+        raise ValueError(
+            f"--model {options.model} is measured by the ranks of a cluster: torchrun --nproc-per-node 2 -m thinwire "
+            "plan --model ...; without one give --params and --step-compute"
+        )
+    numbers = parse_numbers(options)
+    from .costs import parse_specs
+    from .measure import speeds_of
+    from .model import Case
+    from .show import show
+
+    made = parse_specs(options.specs)
+    speeds = speeds_of(options.codec, made, numbers.cores)
+    show(Case.of_numbers(numbers, speeds), made, options.plot)
+    return 0

@@ -1,10 +1,10 @@
-"""Describe what compression and the handling of bytes cost a rank: from the tables here, or measured."""
+"""What compression and the handling of bytes cost a rank, in seconds: tables of measured figures."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, NoCompression, compressor, format_spec
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Costs:
 
     def times(self, factor: float) -> "Costs":
         """Return these costs multiplied by `factor`."""
-        return Costs(factor * self.encode, factor * self.commit, factor * self.write, factor * self.add)
+        return Costs(
+            encode=factor * self.encode, commit=factor * self.commit, write=factor * self.write, add=factor * self.add
+        )
 
     def decode(self, payloads: int, density: float = 1.0) -> float:
         """Return the seconds per element to decode `payloads` payloads at once.
@@ -38,8 +40,7 @@ class Speeds:
 
     origin: str
     """Where the costs were measured, as text for the user."""
-    codecs: MappingProxyType[str, Costs]
-    """Costs of each compressor, by its spec as given."""
+    codecs: Mapping[Compressor, Costs]
     halves: Costs
     """Costs of the cast to 16 bits and back."""
     operation: float
@@ -55,19 +56,19 @@ class Speeds:
     spread_byte: float
     """Seconds to send one byte and receive one: in torch's all-reduce, in torch's all-reduce of fp16, which gloo sums
     slowly, and in a compressed exchange."""
-    extras: MappingProxyType[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Seconds per element, by `Way.name`, that a step takes in addition to the codec, because of another optimizer, and
-    of memory that is no longer in a cache. Empty if they were not measured."""
+    extras: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Seconds per element, by the name of a method, that a step takes in addition to the codec, because of another
+    optimizer, and of memory that is no longer in a cache. Empty if they were not measured."""
 
     def faster(self, factor: float, origin: str) -> "Speeds":
         """Return a copy with a codec that is `factor` times as fast; the costs of bytes and messages stay the same."""
-        codecs = {spec: costs.times(1 / factor) for spec, costs in self.codecs.items()}
-        return replace(self, origin=origin, codecs=MappingProxyType(codecs), halves=self.halves.times(1 / factor))
+        codecs = {given: costs.times(1 / factor) for given, costs in self.codecs.items()}
+        return replace(self, origin=origin, codecs=codecs, halves=self.halves.times(1 / factor))
 
     def slower(self, factor: float) -> "Speeds":
         """Return a copy in which everything is `factor` times as slow, because the CPU has less time for each rank."""
         made = self.faster(1 / factor, self.origin)
-        extras = MappingProxyType({name: factor * value for name, value in self.extras.items()})
+        extras = {name: factor * value for name, value in self.extras.items()}
         names = ("operation", "transfer", "message", "round", "ring_byte", "fp16_byte", "spread_byte")
         return replace(made, extras=extras, **{name: factor * getattr(self, name) for name in names})
 
@@ -80,7 +81,6 @@ class Speeds:
         return replace(self, origin=origin, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0)
 
 
-KINDS = ("quantize", "topk", "randomk")
 PER_CORE = {
     "topk": Costs(encode=0.53e-9, commit=0.58e-9, write=0.20e-9, add=3.8e-9),
     "randomk": Costs(encode=0.38e-9, commit=0.57e-9, write=0.24e-9),
@@ -95,38 +95,48 @@ ACCELERATOR = {
 """Costs on an H200: see docs/gpu.md and benchmarks/results/codec-h200.jsonl. The two halves of quantize's compress, and
 its decoding, were not measured. Encode and decode are assumed to be as slow as both halves in one pass, which moves
 more bytes. Commit is assumed to cost as much as that of topk."""
-_CORE_NAME, _ACCELERATOR_NAME = "as measured on one core of an AMD EPYC", "as measured on an H200"
 _HALVES_PER_CORE, _HALVES_ACCELERATOR = Costs(0.34e-9, 0.0, 0.21e-9), Costs(2.9e-12, 0.0, 2.9e-12)
 """Costs of the cast to 16 bits and back. On the accelerator: costs of a float32 copy, which moves more bytes."""
-OPERATION, TRANSFER, MESSAGE, ROUND = 4.5e-4, 8e-4, 1.2e-4, 2.5e-4
-"""Seconds on one core of the AMD EPYC, measured with gloo between 2 to 24 ranks on two cores."""
-RING_BYTE, FP16_BYTE, SPREAD_BYTE = 0.8e-9, 1.7e-9, 1.2e-9
-"""CPU seconds to send one byte and receive one, over the links of `thinwire bench link`."""
+ONE_CORE = Speeds(
+    origin="as measured on one core of an AMD EPYC", codecs={}, halves=_HALVES_PER_CORE,
+    operation=4.5e-4, transfer=8e-4, message=1.2e-4, round=2.5e-4,
+    ring_byte=0.8e-9, fp16_byte=1.7e-9, spread_byte=1.2e-9,
+)  # fmt: skip
+"""Measured with gloo between 2 to 24 ranks on two cores, over the links of `thinwire bench link`."""
 
 
-def per_core(made: Mapping[str, Compressor]) -> Speeds:
-    """Return the costs on one core of the AMD EPYC of the table."""
-    return _of_table(PER_CORE, made, _CORE_NAME, _HALVES_PER_CORE)
-
-
-def accelerator(made: Mapping[str, Compressor]) -> Speeds:
-    """Return the costs on an H200, with those of messages as measured with gloo."""
-    return _of_table(ACCELERATOR, made, _ACCELERATOR_NAME, _HALVES_ACCELERATOR).by_accelerator()
-
-
-def _of_table(table: Mapping[str, Costs], made: Mapping[str, Compressor], origin: str, halves: Costs) -> Speeds:
-    codecs = {}
+def parse_specs(specs: tuple[str, ...]) -> dict[str, Compressor]:
+    """Return the compressor of each spec; raise ValueError for an invalid spec, and for "none"."""
+    made = {spec: compressor(spec) for spec in specs}
     for spec, given in made.items():
+        if isinstance(given, NoCompression):
+            raise ValueError(f"--specs {spec}, which is compared anyway, as dense; expected {', '.join(PER_CORE)}")
+    return made
+
+
+def per_core(made: Iterable[Compressor]) -> Speeds:
+    """Return the costs on one core of an AMD EPYC."""
+    return replace(ONE_CORE, codecs=_of_table(PER_CORE, made, ONE_CORE.origin))
+
+
+def accelerator(made: Iterable[Compressor]) -> Speeds:
+    """Return the costs on an H200, with those of messages as measured with gloo."""
+    origin = "as measured on an H200"
+    codecs = _of_table(ACCELERATOR, made, origin)
+    return replace(ONE_CORE, origin=origin, codecs=codecs, halves=_HALVES_ACCELERATOR).by_accelerator()
+
+
+def _of_table(table: Mapping[str, Costs], made: Iterable[Compressor], origin: str) -> dict[Compressor, Costs]:
+    codecs = {}
+    for given in made:
         if given.name not in table:
             raise ValueError(
-                f"--specs {spec}: there is no figure for {given.name} {origin}; expected one of {', '.join(table)}, or "
-                "a speed, such as --codec 20e9"
+                f"--specs {format_spec(given)}: there is no figure for {given.name} {origin}; expected one of "
+                f"{', '.join(table)}, or a speed, such as --codec 20e9"
             )
         costs = table[given.name]
-        codecs[spec] = replace(costs, add=costs.add * density(given))
-    return Speeds(
-        origin, MappingProxyType(codecs), halves, OPERATION, TRANSFER, MESSAGE, ROUND, RING_BYTE, FP16_BYTE, SPREAD_BYTE
-    )  # fmt: skip
+        codecs[given] = replace(costs, add=costs.add * density(given))
+    return codecs
 
 
 def density(given: Compressor) -> float:

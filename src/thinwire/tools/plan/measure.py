@@ -1,30 +1,39 @@
-"""Measure the codec and the wire of a rank, while all other ranks do the same.
+"""Measure the codec, the wire and the training steps of a rank, while all other ranks do the same.
 
 The measurements call the public functions, so that they time the code that will run, and take the median of a few
 calls. With one CPU thread, work is measured as CPU time, which other programs do not disturb, times the number of ranks
 that share a core. Otherwise it is measured as wall-clock time.
+
+Steps are those of `thinwire bench link` with world size 1: nothing is sent, and no rank waits. The rest is the same as
+in training: DDP, its hooks, the optimizer and the codec, which decodes only the rank's own payload.
 """
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from thinwire.collectives import Handle
 from thinwire.collectives.cost import ring
 from thinwire.compressors import Compressor
 from thinwire.sync.buckets import BUCKET_BYTES
+from thinwire.tools.bench.methods import NO_COMMUNICATION, parse
+from thinwire.tools.bench.training import Setup, Training, build
+from thinwire.tools.record import cores
+from thinwire.tools.units import format_count, parse_count
 
-from .costs import Costs
+from .costs import ONE_CORE, Costs, Speeds, accelerator, per_core
+from .methods import HALVES, Method
 
-ENTRIES = BUCKET_BYTES // 4
+LARGEST = BUCKET_BYTES // 4
 REPEATS = 7
 _PAYLOADS = 5
 _TINY, _LARGE = 1 << 10, 1 << 21
@@ -32,20 +41,27 @@ _TINY, _LARGE = 1 << 10, 1 << 21
 _PROBE = "quantize:bits=8"
 """Compressor for the measurement of the wire: one byte per element."""
 _PINGS = 30
+_TURNS, _STEPS = 3, 4
+"""Number of turns that count, and of steps in each turn. The turn before them does not count, because DDP rebuilds its
+buckets in it, and warm-ups end. All turns together have 16 steps: step 17 would differ, because thinwire.AdamW averages
+second moments after step 16."""
 
 Job = Callable[[], object]
+Loss = Callable[[nn.Module], Tensor]
+Subject = Callable[[], tuple[nn.Module, Loss]]
+"""Function that returns a new model and its loss function at each call."""
 
 
 @dataclass(frozen=True)
 class Bench:
     """Timer for jobs on this rank.
 
-    meet     function that waits for all ranks.
-    crowd    ranks of this node per core, at least 1.
+    barrier   function that waits for all ranks.
+    crowd     ranks of this node per core, at least 1.
     """
 
     device: torch.device
-    meet: Job = lambda: None
+    barrier: Job = lambda: None
     crowd: float = 1.0
 
     @property
@@ -67,7 +83,7 @@ class Bench:
         """Return the median times of a job, after two calls that do not count."""
         clock, processor = [], []
         for _ in range(2 + REPEATS):
-            self.meet()
+            self.barrier()
             started, worked = time.perf_counter(), time.process_time()
             job()
             if self.device.type == "cuda":
@@ -109,22 +125,22 @@ def threads(count: int) -> Iterator[None]:
 
 
 def measure_codecs(
-    made: Mapping[str, Compressor], bench: Bench, entries: int = ENTRIES
-) -> tuple[dict[str, Costs], Costs]:
-    """Return the costs of each compressor, by spec, and those of the cast to 16 bits and back."""
+    made: Iterable[Compressor], bench: Bench, numel: int = LARGEST
+) -> tuple[dict[Compressor, Costs], Costs]:
+    """Return the costs of each compressor, and those of the cast to 16 bits and back."""
     device = bench.device
-    tensors = [torch.randn(entries, device=device) for _ in range(3)]
+    tensors = [torch.randn(numel, device=device) for _ in range(3)]
     turns = iter(range(1 << 30))
-    out = torch.empty(entries, device=device)
+    out = torch.empty(numel, device=device)
 
     def gradient() -> Tensor:
         return tensors[next(turns) % len(tensors)]
 
     def seconds(job: Job) -> float:
-        return bench.work(job) / entries
+        return bench.work(job) / numel
 
     def costs(given: Compressor) -> Costs:
-        residual = torch.zeros(entries, device=device) if given.contracts else None
+        residual = torch.zeros(numel, device=device) if given.contracts else None
         key = 1 if given.draws else None
         sent = given.encode(tensors[0], residual, key=key)
         rows = torch.stack([sent.payload] * _PAYLOADS)
@@ -132,17 +148,17 @@ def measure_codecs(
         commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, tensors[0], residual, finite=True))
         one = seconds(lambda: given.decompress(sent, out))
         many = seconds(lambda: given.decompress(sent, out, payloads=rows))
-        return Costs(encode, commit, one, max(0.0, many - one) / (_PAYLOADS - 1))
+        return Costs(encode=encode, commit=commit, write=one, add=max(0.0, many - one) / (_PAYLOADS - 1))
 
-    found = {spec: costs(given) for spec, given in made.items()}
+    found = {given: costs(given) for given in made}
     half = tensors[0].to(torch.float16)
     cast = seconds(lambda: gradient().to(torch.float16).div_(2))
     return found, Costs(cast, 0.0, seconds(lambda: out.copy_(half)))
 
 
-def measure_wire(bench: Bench, group: Any = None) -> Wire:
-    """Measure the wire between the ranks of a group, all ranks at once."""
-    size = dist.get_world_size(group)
+def measure_wire(bench: Bench) -> Wire:
+    """Measure the wire between all ranks, all at once."""
+    size = dist.get_world_size()
     tensors = torch.randn(_TINY, device=bench.device), torch.randn(_LARGE, device=bench.device)
     payloads = [(size - 1) * thinwire.compressor(_PROBE).nbytes(tensor.numel()) for tensor in tensors]
     rings = [ring(tensor.nbytes, size) for tensor in tensors]
@@ -150,48 +166,183 @@ def measure_wire(bench: Bench, group: Any = None) -> Wire:
     def exchange(tensor: Tensor) -> Taken:
         """Return the wall-clock time of the transfer alone, and the CPU time without that of the codec."""
         transfers: list[float] = []
-        taken = bench.both(lambda: transfers.append(_gather(tensor, group).report.seconds["exchange"]))
+        taken = bench.both(lambda: transfers.append(_gather(tensor).report.seconds["exchange"]))
         return Taken(median(transfers[2:]), taken.processor - bench.both(lambda: _codec(tensor, size)).processor)
 
     def reduce(tensor: Tensor) -> Taken:
-        return bench.both(lambda: dist.all_reduce(tensor, group=group))
+        return bench.both(lambda: dist.all_reduce(tensor))
 
     few, many = map(exchange, tensors)
     little, much = map(reduce, tensors)
     return Wire(
-        ping(group),
-        _slope(much.clock - little.clock, rings),
-        _slope(many.clock - few.clock, payloads),
-        bench.crowd * _slope(much.processor - little.processor, rings),
-        bench.crowd * _slope(many.processor - few.processor, payloads),
+        latency=ping(),
+        ring_byte=_slope(much.clock - little.clock, rings),
+        spread_byte=_slope(many.clock - few.clock, payloads),
+        ring_work=bench.crowd * _slope(much.processor - little.processor, rings),
+        spread_work=bench.crowd * _slope(many.processor - few.processor, payloads),
     )
 
 
-def ping(group: Any = None) -> float:
-    """Return the seconds that a few bytes take from the first rank of a group to the last; other ranks return 0."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    mine, first, last = dist.get_rank(), ranks[0], ranks[-1]
-    if mine not in (first, last):
+def ping() -> float:
+    """Return the seconds that a few bytes take from the first rank to the last; other ranks return 0."""
+    mine, last = dist.get_rank(), dist.get_world_size() - 1
+    if mine not in (0, last):
         return 0.0
     word, taken = torch.zeros(1), []
     for _ in range(_PINGS):
         started = time.perf_counter()
-        if mine == first:
-            dist.send(word, last, group=group)
-            dist.recv(word, last, group=group)
+        if mine == 0:
+            dist.send(word, last)
+            dist.recv(word, last)
         else:
-            dist.recv(word, first, group=group)
-            dist.send(word, first, group=group)
+            dist.recv(word, 0)
+            dist.send(word, 0)
         taken.append(time.perf_counter() - started)
     return median(taken) / 2
+
+
+class Split(NamedTuple):
+    """Seconds of the three parts of a step."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+
+class RankCosts(NamedTuple):
+    """Measurements of one rank without communication."""
+
+    codecs: dict[Compressor, Costs]
+    halves: Costs
+    compute: Split
+    """Seconds of a step without communication."""
+    more: dict[str, float]
+    """Additional seconds of a step of each method, by its name."""
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """Set up a process group of this rank alone for the duration of the block, so that collectives can be called."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_steps(subject: Subject, methods: Iterable[Method], bench: Bench) -> tuple[Split, dict[str, float]]:
+    """Return the times of a step without communication, and what each method adds to them, by its name.
+
+    Steps of a method alternate with steps without communication, because the speed of a shared machine changes over
+    time.
+    """
+    nothings, more = [], {}
+    for name in [method.name for method in methods]:
+        nothing, mine = (_start(subject, each) for each in (NO_COMMUNICATION, name))
+        differences = []
+        for turn in range(1 + _TURNS):
+            both = _burst(nothing, bench), _burst(mine, bench)
+            if turn:
+                nothings.append(both[0])
+                differences.append(sum(both[1]) - sum(both[0]))
+        more[name] = median(differences)
+        del nothing, mine
+        gc.collect()  # models and their hooks refer to each other
+    return _middle(nothings), more
+
+
+def combine(
+    answers: Sequence[RankCosts], methods: Iterable[Method], *, numel: int, origin: str, crowd: float
+) -> tuple[Speeds, Split]:
+    """Return the median costs of all ranks, and their median times of a step without communication.
+
+    numel     number of elements of the model.
+    origin    where the measurements were made, as text for the user.
+    crowd     ranks per core, at least 1. The cost of handling bytes is multiplied by it.
+    """
+
+    def middle(costs: Sequence[Costs]) -> Costs:
+        return Costs(*(median(getattr(one, name) for one in costs) for name in ("encode", "commit", "write", "add")))
+
+    codecs = {given: middle([answer.codecs[given] for answer in answers]) for given in answers[0].codecs}
+    halves = middle([answer.halves for answer in answers])
+    extras = {}
+    for method in methods:  # what the codec does not explain
+        costs = codecs[method.compressor] if method.compressor is not None else Costs(0.0, 0.0, 0.0)
+        costs = halves if method.name in HALVES else costs
+        added = median(answer.more[method.name] for answer in answers) / numel
+        more = added - costs.encode - costs.commit - costs.write
+        extras[method.name] = max(0.0, more) if method.compressor is None else more  # only an optimizer can save time
+    # `operation` is 0: the steps of a rank alone already include the cost of an exchange apart from its transfers.
+    slower = replace(ONE_CORE, origin=origin, operation=0.0).slower(crowd)
+    compute = _middle([answer.compute for answer in answers])
+    return replace(slower, codecs=codecs, halves=halves, extras=extras), compute
+
+
+def speeds_of(codec: str, specs: Mapping[str, Compressor], on_cores: int | None) -> Speeds:
+    """Return the costs for the option `--codec`, on this number of cores, or on an accelerator if it is None."""
+    made = list(specs.values())
+    if codec == "auto":
+        if on_cores is None:
+            return accelerator(made)
+        base = per_core(made)
+        return base.faster(on_cores, f"{base.origin}, times {on_cores}")
+    base = per_core(made) if on_cores else per_core(made).by_accelerator()
+    if codec != "here":
+        wanted = parse_count("--codec", codec, 1e15)
+        first = next(iter(base.codecs.values()), None)
+        factor = wanted * (first.encode + first.commit) if first else 1.0
+        origin = f"{format_count(wanted)} elements of {next(iter(specs), '')} per second, as given"
+        return base.faster(factor, origin)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if on_cores is None and device.type == "cpu":
+        raise ValueError(
+            "--codec here measures this machine's CPU, but the ranks have no cores: give --cores 16, or elements per "
+            "second, such as --codec 20e9"
+        )
+    count = cores() if on_cores is None else max(1, min(cores(), on_cores))
+    with threads(count):
+        codecs, halves = measure_codecs(made, Bench(device))
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{count} thread(s)"
+    return replace(base, origin=f"measured here, {name}", codecs=codecs, halves=halves)
+
+
+def _start(subject: Subject, name: str) -> tuple[Training, Loss]:
+    torch.manual_seed(0)
+    model, loss = subject()
+    return build(parse(name), Setup(model, lr=1e-5, ddp={"init_sync": False})), loss
+
+
+def _burst(one: tuple[Training, Loss], bench: Bench) -> Split:
+    """Return the median times of a few steps.
+
+    The first step does not count, because the other method ran before it and changed the state of memory and caches.
+    """
+    return _middle([_step(*one, bench) for _ in range(_STEPS)][1:])
+
+
+def _middle(splits: Sequence[Split]) -> Split:
+    return Split(*(median(one[part] for one in splits) for part in range(3)))
+
+
+def _step(made: Training, loss: Loss, bench: Bench) -> Split:
+    made.optimizer.zero_grad()
+    at = [bench.now()]
+    found = loss(made.module)
+    at.append(bench.now())
+    found.backward()
+    at.append(bench.now())
+    made.optimizer.step()
+    at.append(bench.now())
+    return Split(at[1] - at[0], at[2] - at[1], at[3] - at[2])
 
 
 def _slope(seconds: float, sizes: list[int]) -> float:
     return max(1e-13, seconds / (sizes[1] - sizes[0]))
 
 
-def _gather(tensor: Tensor, group: Any) -> Handle:
-    return thinwire.all_reduce_compressed(tensor.clone(), _PROBE, group=group, algorithm="gather")
+def _gather(tensor: Tensor) -> Handle:
+    return thinwire.all_reduce_compressed(tensor.clone(), _PROBE, algorithm="gather")
 
 
 def _codec(tensor: Tensor, ranks: int) -> None:

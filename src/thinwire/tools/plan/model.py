@@ -1,116 +1,224 @@
-"""Predict the time of a step from sums and maxima over its buckets, for identical ranks.
+"""Predict the time of a step, its bytes and its memory, for identical ranks that each have a link of their own.
 
     main     forward, then the backward pass, which completes one bucket after the other, then the optimizer
-    codec    compression of one operation at a time
+    codec    compression of one slice at a time
     wire     transfers, one after the other; the messages of one transfer travel at the same time
 
-The operation of a bucket begins when the backward pass has completed the bucket, and all earlier operations except the
+The exchange of a bucket begins when the backward pass has completed the bucket, and all earlier exchanges except the
 last few are done. Its phases run one after the other, each in the first free interval of its resource. After all
-operations have ended, residuals and results are written, and the optimizer steps. If codec and backward pass share a
+exchanges have ended, residuals and results are written, and the optimizer steps. If codec and backward pass share a
 CPU, each slows down the other.
-
-The model leaves out what `simulate` includes: ranks that differ, switches that cannot carry all traffic, and operations
-that overtake each other between their transfers.
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, replace
 
-from thinwire.compressors import Compressor, compressor
+from thinwire.collectives.plan import given_max_bytes
 
-from .cluster import Cluster
 from .costs import Speeds
-from .footprint import Footprint, footprint
-from .lane import Lane
-from .ways import Compute, Operation, Transfer, Way, operations
+from .methods import HALVES, Compute, Exchange, Method, Transfer, exchanges
+from .options import Numbers
 from .work import Bucket, Work
+
+PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
+"""Share of a link's rate that carries payload: if each rank sends to one peer, as in a ring, and if each rank sends to
+several peers, so that several flows share every link. The headers of TCP and Ethernet take 6 %. `thinwire plan --check`
+shows how accurate these values are."""
+_TRAINING_BYTES = 16
+"""Memory of a parameter without compression: weight, gradient and two moments of Adam in float32."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Identical ranks, each with one full-duplex link to a switch that carries the traffic of all links."""
+
+    world: int
+    rate: float
+    """Bits per second of a link, in each direction."""
+    latency: float
+    """Seconds from sending a message to its arrival."""
+    peer_share: float = PEER_SHARE
+    spread_share: float = SPREAD_SHARE
+    codec_slows: float = 1.0
+    """Seconds that the backward pass loses per second of compression at the same time: 1 if both share a CPU, 0 if each
+    has its own. It is 0 on accelerators, where the codec is fast and the CPU only launches it."""
+    wire_slows: float = 0.0
+    """Seconds that the backward pass loses per second of handling sent bytes; 0 if the model is on an accelerator."""
+    nccl: bool = False
+    """Whether NCCL reduces dense gradients. It may use trees in place of a ring: fewer messages wait for each other."""
+    memory: float | None = None
+    """Bytes of memory of a rank; None if it is not known."""
+
+    def __post_init__(self) -> None:
+        assert self.world >= 2
+
+    @property
+    def ring_rounds(self) -> int:
+        """Return the number of messages of a dense all-reduce that wait for each other."""
+        ring = 2 * (self.world - 1)
+        return min(ring, 2 * math.ceil(math.log2(self.world))) if self.nccl else ring
+
+    def wire_seconds(self, transfer: Transfer) -> tuple[float, float]:
+        """Return the seconds in which the wire is busy with a transfer, and those from then until all has arrived.
+
+        Bytes are handled while others travel, but a pipeline of few segments does not fully overlap the two. The time
+        is modelled as sqrt(link² + handling²): 1.4 times as long as either if both are equal. If `wire_slows` is 0,
+        each exchange has a CPU of its own for the handling, and the wire is free for others in the meantime.
+        """
+        share = self.spread_share if transfer.route == "spread" and self.world > 2 else self.peer_share
+        link = 8 * transfer.nbytes / (share * self.rate)
+        whole, latency = math.hypot(link, transfer.handling), transfer.rounds * self.latency
+        return (whole, latency) if self.wire_slows else (link, whole - link + latency)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time and footprint of a step."""
+    """Predicted time, bytes and memory of a step of one rank."""
 
-    way: Way
+    method: Method
+    algorithm: str
+    """Algorithm by which the largest bucket is reduced."""
     seconds: float
-    """Seconds of a step."""
-    footprint: Footprint
+    sent: float
+    messages: int
+    residual: float
+    """Bytes kept from step to step, including the residual of the sums that the rank owns."""
+    buffers: int
+    """Bytes used during the step besides gradients and residual."""
+    fits: bool
+    """Whether the memory of a rank, if it is known, and the limit THINWIRE_MAX_BYTES are large enough."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster: all inputs of a prediction except the way."""
+    """A model on a cluster: all inputs of a prediction except the method."""
 
     work: Work
     cluster: Cluster
     speeds: Speeds
+    shard: int = 1
+    """Ranks of a replica, each of which holds a share of the model; 1 if it is not sharded."""
 
-    def predict(self, way: Way) -> Prediction:
-        """Predict the time and the footprint of a step."""
-        given = compressor(way.spec) if way.compresses else None
-        return Prediction(way, self._seconds(way, given), footprint(way, given, self.work, self.cluster))
+    @classmethod
+    def of_numbers(cls, given: Numbers, speeds: Speeds) -> "Case":
+        """Build the case from the numbers that the user gives."""
+        cluster = Cluster(given.world, given.rate, given.latency, memory=given.memory)
+        if given.cores is None:
+            cluster = replace(cluster, codec_slows=0.0, nccl=True)
+        else:
+            cluster = replace(cluster, wire_slows=1 / given.cores)
+        return cls(Work.of_numbers(given.params, given.step_seconds), cluster, speeds, given.shard)
 
-    def seconds(self, way: Way) -> float:
+    def predict(self, method: Method) -> Prediction:
+        """Predict the time, the bytes and the memory of a step."""
+        work, world = self.work, self.cluster.world
+        found = self._exchanges(method)
+        costs = [exchange.cost for bucket in work.buckets for exchange in found[bucket]]
+        largest = max(bucket.numel for bucket in work.buckets)
+        algorithm, residual = method.algorithm(largest, world), 0.0
+        buffers = sum(cost.memory for cost in costs)
+        if method.compressor is None:  # the hooks cast those buckets to 16 bits that are being exchanged
+            most = method.at_once * max(cost.memory for cost in costs)
+            buffers = min(most, buffers) if method.name in HALVES else 0
+        elif method.compressor.contracts:
+            residual = 4 * work.numel * (1 + (1 / world if algorithm == "sharded" else 0))
+        limit, memory = given_max_bytes(None), self.cluster.memory
+        within = limit is None or method.compressor is None or buffers <= limit
+        return Prediction(
+            method=method,
+            algorithm=algorithm,
+            seconds=self.seconds(method),
+            sent=sum(cost.sent for cost in costs),
+            messages=sum(cost.messages for cost in costs),
+            residual=residual,
+            buffers=buffers,
+            fits=within and (memory is None or _TRAINING_BYTES * work.numel + residual + buffers <= memory),
+        )
+
+    def seconds(self, method: Method) -> float:
         """Predict the seconds of a step."""
-        return self._seconds(way, compressor(way.spec) if way.compresses else None)
-
-    def _seconds(self, way: Way, given: Compressor | None) -> float:
         work, cluster = self.work, self.cluster
-        main, settle = work.forward, 0.0
-        codec, outside, inside = Lane(), Lane(), Lane()
+        main, apply = work.forward, 0.0
+        codec, wire = Lane(), Lane()
         handling = 0.0  # CPU time of transfers that has not slowed down the backward pass yet
         done: list[float] = []
-        known: dict[Bucket, tuple[Operation, ...]] = {}
+        found = self._exchanges(method)
         for bucket in work.buckets:
-            alone = work.backward * bucket.entries / work.entries
+            alone = work.backward * bucket.numel / work.numel
             slower = cluster.codec_slows * codec.busy(main, main + alone)
             codec.take(main, slower)
             main += alone + slower + cluster.wire_slows * min(alone, handling)
             handling = 0.0
-            if bucket not in known:
-                known[bucket] = operations(way, given, bucket, cluster, self.speeds)
-            for operation in known[bucket]:
-                at = max(main, done[-way.at_once] if len(done) >= way.at_once else 0.0)
-                for phase in operation.phases:
+            for exchange in found[bucket]:
+                at = max(main, done[-method.at_once] if len(done) >= method.at_once else 0.0)
+                for phase in exchange.phases:
                     if isinstance(phase, Compute):
                         at = codec.take(at, phase.seconds)
                     else:
-                        wire = inside if phase.route == "inside" else outside
-                        busy, beyond = seconds_of(phase, cluster)
+                        busy, beyond = cluster.wire_seconds(phase)
                         at = wire.take(at, busy) + beyond
                         handling += phase.handling
                 done.append(at)
-                settle += operation.commit + operation.write
-        extra = self.speeds.extras.get(way.name, 0.0) * work.entries
-        return max(main, codec.end, *done) + settle + work.optimizer + extra
+                apply += exchange.apply
+        extra = self.speeds.extras.get(method.name, 0.0) * work.numel
+        return max(main, codec.end, *done) + apply + work.optimizer + extra
+
+    def _exchanges(self, method: Method) -> dict[Bucket, list[Exchange]]:
+        given = {"world": self.cluster.world, "ring_rounds": self.cluster.ring_rounds}
+        return {
+            bucket: exchanges(method, bucket, speeds=self.speeds, **given)
+            for bucket in dict.fromkeys(self.work.buckets)
+        }
+
+    def at(self, *, rate: float | None = None, world: int | None = None) -> "Case":
+        """Return a copy with another rate or world size."""
+        cluster = replace(self.cluster, rate=rate or self.cluster.rate, world=world or self.cluster.world)
+        return replace(self, cluster=cluster)
 
 
-class Occupied(NamedTuple):
-    """Time that a transfer takes, in seconds."""
+class Lane:
+    """Busy intervals of a resource that does one thing at a time. Adjacent intervals are merged.
 
-    busy: float
-    """Seconds in which the wire is busy, for all ranks of a node together."""
-    beyond: float
-    """Seconds from then until all bytes have arrived."""
-
-
-def seconds_of(transfer: Transfer, cluster: Cluster) -> Occupied:
-    """Return the time that a transfer takes.
-
-    Bytes are handled while others travel, but a pipeline of few segments does not fully overlap the two. The time is
-    modelled as sqrt(link² + handling²): 1.4 times as long as either if both are equal. If `wire_slows` is 0, each
-    operation has a CPU of its own for the handling, and the wire is free for other transfers in the meantime.
+    >>> lane = Lane()
+    >>> lane.take(0.0, 2.0), lane.take(5.0, 2.0), lane.take(1.0, 3.0), lane.take(1.0, 3.0)
+    (2.0, 7.0, 5.0, 10.0)
     """
-    link = link_seconds(transfer, cluster)
-    whole, latency = math.hypot(link, transfer.handling), transfer.rounds * cluster.latency
-    return Occupied(whole, latency) if cluster.wire_slows else Occupied(link, whole - link + latency)
 
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float]] = []
 
-def link_seconds(transfer: Transfer, cluster: Cluster) -> float:
-    """Return the seconds that the link alone takes for a transfer."""
-    return {
-        "ring": cluster.ring_seconds,
-        "spread": cluster.spread_seconds,
-        "between": cluster.between_seconds,
-        "inside": cluster.inside_seconds,
-    }[transfer.route](transfer.nbytes)
+    @property
+    def end(self) -> float:
+        """Return the end of the last busy interval, or 0 if there is none."""
+        return self._taken[-1][1] if self._taken else 0.0
+
+    def take(self, at: float, seconds: float) -> float:
+        """Reserve the first free interval of this length that starts at `at` or later, and return its end."""
+        if seconds <= 0:
+            return at
+        index = bisect_right(self._taken, (at, math.inf))
+        start = max(at, self._taken[index - 1][1]) if index else at
+        while index < len(self._taken) and self._taken[index][0] - start < seconds:
+            start = self._taken[index][1]
+            index += 1
+        self._add(start, start + seconds)
+        return start + seconds
+
+    def busy(self, start: float, stop: float) -> float:
+        """Return the busy seconds between `start` and `stop`."""
+        index = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
+        total = 0.0
+        for begin, end in self._taken[index:]:
+            if begin >= stop:
+                break
+            total += max(0.0, min(end, stop) - max(begin, start))
+        return total
+
+    def _add(self, start: float, stop: float) -> None:
+        index = bisect_left(self._taken, (start, 0.0))
+        if index < len(self._taken) and self._taken[index][0] == stop:
+            stop = self._taken.pop(index)[1]
+        if index and self._taken[index - 1][1] == start:
+            start = self._taken.pop(index - 1)[0]
+        insort(self._taken, (start, stop))

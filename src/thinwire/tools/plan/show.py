@@ -1,27 +1,189 @@
-"""Print a case with its predictions and advice, and write the plot."""
+"""Print a case with its predictions, recommend a method, and draw the speed-up.
 
-from .advice import advise
-from .host import Host
-from .model import Case
-from .options import Options
-from .scenario import compressors
-from .simulate import simulate
-from .table import print_case, print_predictions
-from .ways import ways
+The recommendation is the simplest method that fits the memory and is nearly as fast as the fastest.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from thinwire.compressors import Compressor
+from thinwire.tools.bench.harness import print_table
+from thinwire.tools.units import format_bytes, format_count, format_rate, format_seconds
+
+from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
+from .model import Case, Prediction
+
+WORTH = 1.05
+"""Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
+_SLOWEST, _FASTEST = 1e5, 1e13
 
 
-def show(case: Case, options: Options, host: Host) -> None:
-    """Print the case, the table of predictions and the advice, and write the plot if `--plot` is given."""
-    made = compressors(options.specs)
-    found = ways(made, case.cluster)
-    predictions = [case.predict(way) for way in found]
-    simulated = [simulate(case, way, host) for way in found] if host.simulated else []
-    print_case(case, host)
-    print_predictions(case, predictions, made, simulated)
-    for line in advise(case, predictions, made):
+def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
+    """Print the case, the table of predictions and the recommendation, and draw the plot if there is a path."""
+    methods = methods_for(made, nccl=case.cluster.nccl)
+    if case.shard > 1:  # FSDP has no hooks; its own 16 bits are those of MixedPrecisionPolicy
+        methods = [method for method in methods if method.name != FP16]
+    predictions = [case.predict(method) for method in methods]
+    work, cluster = case.work, case.cluster
+    whose, peers = "", f"{cluster.world:,} ranks"
+    if case.shard > 1:
+        whose, peers = " of a rank", f"{cluster.world:,} replicas of {case.shard:,} ranks"
+    print(
+        f"{format_count(work.numel)} parameters{whose} in {len(work.buckets):,} buckets; {peers}, each with a "
+        f"link of {format_rate(cluster.rate)}, latency {format_seconds(cluster.latency)}; a step without communication "
+        f"{format_seconds(work.seconds)}, {format_seconds(work.backward)} of it backward"
+    )
+    codecs = case.speeds.codecs
+    rates = (f"{spec} {format_count(1 / (codecs[c].encode + codecs[c].commit))}" for spec, c in made.items())
+    print(f"codec: {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
+    _print_table(predictions, predictions[0].seconds)
+    for line in advise(case, predictions):
         print(line)
-    if options.plot is not None:
-        from .plot import draw
+    if plot is not None:
+        draw(case, made, plot)
+        print(f"{plot}: speed-up against bandwidth and world size")
 
-        options.plot.write_text(draw(case, made), encoding="utf-8")
-        print(f"{options.plot}: open it in a browser")
+
+def _print_table(predictions: Sequence[Prediction], dense: float) -> None:
+    headers = ("method", "algorithm", "step", "speed-up", "sent per step", "messages", "residual", "buffers", "")
+    lines = [
+        [
+            one.method.name,
+            one.algorithm,
+            format_seconds(one.seconds),
+            f"{dense / one.seconds:.2f}x",
+            format_bytes(one.sent),
+            f"{one.messages:,}",
+            format_bytes(one.residual),
+            format_bytes(one.buffers),
+            "" if one.fits else "does not fit",
+        ]
+        for one in predictions
+    ]
+    print_table("Predicted for one step of a rank", headers, lines, text=("method", "algorithm", ""))
+
+
+def advise(case: Case, predictions: Sequence[Prediction]) -> list[str]:
+    """Return the recommendation as lines of text; the first line is the essence."""
+    dense, chosen = predictions[0], choose(predictions)
+    if chosen is None:
+        memory = case.cluster.memory
+        room = "" if memory is None else f"of {format_bytes(memory)} "
+        return [f"No method fits the memory {room}of a rank, not even dense: shard the model, or use larger ranks."]
+    possible = [one for one in predictions if one.fits]
+    best = min(possible, key=lambda one: one.seconds)
+    waiting = f"{max(0.0, 1 - case.work.seconds / dense.seconds):.0%} of it waiting for the exchange"
+    if chosen.method.name == DENSE:
+        others = min(predictions[1:], key=lambda one: one.seconds)
+        slow = case.at(rate=case.cluster.rate / 100)
+        best_there = min((one.method for one in possible[1:]), key=slow.seconds, default=None)
+        unfit = "" if others.fits else ", which does not fit the memory"
+        return [
+            f"Do not compress: a dense step takes {format_seconds(dense.seconds)}, {waiting}; the fastest other method "
+            f"({_named(others)}) takes {format_seconds(others.seconds)}{unfit}.",
+            *([] if best_there is None else _limit(case, best_there, "Compression would pay")),
+        ]
+    lines = [
+        f"Use {_named(chosen)}: {format_seconds(chosen.seconds)} per step, {dense.seconds / chosen.seconds:.2f}x the "
+        f"speed of dense ({format_seconds(dense.seconds)}, {waiting}); it sends {format_bytes(chosen.sent)} in place "
+        f"of {format_bytes(dense.sent)}, and takes {format_bytes(chosen.residual + chosen.buffers)} of memory.",
+        f"    {_code(chosen.method, case.shard > 1)}",
+        *_limit(case, chosen.method, "It pays"),
+    ]
+    if best.method != chosen.method and (gain := chosen.seconds / best.seconds - 1) >= 0.001:
+        lines.append(f"{_named(best)} would be {gain:.1%} faster still, which does not justify the extra complexity.")
+    if chosen.method.compressor is not None:
+        lines.append("What it does to the loss is not predicted: docs/training.md says what was measured.")
+    return lines
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the simplest method that fits and takes at most `WORTH` times as long as the fastest that fits.
+
+    From simple to complex, the methods are: dense, bf16, fp16 (whose values may overflow), compressors that send every
+    element, sparse compressors. Among equally simple ones, the first wins. None if no method fits.
+    """
+    possible = [one for one in predictions if one.fits]
+    if not possible:
+        return None
+    best = min(one.seconds for one in possible)
+
+    def complexity(one: Prediction) -> int:
+        given = one.method.compressor
+        return (DENSE, BF16, FP16).index(one.method.name) if given is None else 4 if given.sparse else 3
+
+    return min((one for one in possible if one.seconds <= WORTH * best), key=complexity)
+
+
+def pays_below(case: Case, method: Method) -> float | None:
+    """Return the bandwidth, in bits per second, up to which a method is faster than dense by the factor `WORTH`.
+
+    Return None if it is not faster even on the slowest link, and infinity if it is faster even on the fastest.
+    """
+
+    def pays(rate: float) -> bool:
+        there = case.at(rate=rate)
+        return there.seconds(Method(DENSE)) >= WORTH * there.seconds(method)
+
+    if not pays(_SLOWEST):
+        return None
+    if pays(_FASTEST):
+        return inf
+    low, high = _SLOWEST, _FASTEST
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def _limit(case: Case, method: Method, verb: str) -> list[str]:
+    limit = pays_below(case, method)
+    if limit is None or limit == inf:
+        return []
+    return [f"{verb} on links below about {format_rate(float(f'{limit:.2g}'))} ({method.name}), all else being equal."]
+
+
+def _named(one: Prediction) -> str:
+    return one.method.name if one.method.compressor is None else f"{one.method.name} ({one.algorithm})"
+
+
+def _code(method: Method, is_sharded: bool) -> str:
+    if method.name in HALVES and is_sharded:
+        return "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+    model, group = ("model", ', group=mesh["replicate"]') if is_sharded else ("ddp", "")
+    if method.name in HALVES:
+        name = "fp16_compress_hook" if method.name == FP16 else "bf16_compress_hook"
+        return f"ddp.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{name})"
+    kind, _, spec = method.name.partition(" ")
+    if kind == "attach":
+        return f'thinwire.attach({model}, "{spec}"{group})'
+    return f'optimizer = {kind}({model}, lr=..., compressor="{spec}"{group})'
+
+
+def draw(case: Case, made: dict[str, Compressor], path: Path) -> None:
+    """Draw the speed-up of each method over dense, against bandwidth and against world size."""
+    from matplotlib.figure import Figure  # here, because only --plot needs it
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    rates, worlds = [10 ** (7 + step / 8) for step in range(33)], [2**power for power in range(1, 13)]
+    cluster, methods = case.cluster, methods_for(made, nccl=case.cluster.nccl)
+    panels = (
+        ("bandwidth of a link, bit/s", rates, [case.at(rate=rate) for rate in rates], cluster.rate),
+        ("ranks", worlds, [case.at(world=world) for world in worlds], cluster.world),
+    )
+    for axes, (label, places, cases, here) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        dense = [one.seconds(methods[0]) for one in cases]
+        for method in methods[1:]:
+            speedups = [base / one.seconds(method) for base, one in zip(dense, cases, strict=True)]
+            axes.plot(places, speedups, label=method.name)
+        axes.axhline(1, color="grey", linestyle="dashed")
+        axes.axvline(here, color="grey", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="speed-up over dense")
+        axes.grid(visible=True, alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(
+        f"Predicted: {case.work.numel:,} parameters, {cluster.world:,} ranks, {format_rate(cluster.rate)}, "
+        f"{format_seconds(case.work.seconds)} per step without communication"
+    )
+    figure.savefig(path)

@@ -14,7 +14,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 SMALL = Policy.min_numel
 """Parameters with fewer elements are sent together, compressed by `SMALL_COMPRESSOR`."""
 SMALL_COMPRESSOR = compressor(Policy.small_compressor)
-_ENTRY_BYTES = 4
+_ELEMENT_BYTES = 4
 _PER_SMALL = 1000
 _BACKWARD_SHARE = 2 / 3
 
@@ -22,7 +22,7 @@ _BACKWARD_SHARE = 2 / 3
 class Bucket(NamedTuple):
     """Numbers of elements of a bucket."""
 
-    entries: int
+    numel: int
     compressed: int
     """Elements that are compressed: all, with zeros in place of small parameters, or 0 if all parameters are small."""
     small: int = 0
@@ -41,9 +41,9 @@ class Work:
     """`forward`, `backward` and `optimizer` are in seconds."""
 
     @property
-    def entries(self) -> int:
+    def numel(self) -> int:
         """Return the number of elements of all buckets."""
-        return sum(bucket.entries for bucket in self.buckets)
+        return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def seconds(self) -> float:
@@ -51,29 +51,34 @@ class Work:
         return self.forward + self.backward + self.optimizer
 
     @classmethod
-    def of_numbers(cls, entries: int, seconds: float, optimizer: float = 0.0, sizes: Iterable[int] = ()) -> "Work":
+    def of_numbers(cls, numel: int, seconds: float, optimizer: float = 0.0, sizes: Iterable[int] = ()) -> "Work":
         """Create the work from the time of a whole step.
 
         The backward pass takes two thirds of the step without the optimizer.
 
         sizes   numel of each parameter, first layer first, if they are known.
         """
-        buckets = of_sizes(sizes) if sizes else of_count(entries)
+        buckets = of_sizes(sizes) if sizes else of_count(numel)
         rest = max(0.0, seconds - optimizer)
-        return cls(buckets, (1 - _BACKWARD_SHARE) * rest, _BACKWARD_SHARE * rest, min(optimizer, seconds))
+        return cls(
+            buckets,
+            forward=(1 - _BACKWARD_SHARE) * rest,
+            backward=_BACKWARD_SHARE * rest,
+            optimizer=min(optimizer, seconds),
+        )
 
 
-def of_count(entries: int) -> tuple[Bucket, ...]:
+def of_count(numel: int) -> tuple[Bucket, ...]:
     """Return the buckets of a model with this number of elements.
 
     A thousandth of the elements of each bucket are biases and norms, as in a GPT of width 1,024.
 
-    >>> [bucket.entries for bucket in of_count(10_000_000)], of_count(10_000_000)[-1].small
+    >>> [bucket.numel for bucket in of_count(10_000_000)], of_count(10_000_000)[-1].small
     ([262144, 6553600, 3184256], 9999)
     """
-    first = min(entries, FIRST_BUCKET_BYTES // _ENTRY_BYTES)
-    whole, rest = divmod(entries - first, BUCKET_BYTES // _ENTRY_BYTES)
-    sizes = [first, *[BUCKET_BYTES // _ENTRY_BYTES] * whole, *([rest] if rest else [])]
+    first = min(numel, FIRST_BUCKET_BYTES // _ELEMENT_BYTES)
+    whole, rest = divmod(numel - first, BUCKET_BYTES // _ELEMENT_BYTES)
+    sizes = [first, *[BUCKET_BYTES // _ELEMENT_BYTES] * whole, *([rest] if rest else [])]
     return _together([(size, size // _PER_SMALL) for size in sizes])
 
 
@@ -83,16 +88,16 @@ def of_sizes(sizes: Iterable[int]) -> tuple[Bucket, ...]:
     A bucket is full once it has reached its size.
 
     >>> of_sizes([5_000_000, 300, 8_000_000])
-    (Bucket(entries=8000000, compressed=8000000, small=0), Bucket(entries=5000300, compressed=5000300, small=300))
+    (Bucket(numel=8000000, compressed=8000000, small=0), Bucket(numel=5000300, compressed=5000300, small=300))
     """
     made: list[tuple[int, int]] = []
-    entries = small = 0
+    numel = small = 0
     for size in reversed(list(sizes)):
-        entries, small = entries + size, small + (size if size < SMALL else 0)
-        if _ENTRY_BYTES * entries >= (BUCKET_BYTES if made else FIRST_BUCKET_BYTES):
-            made.append((entries, small))
-            entries = small = 0
-    return _together([*made, (entries, small)] if entries else made)
+        numel, small = numel + size, small + (size if size < SMALL else 0)
+        if _ELEMENT_BYTES * numel >= (BUCKET_BYTES if made else FIRST_BUCKET_BYTES):
+            made.append((numel, small))
+            numel = small = 0
+    return _together([*made, (numel, small)] if numel else made)
 
 
 def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
@@ -103,9 +108,9 @@ def _together(counts: list[tuple[int, int]]) -> tuple[Bucket, ...]:
     """
     made: list[Bucket] = []
     waiting = 0
-    for number, (entries, small) in enumerate(counts):
+    for number, (numel, small) in enumerate(counts):
         waiting += small
-        goes = _ENTRY_BYTES * waiting >= PACKED_BYTES or number == len(counts) - 1
-        made.append(Bucket(entries, entries if entries > small else 0, waiting if goes else 0))
+        goes = _ELEMENT_BYTES * waiting >= PACKED_BYTES or number == len(counts) - 1
+        made.append(Bucket(numel, numel if numel > small else 0, waiting if goes else 0))
         waiting = 0 if goes else waiting
     return tuple(made)

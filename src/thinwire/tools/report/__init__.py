@@ -5,7 +5,6 @@ style sheet and the scripts of this folder into one file. torch is not imported,
 machine that has the files.
 """
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
+
+from thinwire.tools.files import replace_bytes
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,8 @@ def _check(out: Path, inputs: list[Path]) -> None:
 
 def _replace(out: Path, content: bytes) -> int:
     # A browser that reloads the page of a running training never sees half of it.
-    temporary = out.with_name(f".thinwire-report-{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, out)
+        replace_bytes(out, content)
     except OSError as error:
         raise OSError(f"cannot write {out}: {error.strerror}; give another place with --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return len(content)

@@ -4,8 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .runs import PARTS, Run
+from thinwire.tools.train.view import PHASES
+
+from .runs import Run
 from .series import Value, curve, short, stack
+
+_DEEPEST, _LONGEST = 5, 2000
+"""Levels of a configuration that become rows of their own, and characters that are shown of a value."""
 
 
 def content(run: Run) -> dict[str, Any]:
@@ -23,7 +28,7 @@ def content(run: Run) -> dict[str, Any]:
         "validation": curve(at_evaluations, [row.loss for row in evaluations]),
         "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
         "traffic": curve(at_steps, bytes_per_step(run)),
-        "split": stack(at_steps, [row.split for row in steps], len(PARTS)),
+        "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
         "step_seconds": _step_seconds(run),
     }
 
@@ -59,16 +64,17 @@ def _summary(run: Run) -> dict[str, Any]:
     sent = max((row for row in run.rows if row.bytes_sent is not None), key=lambda row: row.step, default=None)
     return {
         "step": run.step,
-        "steps": run.config.get("steps") if isinstance(run.config.get("steps"), int) else None,
+        "steps": short(steps) if isinstance(steps := run.config.get("steps"), int) else None,
         # A list of one or none, because null means a loss that was not finite, and [] means no loss.
         "training": [short(row.loss) for row in training],
         "validation": [short(row.loss) for row in validation],
         "accuracy": short(accuracies[-1]) if accuracies else None,
         "bytes": short(sent.bytes_sent) if sent else None,
         "dense": short(sent.bytes_dense) if sent else None,
+        "reduction_after_warmup": short(run.reduction_after_warmup),
         "seconds": short(run.seconds),
         "resumes": run.resumes,
-        "workers": _text(run.conditions.get("world_size")),
+        "ranks": _text(run.conditions.get("world_size")),
         "parameters": short(parameters) if isinstance(parameters := run.conditions.get("parameters"), int) else None,
         "compressor": _text(run.config.get("compressor")),
         "recipe": _text(run.config.get("recipe")),
@@ -83,10 +89,10 @@ def _config(run: Run) -> Iterator[tuple[str, str]]:
     yield from _flat("", {k: v for k, v in run.conditions.items() if k not in ("kind", "config")})
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _flat(prefix: str, values: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{name}.", value)
+        if isinstance(value, dict) and value and depth < _DEEPEST:
+            yield from _flat(f"{prefix}{name}.", value, depth + 1)
         else:
             yield f"{prefix}{name}", _text(value)
 
@@ -99,4 +105,8 @@ def _text(value: object) -> str:
     """
     if value is None:
         return "–"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "…"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

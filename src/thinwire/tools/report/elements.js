@@ -18,22 +18,14 @@ function filled(node, attributes, children) {
 
 const byId = (id) => document.getElementById(id);
 
-// Runs differ in colour and in the shape of their marks; beyond the colours, lines are dashed.
+// Runs differ in colour; beyond the colours, lines are dashed.
 const COLOURS = 6;
-const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
-const SHAPES = [
-  (x, y, r) => `M${x - r} ${y}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
-  (x, y, r) => `M${x - r * 0.9} ${y - r * 0.9}h${r * 1.8}v${r * 1.8}h${-r * 1.8}z`,
-  (x, y, r) => `M${x} ${y - r * 1.2}l${r * 1.15} ${r * 2}h${-r * 2.3}z`,
-  (x, y, r) => `M${x} ${y - r * 1.3}l${r * 1.3} ${r * 1.3}l${-r * 1.3} ${r * 1.3}l${-r * 1.3} ${-r * 1.3}z`,
-];
+const DASHES = [null, [7, 3], [2, 3], [9, 3, 2, 3]];
 
 const colourOf = (index) => `run-${index % COLOURS}`;
 const dashOf = (index) => DASHES[Math.floor(index / COLOURS) % DASHES.length];
-const markOf = (index, x, y, radius) => SHAPES[index % SHAPES.length](x, y, radius);
 
 function swatch(index) {
   return svg("svg", { class: `swatch ${colourOf(index)}`, width: 26, height: 14, "aria-hidden": "true" },
-    svg("path", { class: "line", d: "M2 7h22", "stroke-dasharray": dashOf(index) }),
-    svg("path", { class: "mark", d: markOf(index, 13, 7, 3.5) }));
+    svg("path", { class: "line", d: "M2 7h22", "stroke-dasharray": dashOf(index)?.join(" ") }));
 }

@@ -30,12 +30,23 @@ function inUnit(units, value, digits = 3, least = 1) {
   return `${unit.name === "B" ? grouped(value, 0) : significant(value / unit.size, digits)} ${unit.name}`;
 }
 
+// Along an axis: 20 kB, and not 20.0 kB.
+function inShortUnit(units, value) {
+  const unit = unitOf(value === 0 ? [units.find(([, size]) => size === 1)] : units, Math.abs(value) * 1.0001);
+  return `${Number((value / unit.size).toPrecision(4))} ${unit.name}`;
+}
+
 const formatBytes = (value) => inUnit(BYTES, value);
-const formatTickBytes = (value) => inUnit(BYTES, value * 1.0001, 1);
+const shortBytes = (value) => inShortUnit(BYTES, value);
+const shortSeconds = (value) => inShortUnit(SECONDS, value);
 const formatSeconds = (value) => inUnit(SECONDS, value, 3, 1);
 const formatCount = (value) => (value === null ? MISSING : grouped(value, 0));
 const formatLoss = (value) => (value === null || value === undefined ? "not finite" : significant(value, 4));
 const formatPercent = (value) => (value === null ? MISSING : `${grouped(100 * value, 1)} %`);
+
+// Without an exponent where a few digits do.
+const shortNumber = (value) => (value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(0) : String(Number(value.toPrecision(6))));
+const shortPercent = (value) => `${Number((100 * value).toPrecision(4))} %`;
 
 // 4,125 s are 1 h 8 min 45 s.
 function formatDuration(seconds) {

@@ -18,18 +18,18 @@ function lossView() {
   const training = layersOf("loss").flatMap((layer) => withMeasured({ ...layer, column: "training" }, smoothed(layer.curve, reach)));
   const validation = layersOf("validation", "marks").map((layer) => ({ ...layer, column: "nearest validation" }));
   const layers = [...training, ...validation];
-  return lineView({ layers, axisName: state.axis, y: { log: state.logLoss }, height: 340, label: "Loss", format: formatLoss });
+  return lineView({ layers, axisName: state.axis, y: { log: state.logLoss, tick: shortNumber }, height: 340, label: "Loss", format: formatLoss });
 }
 
 function accuracyView() {
   const layers = layersOf("accuracy", "marks");
-  const y = { log: false, most: 1, unit: () => 0.01 };
+  const y = { log: false, most: 1, tick: shortPercent };
   return lineView({ layers, axisName: state.axis, y, height: 260, label: "Validation accuracy in percent", format: formatPercent });
 }
 
 function trafficView() {
   const layers = layersOf("traffic").flatMap((layer) => withMeasured({ ...layer, column: "sent" }, smoothed(layer.curve, 0)));
-  const y = { log: state.logTraffic, zero: true, unit: () => trafficUnit().size };
+  const y = { log: state.logTraffic, zero: true, tick: shortBytes };
   return lineView({ layers, axisName: state.axis, y, height: 260, label: "Bytes per step", format: formatBytes });
 }
 
@@ -37,8 +37,6 @@ function trafficRange() {
   const values = layersOf("traffic").flatMap((layer) => layer.values).filter((value) => value > 0);
   return [lowest(values), Math.max(0, highest(values))];
 }
-
-const trafficUnit = () => unitOf(BYTES, trafficRange()[1]);
 
 function addChart(parent, title, describe, { unit = () => "", tools = [], wide = false, level = "h2" } = {}) {
   const chart = new Chart(describe);
@@ -48,7 +46,7 @@ function addChart(parent, title, describe, { unit = () => "", tools = [], wide =
   parent.append(element("figure", { class: wide ? "card wide" : "card" },
     element("figcaption", {}, element(level, {}, title), small, tool), chart.plot));
   charts.push(chart);
-  new ResizeObserver(() => requestAnimationFrame(() => chart.render())).observe(chart.plot);
+  new ResizeObserver(() => requestAnimationFrame(() => { if (chart.plot.clientWidth !== chart.width) chart.render(); })).observe(chart.plot);
   return chart;
 }
 
@@ -93,7 +91,7 @@ function addCharts() {
     const [low, high] = trafficRange();
     state.logTraffic = high / low > 20;
     addChart(parent, "Bytes per step", trafficView, {
-      unit: () => `${trafficUnit().name} per rank`,
+      unit: () => "per rank",
       tools: [toggle("Log", state.logTraffic, (on) => { state.logTraffic = on; })], wide: !has("accuracy"),
     });
   }
@@ -108,7 +106,7 @@ function addSplits() {
   for (const run of runs) {
     const index = DATA.runs.indexOf(run);
     const visible = () => runs.filter((other) => !state.hidden.has(DATA.runs.indexOf(other)));
-    const unit = () => `${unitOf(SECONDS, splitTop(visible()) || 1).name}; ${splitCaption(run, visible())}`;
+    const unit = () => splitCaption(run, visible());
     const chart = addChart(byId("splits"), run.name, () => splitView(run, visible(), state.axis), { unit, level: "h3" });
     chart.run = index;
   }
@@ -132,3 +130,4 @@ byId("command").textContent = DATA.command;
 byId("made").textContent = `Made on ${DATA.date} by thinwire ${DATA.version}.`;
 byId("axis").addEventListener("change", (event) => { state.axis = event.target.value; renderAll(); });
 renderAll();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderAll); // a canvas does not follow by itself

@@ -14,21 +14,23 @@ from importlib import resources
 from string import Template
 
 from thinwire import __version__
+from thinwire.tools.train.view import PHASES
 
 from .content import content
-from .runs import PARTS, Run
+from .runs import Run
 
-SCRIPTS = ("format.js", "scale.js", "elements.js", "chart.js", "lines.js", "split.js", "summary.js", "page.js")
-"""Scripts, in the order in which they are joined into one."""
+SCRIPTS = ("uplot/uPlot.iife.min.js", "format.js", "elements.js", "charts.js", "summary.js", "page.js")
+"""Scripts, in the order in which they are joined into one. The charts are drawn by uPlot 1.6.32 (uplot/LICENSE)."""
+STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
 def page(runs: Sequence[Run], command: str, *, date: datetime | None = None) -> str:
     """Return the whole page; `command` and `date` are printed at its end."""
-    style = _file("page.css")
+    style = "\n".join(map(_file, STYLES))
     script = '"use strict";\n' + "\n".join(map(_file, SCRIPTS))
     data = {
         "runs": [content(run) for run in runs],
-        "parts": PARTS,
+        "parts": PHASES,
         "command": command,
         "date": (date or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,

@@ -5,17 +5,17 @@ line may be cut off. A run that resumed from a checkpoint repeats the steps afte
 count.
 """
 
-import json
-import math
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from thinwire.tools.record import Line
+from thinwire.tools.record import Line, read_lines
+from thinwire.tools.train.view import PHASES
 
-PARTS = ("compute", "compress", "wait", "decode")
-"""Parts of a step's time, in the order in which they are stacked."""
+_LARGEST, _LARGEST_COUNT = 1e300, 2**53
+"""Numbers from here on count as not finite, so that sums of them are finite; steps from here on are refused."""
 
 
 class Step(NamedTuple):
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     loss: float | None
     """Loss; None where it was not finite."""
     split: tuple[float, ...] | None
-    """Seconds per step, in the order of `PARTS`."""
+    """Seconds per step, in the order of `PHASES`."""
 
 
 class Evaluation(NamedTuple):
@@ -59,15 +59,16 @@ class Run:
     step: int = 0
     """Last step that the run has reached."""
     seconds: float | None = None
+    reduction_after_warmup: float | None = None
 
     @property
     def rows(self) -> "list[Step | Evaluation]":
-        """All steps, followed by all evaluations."""
+        """Return all steps, followed by all evaluations."""
         return [*self.steps, *self.evaluations]
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Options of the run, or an empty mapping if the conditions have none."""
+        """Return the options of the run, or an empty mapping if the conditions have none."""
         config = self.conditions.get("config")
         return config if isinstance(config, dict) else {}
 
@@ -76,32 +77,15 @@ def read(path: Path, name: str) -> Run:
     """Read the file of a run; raise ValueError if it is empty or damaged."""
     run = Run(name)
     empty = True
-    for number, line in _lines(path):
+    for number, line in read_lines(path, may_be_cut_off=True):
         empty = False
         try:
             _add(run, line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
     if empty:
-        raise ValueError(f"{path} is empty, expected JSON lines: has the run written its first yet?")
+        raise ValueError(f"{path} is empty, expected JSON lines: has the run written its first line?")
     return run
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Line]]:
-    # Invalid UTF-8 becomes a replacement character, and then fails as JSON with its line number.
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                if not text.endswith("\n"):
-                    return  # only the last line can lack a newline: the run was killed while it wrote
-                raise ValueError(
-                    f"{path}:{number}: not a line of JSON ({error}): the file is damaged; remove the line to do without"
-                ) from None
-            if not isinstance(line, dict) or "kind" not in line:
-                raise ValueError(f"{path}:{number}: expected an object with a kind, given {text.strip()[:80]}")
-            yield number, line
 
 
 def _add(run: Run, line: Line) -> None:
@@ -110,7 +94,9 @@ def _add(run: Run, line: Line) -> None:
         _start(run, line)
         return
     if not run.conditions:
-        raise ValueError(f"a line of kind {kind!r} before any conditions: is this the record of a training?")
+        raise ValueError(
+            f"a line of kind {reprlib.repr(kind)} before any conditions: is this the record of a training?"
+        )
     if kind not in ("step", "evaluation", "end"):
         return  # a kind of a later version
     step = _count(line, "step")
@@ -122,6 +108,8 @@ def _add(run: Run, line: Line) -> None:
     else:
         reason = line.get("reason")
         run.status = reason if reason in ("finished", "failed") else "stopped"
+    later = _number(line, "reduction_after_warmup")
+    run.reduction_after_warmup = run.reduction_after_warmup if later is None else later
     run.step = max(run.step, step)
     run.seconds = place[1] if place[1] is not None else run.seconds
 
@@ -134,8 +122,8 @@ def _start(run: Run, line: Line) -> None:
         run.steps = [row for row in run.steps if first and row.step <= first]
         run.evaluations = [row for row in run.evaluations if first and row.step <= first]
     if not first:
-        run.started, run.resumes = str(line.get("date", "")), 0
-    run.started = run.started or str(line.get("date", ""))
+        run.started, run.resumes = _date(line), 0
+    run.started = run.started or _date(line)
     run.conditions, run.status, run.step = line, "unfinished", first
     run.seconds = max((row.seconds or 0.0 for row in run.rows), default=None)
 
@@ -145,8 +133,8 @@ def _split(line: Line) -> tuple[float, ...] | None:
     if split is None:
         return None
     if not isinstance(split, dict):
-        raise ValueError(f"split {split!r}, expected an object with {', '.join(PARTS)}")
-    return tuple(_number(split, part) or 0.0 for part in PARTS)
+        raise ValueError(f"split {reprlib.repr(split)}, expected an object with {', '.join(PHASES)}")
+    return tuple(_number(split, part) or 0.0 for part in PHASES)
 
 
 def _number(line: Line, name: str) -> float | None:
@@ -154,12 +142,17 @@ def _number(line: Line, name: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float):
-        raise ValueError(f"{name} {value!r}, expected a number or null")
-    return value if abs(value) < math.inf else None
+        raise ValueError(f"{name} {reprlib.repr(value)}, expected a number or null")
+    return value if abs(value) < _LARGEST else None  # also None for NaN
 
 
 def _count(line: Line, name: str) -> int:
     value = line.get(name)
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} {value!r}, expected a whole number, 0 or more")
+    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
+        raise ValueError(f"{name} {reprlib.repr(value)}, expected a whole number, from 0 to {_LARGEST_COUNT:,}")
     return value
+
+
+def _date(line: Line) -> str:
+    date = line.get("date")
+    return date if isinstance(date, str) else ""

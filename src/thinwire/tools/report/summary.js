@@ -13,22 +13,26 @@ function figuresOf({ summary }) {
     {
       label: "Sent per rank",
       value: formatBytes(summary.bytes),
-      note: summary.bytes && summary.dense ? fewer(summary.dense / summary.bytes) : "",
+      note: summary.bytes && summary.dense ? sentBeside(summary) : "",
     },
     {
       label: "Wall-clock",
       value: formatDuration(summary.seconds),
       note: summary.seconds ? `${significant(summary.step / summary.seconds)} steps/s` : "",
     },
-    { label: "Workers", value: summary.workers, note: "" },
+    { label: "Ranks", value: summary.ranks, note: "" },
     { label: "Parameters", value: formatShort(summary.parameters), note: "" },
   ];
   return figures;
 }
 
-function fewer(ratio) {
+function sentBeside({ bytes, dense, reduction_after_warmup: later }) {
+  return besideDense(dense / bytes) + (later ? `, ${besideDense(later)} after the warm-up` : "");
+}
+
+function besideDense(ratio) {
   if (ratio >= 0.95 && ratio < 1.05) return "as much as dense";
-  return ratio > 1 ? `${formatRatio(ratio)}× fewer than dense` : `${formatRatio(1 / ratio)}× more than dense`;
+  return ratio > 1 ? `1/${formatRatio(ratio)} of dense` : `${formatRatio(1 / ratio)}x dense`;
 }
 
 function statusOf({ status, summary }) {

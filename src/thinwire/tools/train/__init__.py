@@ -3,6 +3,7 @@
 command.py              the function that `thinwire train` calls
 config.py, recipes.py   the options, and named sets of values for them
 launch.py, rank.py      start of the ranks; work of one rank
+fresh_store.py          a store for each start, also after a restart by torchrun
 loop.py, learner.py     the training loop; a model with its optimizer and exchange
 checkpoints.py          checkpoints that a killed run resumes from
 metrics.py, view.py     metrics that are written; progress that is shown

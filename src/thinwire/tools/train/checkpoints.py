@@ -13,19 +13,23 @@ ranks, and the weights. One rank of each such node, the leader, manages the fold
 import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from thinwire.sync.checkpoint import old_ranks
+from thinwire.sync.checkpoint import DamagedError, old_ranks
+from thinwire.tools.files import replace_text, replacing, sha256_of
 
 from .control import Control
-from .folder import replace_text
 from .place import Place
 
 _REPLACED = ".replaced.partial"
@@ -34,6 +38,12 @@ _FORMAT = 1
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
 State = dict[str, Any]
+
+_UNREADABLE = (
+    DamagedError, OSError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError,
+    IndexError, OverflowError,
+)  # fmt: skip
+"""What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Loaded:
 class Checkpoints:
     """Saves and loads the checkpoints of a run. Every method is collective: all ranks call it."""
 
-    def __init__(self, folder: Path, place: Place, control: Control, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, place: Place, control: Control, keep: int, say: Callable[[str], None]) -> None:
         self._folder, self._place, self._control = folder / "checkpoints", place, control
         self._keep, self._say = keep, say
         self.leads = self._choose_leaders()
@@ -62,13 +72,16 @@ class Checkpoints:
         In that case the previous checkpoints stay intact.
         """
         final = self._folder / f"step-{step:08}"
-        partial = self._folder / f".{final.name}.partial"
-        self._together(lambda: self._prepare(partial) if self.leads else None)
-        written = self._together(lambda: self._write(partial, shared, own))
-        self._together(lambda: self._publish(partial, final, step, written) if self.leads else None)
+        hidden = self._folder / f".{final.name}.partial"
+        self._together(lambda: self._prepare(hidden) if self.leads else None)
+        written = self._together(lambda: self._write(hidden, shared, own))
+        self._together(lambda: self._publish(hidden, final=final, step=step, written=written) if self.leads else None)
 
-    def load(self) -> Loaded | None:
+    def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
         """Return the newest checkpoint that is intact on all ranks, or None if there is no checkpoint.
+
+        use   continues from a checkpoint. It may raise ValueError if the run is another one, and any of `_UNREADABLE`
+              if the content is not what a run writes; then the checkpoint before it is used.
 
         Each damaged checkpoint is reported. Raises ValueError if there are checkpoints but none can be used.
         """
@@ -77,12 +90,14 @@ class Checkpoints:
         fault = "not every rank has the same"
         for step in sorted(set.intersection(*map(set, found)), reverse=True):
             folder = self._folder / f"step-{step:08}"
-            manifest, fault_here = self._verify(folder)
-            faults = [fault for fault in self._control.gather(fault_here) if fault]
+            loaded, fault_here = self._read(folder, step)
+            faults = self._faults(fault_here)
             if not faults:
-                assert manifest is not None
+                assert loaded is not None
+                faults = self._faults(_attempt(partial(use, loaded), folder))
+            if not faults:
                 self._set_aside(step)
-                return self._read(folder, step, manifest)
+                return loaded
             fault = faults[0]
             self._say(f"checkpoint {folder.name} is damaged and not used: {fault}")
         if any(found):
@@ -91,14 +106,17 @@ class Checkpoints:
             )
         return None
 
+    def _faults(self, fault_here: str | None) -> list[str]:
+        return [fault for fault in self._control.gather(fault_here) if fault]
+
     # Writing.
 
-    def _prepare(self, partial: Path) -> None:
+    def _prepare(self, hidden: Path) -> None:
         self._folder.mkdir(exist_ok=True)
         self._put_back()
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
-        partial.mkdir()
+        hidden.mkdir()
 
     def _put_back(self) -> None:
         """Undo an interrupted replacement: give the old checkpoint of a step its name back if there is no new one."""
@@ -107,20 +125,20 @@ class Checkpoints:
             if not final.exists():
                 os.rename(hidden, final)
 
-    def _write(self, partial: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
+    def _write(self, hidden: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
         files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
-        return {name: write_file(partial / name, state) for name, state in files.items()}
+        return {name: write_file(hidden / name, state) for name, state in files.items()}
 
-    def _publish(self, partial: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
-        everyones = {name: entry for part in written for name, entry in part.items() if (partial / name).exists()}
+    def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
+        everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
         files = {**everyones, **written[self._place.rank]}  # the model.pt of this node, not that of another
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
-        replace_text(partial / _MANIFEST, json.dumps(manifest, indent=1))
-        _sync_folder(partial)
+        replace_text(hidden / _MANIFEST, json.dumps(manifest, indent=1))
+        _sync_folder(hidden)
         replaced = self._folder / f".{final.name}{_REPLACED}"
         if final.exists():
             os.rename(final, replaced)
-        os.rename(partial, final)
+        os.rename(hidden, final)
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
@@ -141,33 +159,44 @@ class Checkpoints:
     # Reading.
 
     def _steps(self) -> Iterator[int]:
+        """Yield the steps of all checkpoints. Folders with other names, such as step-5, are not ours."""
         for path in self._folder.glob("step-*"):
-            if path.name.removeprefix("step-").isdecimal():
+            if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", path.name) and path.is_dir():
                 yield int(path.name.removeprefix("step-"))
 
-    def _verify(self, folder: Path) -> tuple[State | None, str | None]:
-        """Return (manifest, None), or (None, reason) if the manifest or a file that this rank needs is damaged."""
+    def _read(self, folder: Path, step: int) -> tuple[Loaded | None, str | None]:
+        """Return (checkpoint, None), or (None, reason) if a file that this rank needs is damaged."""
+        path = folder / _MANIFEST
         try:
-            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
-                return None, f"{folder / _MANIFEST} is of format {manifest['format']}, expected {_FORMAT}"
-            expected = {name: manifest["files"].get(name) for name in [_SHARED, *self._own_names(manifest)]}
+                return None, f"{path} is of format {manifest['format']!r:.40}, expected {_FORMAT}"
+            files, world_size = manifest["files"], manifest["world_size"]
+            if type(world_size) is not int or not isinstance(files, dict):
+                raise TypeError
+            olds = old_ranks(self._place.rank, self._place.world_size, world_size)
         except FileNotFoundError:
-            return None, f"{folder / _MANIFEST} is missing"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None, f"{folder / _MANIFEST} cannot be read as a manifest"
-        faults = (_fault(folder / name, entry) for name, entry in expected.items())
-        fault = next(filter(None, faults), None)
-        return (None, fault) if fault else (manifest, None)
+            return None, f"{path} is missing"
+        except (*_UNREADABLE, ValueError):
+            return None, f"{path} cannot be read as a manifest"
+        names = [_SHARED]
+        for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
+            names.append(f"rank{old}.pt")
+            if fault := _fault(folder / names[-1], files.get(names[-1])):
+                return None, fault
+        if fault := _fault(folder / _SHARED, files.get(_SHARED)):
+            return None, fault
+        states: dict[str, State] = {}
 
-    def _own_names(self, manifest: State) -> list[str]:
-        place = self._place
-        return [f"rank{old}.pt" for old in old_ranks(place.rank, place.world_size, int(manifest["world_size"]))]
+        def load() -> None:
+            states.update((name, _load_state(folder / name)) for name in names)
 
-    def _read(self, folder: Path, step: int, manifest: State) -> Loaded:
-        own = [_read_file(folder / name) for name in self._own_names(manifest)]
-        same_world = manifest["world_size"] == self._place.world_size
-        return Loaded(step, _read_file(folder / _SHARED), own, same_world)
+        if fault := _attempt(load, folder):
+            return None, fault
+        shared = states.pop(_SHARED)
+        return Loaded(
+            step=step, shared=shared, own=list(states.values()), same_world=world_size == self._place.world_size
+        ), None
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
@@ -211,44 +240,60 @@ class _Hashing:
 
 
 def write_file(path: Path, state: State) -> dict[str, Any]:
-    """Save a state to a file, sync it to disk, and return its size and SHA-256.
+    """Save a state to a file atomically, sync it to disk, and return its size and SHA-256.
 
     Raises OSError if the file cannot be written.
     """
-    with open(path, "wb") as file:
+    with replacing(path) as file:
         hashing = _Hashing(file)
         try:
             torch.save(state, hashing)  # type: ignore[arg-type]
         except RuntimeError as error:  # torch's writer hides the error of the disk
             raise (error.__cause__ or error.__context__ or OSError(str(error))) from None
-        file.flush()
-        os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": hashing.hash.hexdigest()}
 
 
-def _fault(path: Path, expected: dict[str, Any] | None) -> str | None:
+def _fault(path: Path, expected: object) -> str | None:
     """Return how a file differs from the size and SHA-256 in the manifest, or None if it does not."""
     try:
-        with open(path, "rb") as file:
-            actual = {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
+        actual = path.stat().st_size
+        if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
+            return f"{path} is not in its manifest"
+        if actual != expected["bytes"]:
+            return f"{path} has {actual:,} bytes of {expected['bytes']:,}"
+        return None if sha256_of(path) == expected.get("sha256") else f"{path} has other bits than were written"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error}"
-    if expected is None:
-        return f"{path} is not in its manifest"
-    if actual["bytes"] != expected["bytes"]:
-        return f"{path} has {actual['bytes']:,} bytes of {expected['bytes']:,}"
-    return None if actual == expected else f"{path} has other bits than were written"
 
 
-def _read_file(path: Path) -> State:
-    state: State = torch.load(path, map_location="cpu", weights_only=True)
+def _attempt(action: Callable[[], None], path: Path) -> str | None:
+    """Run an action that reads a checkpoint; return the reason, as one line, if the content is not that of one."""
+    try:
+        action()
+    except _UNREADABLE as error:
+        lines = str(error).splitlines()
+        reason = (
+            str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
+        )
+        return f"{path} cannot be read as a checkpoint ({reason[:200]})"
+    return None
+
+
+def _load_state(path: Path) -> State:
+    """Read a file of torch.save, without running what a pickle may contain."""
+    if not zipfile.is_zipfile(path):  # a plain pickle, as old versions of torch wrote it, is not one of ours
+        raise DamagedError("not a file of torch.save")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that torch did not write, which fail in any case
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except ValueError as error:
+        raise DamagedError(str(error)) from None
+    if not isinstance(state, dict):
+        raise DamagedError(f"a {type(state).__name__}, expected a dict")
     return state
-
-
-def _digest(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

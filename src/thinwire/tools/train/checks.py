@@ -5,6 +5,7 @@ import math
 import thinwire
 from thinwire.collectives.plan import max_bytes
 from thinwire.sync.policy import AUTO, DEFAULT
+from thinwire.tools.links import LARGEST_WORLD
 
 from .config import Config
 from .datasets import check_fit
@@ -13,8 +14,7 @@ from .models import model_config
 from .place import pick_device
 
 LARGEST_SEED = 1 << 62
-LARGEST_WORLD = 64
-"""Largest number of ranks that are started on one machine without torchrun."""
+LARGEST_BATCH = 1 << 20
 
 
 def check(config: Config) -> None:
@@ -23,6 +23,8 @@ def check(config: Config) -> None:
         _at_least(config, name, least)
     for name in ("warmup_steps", "checkpoint_every", "eval_every", "seed"):
         _at_least(config, name, 0)
+    if config.batch > LARGEST_BATCH:
+        raise ValueError(f"--batch {config.batch}, expected at most {LARGEST_BATCH:,} samples per rank and step")
     if config.seed > LARGEST_SEED:
         raise ValueError(f"--seed {config.seed}, expected at most 2**62")
     if config.workers > LARGEST_WORLD:
@@ -39,12 +41,33 @@ def check(config: Config) -> None:
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
+    _check_shard(config)
     max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
     pick_device(config.device, 0)
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
+
+
+def _check_shard(config: Config) -> None:
+    _at_least(config, "shard", 1)
+    if config.shard == 1:
+        return
+    if not config.model.startswith("gpt"):
+        raise ValueError(f"--shard {config.shard} with {config.model}, expected a gpt, such as --recipe text-gpt")
+    if config.compressor not in (AUTO, DEFAULT):
+        given = thinwire.compressor(config.compressor)
+        if not given.sparse and not isinstance(given, thinwire.NoCompression):
+            raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
+    if config.device == "mps":
+        raise ValueError("--shard with --device mps, expected cpu or cuda")
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Raise ValueError if the ranks cannot form replicas of `--shard` ranks."""
+    if world_size % config.shard:
+        raise ValueError(f"--shard {config.shard} with {world_size} ranks, expected a divisor of their number")
 
 
 def _at_least(config: Config, name: str, least: int) -> None:

@@ -21,9 +21,9 @@ RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifa
 
 @dataclass(frozen=True)
 class Config:
-    """Train a model between workers that send few bytes.
+    """Train a model between ranks that send few bytes.
 
-    Starts workers on this machine by itself; across machines: torchrun --nnodes ... -m thinwire train ...
+    Starts ranks on this machine by itself; across machines: torchrun --nnodes ... -m thinwire train ...
     The defaults shown are those of the recipe: thinwire train --recipe text-gpt --help shows others.
     """
 
@@ -32,47 +32,49 @@ class Config:
     model: Annotated[str, arg(metavar="SPEC")] = "cnn:width=64,size=8"
     """A kind and its options, such as "cnn:width=32,size=28", "resnet18:width=64" or "gpt:layers=4,width=128"."""
     data: Literal["digits", "text", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Digits of scikit-learn and text of this machine's Python sources need no network."""
+    """digits, and text of this machine's Python sources, need no network."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
     """Where the files of mnist, fashion-mnist and cifar10 are. Debian's dataset-fashion-mnist is found without it."""
     download: bool = False
-    """Fetch files of mnist or cifar10 that are missing there."""
+    """Fetch files of mnist or cifar10 that are missing there. Needs pip install 'thinwire[data]'."""
     steps: int = 300
-    """How long to train, in all."""
+    """Total number of steps."""
     batch: int = 32
-    """Samples for each worker and step."""
+    """Samples for each rank and step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """thinwire's own if the compressor is sparse or auto, which sends its update; else torch's."""
     lr: float = 1e-3
     """Learning rate at its highest; sgd has momentum 0.9."""
     weight_decay: float = 0.01
-    """Pulls weights to zero."""
+    """Weight decay."""
     compressor: Annotated[str, arg(metavar="SPEC")] = "default"
     """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; default:
-    topk with a ratio for the number of workers; auto: what is quickest is measured in the first steps."""
+    topk with a ratio for the number of ranks; auto: what is fastest is measured in the first steps."""
     warmup_steps: int = 2
     """First steps, in which a sparse compressor, or auto, sends 8 bits of everything."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward pass under autocast."""
     workers: int = 2
-    """Processes that are started on this machine; under torchrun it is torchrun that says how many."""
+    """Ranks, which are processes on this machine; under torchrun, torchrun gives their number."""
+    shard: int = 1
+    """Ranks of each replica, over which FSDP shards a gpt; what is compressed is sent between replicas. 1: DDP."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: CUDA if there is one, else MPS, else the CPU."""
     seed: int = 0
-    """Of weights and of the order of samples."""
+    """Seed of the weights and of the sample order."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's folder: config, metrics, checkpoints, report. runs/RECIPE by default, or runs/RECIPE-2 and so on."""
     resume: Literal["no", "auto"] = "no"
     """auto: go on from the newest good checkpoint in the folder (without --out: of the newest run) if there is one.
     Options that are not given are then those of the run."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; 0: only when training ends or is told to stop."""
+    """Steps between checkpoints; 0: only when training ends or a signal stops it."""
     keep: int = 2
-    """So many checkpoints are kept; the older ones are removed."""
+    """Number of checkpoints to keep; the older ones are removed."""
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
-    """Steps between looks at the validation data; the end is always one, and with 0 the only one."""
+    """Steps between evaluations on the validation data; the last step is always evaluated, and with 0 it alone."""
     log_to: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("auto",)
     """Besides metrics.jsonl: auto (tensorboard, if it is installed), none, tensorboard, wandb, wandb-offline."""
     compare_dense: bool = False
@@ -104,12 +106,12 @@ def load_config(folder: Path) -> Config:
         given = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name for field in dataclasses.fields(Config)}
         if set(given) != known:
-            raise ValueError(f"it has {', '.join(sorted(set(given) ^ known))} too much or too little")
+            raise ValueError(f"unknown or missing options: {', '.join(sorted(set(given) ^ known))}")
         for name, value in given.items():
             _check_type(name, value)
         paths = {name: Path(given[name]) for name in ("data_dir", "out") if given[name] is not None}
         return Config(**{**given, **paths, "log_to": tuple(given["log_to"])})
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not the config of a run that this version can go on with: {error}") from None
 
 
@@ -118,10 +120,12 @@ def _check_type(name: str, value: object) -> None:
     default = Config().record()[name]
     kinds = {float: (int, float), tuple: (list,), type(None): (str, type(None))}.get(type(default), (type(default),))
     if type(value) not in kinds:
-        raise ValueError(f"{name} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+        raise ValueError(f"{name} is {value!r:.80}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    if isinstance(value, list) and not all(isinstance(part, str) for part in value):
+        raise ValueError(f"{name} is {value!r:.80}, expected a list of str")
     choices = get_args(get_type_hints(Config)[name])
     if all(isinstance(choice, str) for choice in choices) and choices and value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        raise ValueError(f"{name} is {value!r:.80}, expected one of {', '.join(choices)}")
 
 
 def newest_run(recipe: str | None) -> Path | None:

@@ -1,11 +1,13 @@
-"""Small messages between ranks: a pulse in every step, and values that the ranks must agree on now and then.
+"""Small messages between ranks: one in every step, and values that the ranks must agree on now and then.
 
-A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. Instead, its pulse
-carries a flag. A pulse is sent before the exchange of a step and read after it, when it has arrived. So no rank waits
-for it, and all ranks read the same values. It also carries the loss, so that the mean over ranks costs no further
+A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. Instead, its
+message carries a flag. It is sent before the exchange of a step and read after it, when it has arrived. So no rank
+waits for it, and all ranks read the same values. It also carries the loss, so that the mean over ranks costs no further
 message.
 """
 
+import io
+import pickle
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,11 @@ import torch.distributed as dist
 
 from thinwire.collectives.cost import ring
 
+_LENGTH_BYTES = 8
+"""Bytes of the length that torch sends before a pickled object."""
 
-class Pulse(NamedTuple):
+
+class StepMessage(NamedTuple):
     """The loss and the flag to stop, combined over ranks."""
 
     loss: float
@@ -31,29 +36,36 @@ class Control:
         self._size = dist.get_world_size()
         self._values = torch.zeros(2, dtype=torch.float64)
         self._work: Any = None
-        self.bytes_sent = 0
+        self._bytes_sent = 0
 
-    def send_pulse(self, loss: float, stops: bool) -> None:
+    def send_message(self, loss: float, stops: bool) -> None:
         """Start the all-reduce of this rank's loss and flag to stop."""
         self._values[0], self._values[1] = loss / self._size, float(stops)
         self._work = dist.all_reduce(self._values, group=self._group, async_op=True)
-        self.bytes_sent += ring(self._values.nbytes, self._size)
+        self._bytes_sent += ring(self._values.nbytes, self._size)
 
-    def read_pulse(self) -> Pulse:
-        """Wait for the all-reduce of the pulse and return its result."""
+    def read_message(self) -> StepMessage:
+        """Wait for the all-reduce of the message and return its result."""
         self._work.wait()
-        return Pulse(float(self._values[0]), bool(self._values[1] > 0))
+        return StepMessage(float(self._values[0]), bool(self._values[1] > 0))
+
+    def take_bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent since the last call."""
+        taken, self._bytes_sent = self._bytes_sent, 0
+        return taken
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank. The call is also a barrier."""
         values: list[Any] = [None] * self._size
         dist.all_gather_object(values, value, group=self._group)
+        # torch pads all values to the length of the longest, and sends the lengths first.
+        self._bytes_sent += (self._size - 1) * (_LENGTH_BYTES + max(map(_pickled_bytes, values)))
         return values
 
     def total(self, values: list[float]) -> list[float]:
         """Return each value summed over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.bytes_sent += ring(tensor.nbytes, self._size)
+        self._bytes_sent += ring(tensor.nbytes, self._size)
         dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()
 
@@ -61,4 +73,14 @@ class Control:
         """Return the value of rank 0."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._group)
+        if dist.get_rank() == 0:
+            sends = (self._size - 1).bit_length()  # gloo broadcasts along a binomial tree
+            self._bytes_sent += sends * (_LENGTH_BYTES + _pickled_bytes(values[0]))
         return values[0]
+
+
+def _pickled_bytes(value: Any) -> int:
+    """Return the bytes of a value as torch sends it."""
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer).dump(value)
+    return buffer.tell()

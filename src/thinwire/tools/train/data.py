@@ -1,4 +1,4 @@
-"""Data that every machine has: the sources of Python's standard library, and scikit-learn's handwritten digits.
+"""Data that needs no download: the sources of Python's standard library, and handwritten digits (see digits/LICENSE).
 
 Samples form one endless stream, which depends only on the seed. In every step each rank takes its part of the stream.
 So a run can be repeated and resumed, two recipes see the same data, and four ranks see the same samples as two ranks
@@ -6,18 +6,19 @@ with twice the batch size.
 """
 
 import gzip
-import importlib.util
 import lzma
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .draws import below, normal
 from .order import order
@@ -41,7 +42,7 @@ class Data(Protocol):
 
     @property
     def length(self) -> int:
-        """Number of samples in an epoch."""
+        """Return the number of samples in an epoch."""
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
         """Return the samples from position `start` to start + size - 1 of the stream.
@@ -86,9 +87,9 @@ class Text:
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
         """Return `size` windows from position `start` of the stream."""
-        windows = order(seed, self.length, start, size, self._train.device)
+        windows = order(seed, length=self.length, start=start, size=size, device=self._train.device)
         epochs = torch.arange(start, start + size, device=self._train.device) // self.length
-        offsets = below(self._context, seed, "offset", epochs, 1).view(-1)
+        offsets = below(self._context, seed=seed, what="offset", places=epochs, count=1).view(-1)
         return self._cut(self._train, offsets + windows * self._context)
 
     def validation(self, size: int) -> Iterator[Batch]:
@@ -126,37 +127,36 @@ class Digits:
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
         """Return `size` images from position `start` of the stream, with the noise added."""
-        chosen = order(seed, self.length, start, size, self._train.targets.device)
-        inputs = self._noisy(self._train.inputs[chosen], seed, "noise", start)
+        chosen = order(seed, length=self.length, start=start, size=size, device=self._train.targets.device)
+        inputs = self._noisy(self._train.inputs[chosen], seed=seed, what="noise", start=start)
         return Batch(inputs, self._train.targets[chosen])
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Yield the validation images. With noise, each image comes `_NOISY_DRAWS` times with different noise."""
         for draw in range(_NOISY_DRAWS if self._noise else 1):
-            inputs = self._noisy(self._test.inputs, 0, "validation", draw * len(self._test.targets))
+            inputs = self._noisy(self._test.inputs, seed=0, what="validation", start=draw * len(self._test.targets))
             yield from map(Batch, inputs.split(size), self._test.targets.split(size))
 
     def _noisy(self, images: Tensor, seed: int, what: str, start: int) -> Tensor:
         if not self._noise:
             return images
         places = torch.arange(start, start + len(images), device=images.device)
-        return images + self._noise * normal(seed, what, places, images[0].numel()).view(images.shape)
+        return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
 
 
 def _digits() -> Tensor:
-    """Return rows of 64 pixels from 0 to 16, followed by the digit.
+    """Return rows of 64 pixels from 0 to 16, followed by the digit."""
+    with resources.files(__package__).joinpath("digits/digits.csv.gz").open("rb") as file:
+        return torch.from_numpy(np.loadtxt(gzip.open(file, "rt"), delimiter=",", dtype=np.float64))
 
-    The file is read without importing scikit-learn, if it is found, because the import takes seconds.
-    """
-    found = importlib.util.find_spec("sklearn")
-    for folder in (found.submodule_search_locations if found is not None else None) or []:
-        path = Path(folder, "datasets", "data", "digits.csv.gz")
-        if path.exists():
-            return torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float64))
-    from sklearn.datasets import load_digits  # newer versions may keep the file elsewhere
 
-    images, digits = load_digits(return_X_y=True)
-    return torch.cat([torch.from_numpy(images), torch.from_numpy(digits).double().unsqueeze(1)], dim=1)
+@torch.no_grad()
+def evaluate_batch(model: nn.Module, batch: Batch, device: torch.device) -> tuple[float, float, int]:
+    """Return the sum of the losses, the number of correct predictions, and the number of targets."""
+    inputs, targets = (part.to(device) for part in batch)
+    scores, wanted = model(inputs).flatten(0, -2).float(), targets.flatten()
+    right = (scores.argmax(dim=-1) == wanted).sum().item()
+    return F.cross_entropy(scores, wanted, reduction="sum").item(), float(right), wanted.numel()
 
 
 def file_parts(path: Path) -> tuple[bytes, bytes]:

@@ -19,7 +19,7 @@ DATASETS = ("text", *IMAGES)
 
 
 def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
-    """Load one of `DATASETS`: those in `FOLDERS` from a folder, the others from Python's or scikit-learn's files.
+    """Load one of `DATASETS`: those in `FOLDERS` from a folder, the others from Python's or thinwire's files.
 
     folder    the folder of the images; for text, a file that is read in place of Python's sources
     context   number of bytes in a sample of text, as many as the model sees at once; None for images

@@ -1,26 +1,19 @@
-"""Downloads data sets into a folder.
+"""Downloads data sets into a folder, with pooch, which the extra `thinwire[data]` installs.
 
-A file is accepted only if it has the size and the SHA-256 that are listed here. It is written to a temporary file,
-which is renamed when it is complete and correct: a reader sees the old file or the new one. Certificates are verified
-as the system does it, and a redirect from https to http is not followed.
+A file is accepted only if it has the SHA-256 that is listed here. It is written to a temporary file, which is renamed
+when it is complete and correct: a reader sees the old file or the new one.
 """
 
-import os
-import secrets
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.message import Message
 from errno import EDQUOT, EFBIG, ENOSPC
-from hashlib import sha256
-from http.client import HTTPException
 from pathlib import Path
-from typing import IO
-from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
+from typing import Any
+
+from thinwire.tools.files import sha256_of
 
 from . import cifar, idx
 
@@ -28,6 +21,8 @@ _PIECE = 1 << 16
 _LONGEST_PAUSE = 30.0
 _BUSY = {408, 425, 429}
 """HTTP status codes for which another try may succeed; other codes from 400 to 499 are final."""
+
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Source:
 
 
 def _mnist(name: str, nbytes: int, digest: str) -> File:
-    return File(f"{name}.gz", nbytes, digest, (name,))
+    return File(name=f"{name}.gz", nbytes=nbytes, sha256=digest, unpacked=(name,))
 
 
 SOURCES = {
@@ -69,10 +64,10 @@ SOURCES = {
     "cifar10": Source(
         (
             File(
-                cifar.ARCHIVE,
-                170_052_171,
-                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-                tuple(f"{cifar.FOLDER}/{name}" for name in (*cifar.TRAIN, cifar.TEST)),
+                name=cifar.ARCHIVE,
+                nbytes=170_052_171,
+                sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+                unpacked=tuple(f"{cifar.FOLDER}/{name}" for name in (*cifar.TRAIN, cifar.TEST)),
             ),
         ),
         ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
@@ -84,8 +79,8 @@ def fetch(
     dataset: str,
     folder: Path,
     *,
-    report: Callable[[str, int, int], None] | None = None,
-    tell: Callable[[str], None] | None = None,
+    report: Report | None = None,
+    warn: Callable[[str], None] | None = None,
     sources: Mapping[str, Source] = SOURCES,
     tries: int = 3,
     pause: float = 1.0,
@@ -94,37 +89,39 @@ def fetch(
     """Download the files of a data set that the folder does not have, or has damaged, and return their names.
 
     report    called with a file's name, the number of bytes that are done, and its size
-    tell      called with a message if a file in the folder is damaged or a try fails; prints to stderr if not given
+    warn      called with a message if a file in the folder is damaged or a try fails; prints to stderr if not given
     tries     number of tries for each mirror, in turns with the others
     pause     seconds before the second try; doubled before each later try
     timeout   seconds without a connection, or without a byte, after which a try fails
 
-    Raises OSError, with the reason and advice, if a file cannot be downloaded or written.
+    Raises OSError, with the reason and advice, if a file cannot be downloaded or written, and ValueError if pooch is
+    not installed.
     """
     if dataset not in sources:
         raise ValueError(f"data {dataset!r} cannot be downloaded, expected one of {', '.join(sources)}")
-    source, tell = sources[dataset], tell or _to_stderr
+    source, warn = sources[dataset], warn or _to_stderr
     with _clear_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    wanted = [file for file in source.files if not _have(folder, file, tell)]
+    wanted = [file for file in source.files if not _have(folder, file, warn)]
     for file in wanted:
-        _fetch_file(folder, file, source.mirrors, report, tell, tries=tries, pause=pause, timeout=timeout)
+        _fetch_file(folder, file, source.mirrors, report=report, warn=warn, tries=tries, pause=pause, timeout=timeout)
     return [file.name for file in wanted]
 
 
-def _have(folder: Path, file: File, tell: Callable[[str], None]) -> bool:
+def _have(folder: Path, file: File, warn: Callable[[str], None]) -> bool:
     path = folder / file.name
     with _clear_errors(path, "read"):
         if not path.exists():
             places = [[folder / name for name in file.unpacked], [folder / Path(name).name for name in file.unpacked]]
             return any(paths and all(path.is_file() for path in paths) for paths in places)
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
         if path.stat().st_size != file.nbytes:
-            tell(f"{path}: {path.stat().st_size:,} bytes, expected {file.nbytes:,}; it will be replaced")
+            warn(f"{path}: {path.stat().st_size:,} bytes, expected {file.nbytes:,}; it will be replaced")
             return False
-        with path.open("rb") as content:
-            digest = _digest(content)
+        digest = sha256_of(path)
     if digest != file.sha256:
-        tell(f"{path}: SHA-256 {digest}, expected {file.sha256}; it will be replaced")
+        warn(f"{path}: SHA-256 {digest}, expected {file.sha256}; it will be replaced")
     return digest == file.sha256
 
 
@@ -132,14 +129,13 @@ def _fetch_file(
     folder: Path,
     file: File,
     mirrors: tuple[str, ...],
-    report: Callable[[str, int, int], None] | None,
-    tell: Callable[[str], None],
     *,
+    report: Report | None,
+    warn: Callable[[str], None],
     tries: int,
     pause: float,
     timeout: float,
 ) -> None:
-    opener = build_opener(HTTPSHandler(context=ssl.create_default_context()), _SafeRedirects())
     asked = [mirror + file.name for mirror in mirrors] * tries
     faults: list[str] = []
     while asked:
@@ -147,13 +143,13 @@ def _fetch_file(
         if faults:
             time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
         try:
-            _try(opener, url, folder, file, report, timeout)
+            _try(url, folder, file, report=report, timeout=timeout)
             return
         except _FailedTry as fault:
             if fault.final:
                 asked = [other for other in asked if other != url]
             faults.append(f"{url}: {fault}")
-            tell(f"{faults[-1]}; {'trying again' if asked else 'giving up'}")
+            warn(f"{faults[-1]}; {'trying again' if asked else 'giving up'}")
     tried = "1 try" if len(faults) == 1 else f"{len(faults)} tries"
     raise OSError(
         f"{file.name} could not be downloaded in {tried} ({'; '.join(faults)}); "
@@ -161,58 +157,50 @@ def _fetch_file(
     )
 
 
-def _try(
-    opener: OpenerDirector,
-    url: str,
-    folder: Path,
-    file: File,
-    report: Callable[[str, int, int], None] | None,
-    timeout: float,
-) -> None:
-    part = folder / f".{file.name}.{secrets.token_hex(4)}.part"
-    digest, done = sha256(), 0
+def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> None:
     try:
-        with _clear_errors(part):
-            content = part.open("xb")
-        with content:
-            for piece in _pieces(opener, url, file.nbytes, timeout):
-                with _clear_errors(part):
-                    content.write(piece)
-                digest.update(piece)
-                done += len(piece)
-                if report is not None:
-                    report(file.name, done, file.nbytes)
-            with _clear_errors(part):
-                content.flush()  # a full disk may raise only here
-        if digest.hexdigest() != file.sha256:
-            raise _FailedTry(f"SHA-256 {digest.hexdigest()}, expected {file.sha256}")
-        with _clear_errors(folder / file.name):
-            os.replace(part, folder / file.name)
-    finally:
-        part.unlink(missing_ok=True)
+        import pooch  # here, because only --download needs it
+        import requests
+    except ModuleNotFoundError as error:
+        raise ValueError(f"downloads need {error.name}, which is not installed: pip install 'thinwire[data]'") from None
+    pooch.get_logger().setLevel("ERROR")
+    downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=timeout)
+    given: dict[str, Any] = {"fname": file.name, "path": folder, "downloader": downloader}
+    try:
+        with _clear_errors(folder / file.name, but=requests.RequestException):
+            pooch.retrieve(url, f"sha256:{file.sha256}", **given)
+            (folder / file.name).chmod(0o644)  # pooch leaves it readable by its owner alone
+    except requests.HTTPError as error:
+        answer = error.response
+        code, reason = (answer.status_code, answer.reason) if answer is not None else (0, "without an answer")
+        raise _FailedTry(f"HTTP {code} {reason}", final=400 <= code < 500 and code not in _BUSY) from error
+    except requests.RequestException as error:
+        raise _FailedTry(_line(error), final=isinstance(error, requests.exceptions.SSLError)) from error
+    except ValueError as error:  # of another SHA-256
+        raise _FailedTry(_line(error)) from error
 
 
-def _pieces(opener: OpenerDirector, url: str, nbytes: int, timeout: float) -> Iterator[bytes]:
-    """Yield exactly `nbytes` bytes in pieces; raise _FailedTry if there are more or fewer, or the network fails."""
-    done = 0
-    try:
-        with opener.open(Request(url, headers={"User-Agent": "thinwire"}), timeout=timeout) as response:
-            while piece := response.read1(_PIECE):
-                done += len(piece)
-                if done > nbytes:
-                    raise _FailedTry(f"more than the {nbytes:,} bytes that were expected")
-                yield piece
-    except HTTPError as error:
-        error.close()
-        final = 400 <= error.code < 500 and error.code not in _BUSY
-        raise _FailedTry(f"HTTP {error.code} {error.reason}", final=final) from error
-    except URLError as error:
-        final = isinstance(error.reason, ssl.SSLCertVerificationError)
-        raise _FailedTry(_line(error.reason), final=final) from error
-    except (OSError, HTTPException) as error:
-        raise _FailedTry(f"after {done:,} bytes: {_line(error)}") from error
-    if done < nbytes:
-        raise _FailedTry(f"ended after {done:,} of {nbytes:,} bytes")
+class _Progress:
+    """Progress bar of pooch, which ends a download that is longer than the file."""
+
+    def __init__(self, file: File, report: Report | None) -> None:
+        self._file, self._report, self._done = file, report, 0
+        self.total = 0
+
+    def update(self, nbytes: int) -> None:
+        """Count a piece; the last may be shorter than `nbytes`."""
+        self._done += nbytes
+        if self._done >= self._file.nbytes + 2 * _PIECE:
+            raise _FailedTry(f"more than the {self._file.nbytes:,} bytes that were expected")
+        if self._report is not None:
+            self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
+
+    def reset(self) -> None:
+        """Start again; pooch counts the whole file once more at its end."""
+        self._done = 0
+
+    def close(self) -> None:
+        """Do nothing: the caller shows the progress."""
 
 
 class _FailedTry(Exception):
@@ -223,32 +211,18 @@ class _FailedTry(Exception):
         self.final = final
 
 
-class _SafeRedirects(HTTPRedirectHandler):
-    def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> Request | None:
-        if req.type == "https" and not newurl.lower().startswith("https://"):
-            raise URLError(f"sent on to {newurl}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
-
-
 @contextmanager
-def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
-    """Replace an OSError of the disk by one with the path, the reason and advice in one line."""
+def _clear_errors(path: Path, done: str = "written", but: type[Exception] | None = None) -> Iterator[None]:
+    """Replace an OSError of the disk, but not one of type `but`, by one with the path, the reason and advice."""
     try:
         yield
     except OSError as error:
+        if but is not None and isinstance(error, but):
+            raise
         reason = error.strerror or str(error)
         full = error.errno in (ENOSPC, EDQUOT, EFBIG)
         advice = "remove it" if done == "read" else "make room there" if full else "check the path"
         raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
-
-
-def _digest(content: IO[bytes]) -> str:
-    digest = sha256()
-    while piece := content.read(_PIECE):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _line(error: object) -> str:

@@ -40,7 +40,7 @@ def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
 
 def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tensor:
     """Return whole numbers from 0 to limit - 1, of shape (len(places), count); the limit is below 2^31."""
-    return numbers(seed, what, places, count) * limit >> 32
+    return numbers(seed, what=what, places=places, count=count) * limit >> 32
 
 
 def normal(seed: int, what: str, places: Tensor, count: int) -> Tensor:
@@ -49,7 +49,7 @@ def normal(seed: int, what: str, places: Tensor, count: int) -> Tensor:
     They are looked up in a table of 65,536 equally likely values. They are not computed, because the last bit of a
     logarithm may depend on the position of its argument in a tensor.
     """
-    return _quantiles(places.device)[numbers(seed, what, places, count) >> 16]
+    return _quantiles(places.device)[numbers(seed, what=what, places=places, count=count) >> 16]
 
 
 @cache

@@ -12,11 +12,12 @@ Runs without a given folder go into `runs/`.
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from thinwire.tools.files import replace_text
 
 from .config import CONFIG_FILE, RUNS, Config
 
@@ -63,16 +64,6 @@ def _numbered(name: str) -> Path:
 def write_config(folder: Path, config: Config) -> None:
     """Write the options to config.json."""
     replace_text(folder / CONFIG_FILE, json.dumps(config.record(), indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old or the new text, also after a crash."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 @contextmanager

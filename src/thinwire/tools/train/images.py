@@ -48,7 +48,7 @@ class _Images:
     def batch(self, start: int, size: int, seed: int) -> Batch:
         """Return `size` images from position `start` of the stream."""
         device = self._labels.device
-        chosen = order(seed, self.length, start, size, device)
+        chosen = order(seed, length=self.length, start=start, size=size, device=device)
         images = self._varied(self._images[chosen], seed, torch.arange(start, start + size, device=device))
         return self._made(images, self._labels[chosen])
 
@@ -112,8 +112,8 @@ class CIFAR10(_Images):
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
         count, channels, side, _ = images.shape
-        across, down = below(2 * _SHIFT + 1, seed, "shift", places, 2).unbind(1)
-        mirrored = below(2, seed, "mirror", places, 1).bool()
+        across, down = below(2 * _SHIFT + 1, seed=seed, what="shift", places=places, count=2).unbind(1)
+        mirrored = below(2, seed=seed, what="mirror", places=places, count=1).bool()
         along = torch.arange(side, device=images.device)
         rows = down[:, None] + along
         columns = across[:, None] + torch.where(mirrored, along.flip(0), along)

@@ -6,32 +6,38 @@ Errors that follow from it on other ranks, such as a closed connection, are not 
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
 from thinwire.tools.record import cores
-from thinwire.tools.workers import WorkerError, Workers, is_echo
+from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
 from .config import Config
 from .download import SOURCES, fetch
 from .fashion import find_folder
+from .fresh_store import fresh_store
 from .place import Place, pick_backend, pick_device
 from .rank import Rank
 
 LIMIT_SECONDS = 600.0
 """Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
-_ECHO_SECONDS = 2.0
+_CONSEQUENCE_SECONDS = 2.0
 """Delay before a rank reports the failure of another rank, so that the failed rank can report it first."""
+_BEFORE_GROUP_SECONDS = 10.0
+"""Delay before a rank other than local rank 0 reports an error from before the group was formed."""
 _FAILED, _READY = "thinwire/failed", "thinwire/ready"
 _READY_SECONDS = 0.05
+_claim: socket.socket | None = None
+"""Name that the rank of a node has claimed that reports an error without a store."""
 
 
 def launch(config: Config) -> int:
@@ -50,9 +56,9 @@ def launch(config: Config) -> int:
     except _Stop:
         pass
     except WorkerError as error:
-        if signals.told is None or error.reason != "was killed by SIGTERM":  # before its handler was set
+        if signals.received is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
-    return 0 if signals.told is None else 128 + signals.told
+    return 0 if signals.received is None else 128 + signals.received
 
 
 class _Stop(BaseException):
@@ -63,21 +69,21 @@ class _Signals:
     """Passes SIGINT and SIGTERM on to the ranks once they are ready. A second Ctrl-C ends the program at once."""
 
     def __init__(self) -> None:
-        self.told: int | None = None
+        self.received: int | None = None
         self.pass_on: Callable[[], None] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._take) for number in heard}
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        again, self.told = self.told is not None, self.told or number
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, self.received or number
         if self.pass_on is None or (again and number == signal.SIGINT):
             raise _Stop
         self.pass_on()
@@ -92,22 +98,40 @@ def join(config: Config, place: Place) -> int:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
         device = pick_device(config.device, place.local_rank)
-        dist.init_process_group(pick_backend(device, place.local_world_size), timeout=timedelta(seconds=LIMIT_SECONDS))
-    except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).split("\n")[0]
-        raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
+        dist.init_process_group(
+            pick_backend(device, place.local_world_size),
+            store=fresh_store(place, LIMIT_SECONDS),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=LIMIT_SECONDS),
+        )
+    except (RuntimeError, ValueError) as error:
+        _exit_before_group(error, place)
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         check(config)
         _prepare(config, place, store)
-        finished = Rank(place.rank, place.world_size, config, place).run()
+        finished = Rank(rank=place.rank, world_size=place.world_size, config=config, place=place).run()
     except BaseException as error:
-        _tell(error, place, store)
+        _report_once(error, place, store)
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ValueError | OSError) else 1)  # threads may wait for dead ranks
     dist.destroy_process_group()
     return 0 if finished else 128 + signal.SIGTERM
+
+
+def _exit_before_group(error: Exception, place: Place) -> NoReturn:
+    """Raise the error of a rank that has no group, on which all ranks fail alike, so that one of them reports it.
+
+    Local rank 0 reports at once. torchrun ends the others when it has; they report only if it did not fail.
+    """
+    if place.local_rank != 0:
+        time.sleep(_BEFORE_GROUP_SECONDS)
+    if isinstance(error, ValueError):
+        raise error
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    why = "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).split("\n")[0]
+    raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
 
 
 def _prepare(config: Config, place: Place, store: Any) -> None:
@@ -139,20 +163,40 @@ def _report(error: WorkerError) -> int:
     return 2 if given else 1
 
 
-def _tell(error: BaseException, place: Place, store: Any) -> None:
+def _report_once(error: BaseException, place: Place, store: Any) -> None:
     """Print the error of this rank, unless another rank has printed one."""
-    if is_echo(error):
-        time.sleep(_ECHO_SECONDS)
+    if is_consequence(error):
+        time.sleep(_CONSEQUENCE_SECONDS)
     try:
         first = store.add(_FAILED, 1) == 1
-    except RuntimeError:  # the store ended with rank 0, which hosted it
-        first = place.rank == 1
+        lost = False
+    except RuntimeError:  # the store ended with the rank that hosted it, usually rank 0
+        first, lost = _is_first_of_node(), True
     if not first:
         return
-    if not is_echo(error) and not isinstance(error, ValueError | OSError):
+    if not is_consequence(error) and not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
     text = " ".join(str(error).split()) if str(error) else repr(error)
-    print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr)
+    print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr, flush=True)
+    if lost:
+        time.sleep(_CONSEQUENCE_SECONDS)  # keeps the claim while the other ranks of the node fail
+
+
+def _is_first_of_node() -> bool:
+    """Return whether this rank is the first of its node that asks, so that one rank reports where the store is lost.
+
+    It binds a name that the system frees when the process ends. Other systems than Linux have no such names: there,
+    every rank of the node is the first.
+    """
+    if sys.platform != "linux":
+        return True
+    global _claim
+    _claim = socket.socket(socket.AF_UNIX)
+    try:
+        _claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
+    except OSError:
+        return False
+    return True
 
 
 def _fetch(config: Config) -> None:

@@ -4,6 +4,8 @@ sparse (topk, randomk), default   thinwire's optimizer, which compresses its upd
 auto                              the same, which measures what to compress it with
 none, quantize                    torch's optimizer, with compressed gradients
 
+With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
+
 CPU and CUDA use DDP, so that the exchange overlaps with the backward pass. Where torch cannot exchange tensors of the
 device, as with MPS, a copy of the model in CPU memory takes the gradients and runs the exchange and the step. Then its
 weights are copied back.
@@ -24,12 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compressors import format_spec
+from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
 
+from .checks import check_world
 from .config import Config
-from .data import Batch
+from .data import Batch, evaluate_batch
 from .models import model_config
+from .sharding import gather_weights, scatter_weights, shard_model
 
 MOMENTUM = 0.9
 """Momentum of SGD, both torch's and thinwire's."""
@@ -48,7 +53,12 @@ class Learner:
         through_host = device.type == "mps" if through_host is None else through_host
         self._twin: nn.Module | None = build(config.seed) if through_host else None
         self._module: nn.Module = self.model
-        if not through_host:
+        self._mesh: Any = None
+        if config.shard > 1:
+            check_world(config, dist.get_world_size())
+            self._mesh = shard_model(self.model, config.shard, device)
+            self._whole = build(config.seed).to(device)  # FSDP's forward pass needs all ranks, an evaluation does not
+        elif not through_host:
             self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **_own_buffers())
         self._optimizer, self.sync = self._make_optimizer()
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -77,22 +87,25 @@ class Learner:
                 for parameter, twin in zip(self.model.parameters(), self._twin.parameters(), strict=True):
                     parameter.copy_(twin)
 
-    @torch.no_grad()
-    def judge(self, batch: Batch) -> tuple[float, float, int]:
+    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """Return the sum of the losses, the number of correct predictions, and the number of targets."""
-        inputs, targets = (part.to(self._device) for part in batch)
-        scores, wanted = self.model(inputs).flatten(0, -2).float(), targets.flatten()
-        right = (scores.argmax(dim=-1) == wanted).sum().item()
-        return F.cross_entropy(scores, wanted, reduction="sum").item(), float(right), wanted.numel()
+        return evaluate_batch(self.model if self._mesh is None else self._whole, batch, self._device)
+
+    def weights(self) -> dict[str, Any]:
+        """Return the state of the model; all ranks call this."""
+        return self.model.state_dict() if self._mesh is None else gather_weights(self.model)
 
     @contextmanager
-    def judging(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
+    def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
         """Set the model up for evaluation, and restore it afterwards.
 
         Float buffers, such as the means of batch norms, become the mean over ranks.
 
         total   sums numbers over ranks.
         """
+        if self._mesh is not None:
+            self._whole.load_state_dict(gather_weights(self.model))
+            self._whole.eval()
         floats = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         own = [buffer.clone() for buffer in floats]
         if floats:
@@ -112,7 +125,7 @@ class Learner:
 
     def shared_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that is the same on all ranks, except for the model's buffers."""
-        shared: dict[str, Any] = {"model": self.model.state_dict()}
+        shared: dict[str, Any] = {"model": self.weights()}
         if not self._is_ours:
             shared["optimizer"] = self._optimizer.state_dict()
         return shared
@@ -132,9 +145,13 @@ class Learner:
         same_world   whether the world size is the same; only then are the random number generators restored.
         """
         try:
-            self.model.load_state_dict(shared["model"])
+            if self._mesh is None:
+                self.model.load_state_dict(shared["model"])
+            else:
+                scatter_weights(self.model, shared["model"])
         except RuntimeError as error:
-            raise ValueError(f"the checkpoint is that of another model: {error}") from None
+            reason = " ".join(str(error).partition(":")[2].split())  # after "Error(s) in loading state_dict for ..."
+            raise ValueError(f"the weights are not those of the model: {reason}") from None
         if self._twin is not None:
             self._twin.load_state_dict(shared["model"])
         if not self._is_ours:
@@ -163,11 +180,15 @@ class Learner:
         given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         chosen_later = config.compressor in (AUTO, DEFAULT)
         compressor = config.compressor if chosen_later else thinwire.compressor(config.compressor)
-        if isinstance(compressor, str) or compressor.sparse:
+        if isinstance(compressor, str) or compressor.sparse or self._mesh is not None:
             ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
             if config.optimizer == "sgd":
                 given["momentum"] = MOMENTUM
-            optimizer = ours(target, **given, compressor=compressor, warmup_steps=config.warmup_steps)
+            if self._mesh is not None:
+                given["group"] = self._mesh["replicate"]
+            is_dense = isinstance(compressor, thinwire.NoCompression)
+            warmup_steps = 0 if is_dense else config.warmup_steps
+            optimizer = ours(target, **given, compressor=compressor, warmup_steps=warmup_steps)
             return optimizer, optimizer.sync
         sync = (
             thinwire.attach(target, compressor)
@@ -211,9 +232,12 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    try:
+        random.setstate(state["python"])
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+    except ValueError as error:
+        raise DamagedError(f"the state of a random number generator: {error}") from None
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 from thinwire.tools import loopback
 
@@ -54,15 +55,21 @@ class Ended:
 
 
 def train(
-    config: Config, folder: Path, place: Place, control: Control, device: torch.device, data: Data,
-    told_to_stop: Callable[[], bool],
-) -> Ended:  # fmt: skip
+    config: Config,
+    folder: Path,
+    *,
+    place: Place,
+    control: Control,
+    device: torch.device,
+    data: Data,
+    should_stop: Callable[[], bool],
+) -> Ended:
     """Train from the first step, or from a checkpoint. The call is collective: all ranks pass the same config."""
     view = View(config.steps, shown=place.rank == 0)
     try:
-        run = _Run(config, folder, place, control, device, data, view)
+        run = _Run(config, folder, place=place, control=control, device=device, data=data, view=view)
         try:
-            return run.train(told_to_stop)
+            return run.train(should_stop)
         except BaseException:
             with suppress(OSError):  # the disk may be the cause of the failure
                 run.end("failed")
@@ -75,17 +82,23 @@ def train(
 
 class _Run:
     def __init__(
-        self, config: Config, folder: Path, place: Place, control: Control, device: torch.device, data: Data, view: View
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        place: Place,
+        control: Control,
+        device: torch.device,
+        data: Data,
+        view: View,
+    ) -> None:
         self.config, self.folder, self.place, self.control = config, folder, place, control
         self.data, self.view = data, view
         self.learner = Learner(config, device)
         self.counts = Counts()
         self.evaluated: dict[str, Any] | None = None
-        self.checkpoints = Checkpoints(folder, place, control, config.keep, view.say)
-        loaded = self.checkpoints.load() if config.resume == "auto" else None
-        if loaded is not None:
-            self._go_on_from(loaded)
+        self.checkpoints = Checkpoints(folder, place=place, control=control, keep=config.keep, say=view.say)
+        loaded = self.checkpoints.load(self._go_on_from) if config.resume == "auto" else None
         parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
         self.resumed = loaded is not None
         self.metrics: Metrics | None = None
@@ -93,13 +106,13 @@ class _Run:
             write_config(folder, config)
         if place.rank == 0:
             facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device)}
-            self.metrics = Metrics(folder, config, self.counts.step, facts)
+            self.metrics = Metrics(folder=folder, config=config, first_step=self.counts.step, more=facts)
         view.say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
-            f"{place.world_size} worker{'s' * (place.world_size > 1)} on {device.type}, in {folder}"
+            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {folder}"
         )
         if loaded is not None:
-            view.say(f"going on from step {loaded.step}")
+            view.say(f"resuming from step {loaded.step}")
         self.interface_bytes = loopback.sent_bytes()
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
@@ -108,7 +121,7 @@ class _Run:
         self.saved = self.counts.step if loaded is not None else -1
         self.clock = time.perf_counter()
 
-    def train(self, told_to_stop: Callable[[], bool]) -> Ended:
+    def train(self, should_stop: Callable[[], bool]) -> Ended:
         config, counts = self.config, self.counts
         logged = Logged(counts)
         stops, first = False, True
@@ -117,20 +130,20 @@ class _Run:
             start = counts.samples + self.place.rank * config.batch
             batch = self.data.batch(start, config.batch, config.seed)
             self.learner.learn(
-                batch, schedule(counts.step, config.steps), lambda loss: self.control.send_pulse(loss, told_to_stop())
+                batch, schedule(counts.step, config.steps), lambda loss: self.control.send_message(loss, should_stop())
             )
-            pulse = self.control.read_pulse()
+            message = self.control.read_message()
             counts.step += 1
             counts.samples += config.batch * self.place.world_size
             seconds = time.perf_counter() - started
             if first:
-                self.view.first(counts.step, pulse.loss, seconds)
+                self.view.first(counts.step, message.loss, seconds)
                 first = False
             self._count(seconds)
             self._show_choice()
-            self._look_at(pulse.loss)
-            stops = pulse.stops
-            logged.add(pulse.loss)
+            self._check_loss(message.loss)
+            stops = message.stops
+            logged.add(message.loss)
             self.view.advance(counts.step)
             last = counts.step == config.steps
             if last or stops or _due(counts.step, config.log_every):
@@ -149,28 +162,34 @@ class _Run:
         return Ended(self._result(), not stops)
 
     def end(self, reason: str) -> None:
+        self.counts.bytes_sent += self.control.take_bytes_sent()  # of the last checkpoint
         if self.metrics is not None:
-            self.metrics.write("end", {"step": self.counts.step, "reason": reason, "seconds": self._seconds()})
+            self.metrics.write("end", {**self._so_far(), **self._after_warmup(), "reason": reason})
 
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
 
     def _go_on_from(self, loaded: Loaded) -> None:
+        """Continue from a checkpoint; raise ValueError if it is another run's, DamagedError if no run wrote it."""
         shared = loaded.shared
+        counts, evaluated = _checked_counts(shared["counts"], loaded.step), _checked_scores(shared["evaluated"])
         _check_same_run(self.config, shared["config"])
         if loaded.step > self.config.steps:
             raise ValueError(
                 f"--steps {self.config.steps}, but the run has done {loaded.step}: give more, or another --out"
             )
-        self.learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
-        self.counts, self.evaluated = Counts(**shared["counts"]), shared["evaluated"]
+        try:
+            self.learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
+        except ValueError as error:  # its config is that of this run, so its states should fit
+            raise DamagedError(str(error)) from None
+        self.counts, self.evaluated = counts, evaluated
 
     def _count(self, seconds: float) -> None:
         """Add the time and the bytes of the last step to the totals."""
         counts, stats = self.counts, self.learner.sync.stats
-        sent, dense = stats.bytes_sent + self.control.bytes_sent, stats.bytes_dense
-        counts.bytes_sent += sent - self.last_sent
+        sent, dense = stats.bytes_sent, stats.bytes_dense
+        counts.bytes_sent += sent - self.last_sent + self.control.take_bytes_sent()
         counts.bytes_dense += dense - self.last_dense
         counts.skipped += stats.skipped - self.last_skipped
         self.last_sent, self.last_dense, self.last_skipped = sent, dense, stats.skipped
@@ -192,7 +211,7 @@ class _Run:
             self.metrics.write("choice", {**self._so_far(), **choice.record()})
             self.view.say(choice.describe())
 
-    def _look_at(self, loss: float) -> None:
+    def _check_loss(self, loss: float) -> None:
         self.last_loss = loss
         self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
         kept = f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
@@ -219,6 +238,7 @@ class _Run:
             "samples_per_second": steps * config.batch * self.place.world_size / seconds,
             "split": {phase: split[phase] / steps for phase in PHASES},
             "skipped": counts.skipped,
+            **self._after_warmup(),
         }
         if self.metrics is not None:
             self.metrics.write("step", line)
@@ -227,10 +247,10 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
         totals = [0.0, 0.0, 0.0]
-        with self.learner.judging(self.control.total):
+        with self.learner.evaluating(self.control.total):
             for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
                 if index % self.place.world_size == self.place.rank:
-                    totals = [total + part for total, part in zip(totals, self.learner.judge(batch), strict=True)]
+                    totals = [total + part for total, part in zip(totals, self.learner.evaluate(batch), strict=True)]
         loss, right, count = self.control.total(totals)
         self.evaluated = {**self._so_far(), "loss": loss / count, "accuracy": right / count}
         if self.metrics is not None:
@@ -253,11 +273,10 @@ class _Run:
 
     def _write_weights(self) -> None:
         """Write the state_dict of the model alone, for torch.load(path, weights_only=True)."""
-        with self.learner.judging(self.control.total):
+        with self.learner.evaluating(self.control.total):
+            weights = self.learner.weights()
             if self.place.rank == 0:
-                path = self.folder / "weights.pt"
-                write_file(path.with_suffix(".new"), self.learner.model.state_dict())
-                path.with_suffix(".new").replace(path)
+                write_file(self.folder / "weights.pt", weights)
 
     def _so_far(self) -> dict[str, Any]:
         counts = self.counts
@@ -268,6 +287,15 @@ class _Run:
             "bytes_dense": counts.bytes_dense,
         }
 
+    def _after_warmup(self) -> dict[str, float]:
+        """Return the reduction of this process's steps after the warm-up, if there are any."""
+        stats = self.learner.sync.stats
+        return (
+            {"reduction_after_warmup": stats.reduction_after_warmup}
+            if stats.bytes_sent > stats.warmup_bytes_sent
+            else {}
+        )
+
     def _seconds(self) -> float:
         return self.counts.seconds + time.perf_counter() - self.clock
 
@@ -277,9 +305,17 @@ class _Run:
         interface = (loopback.sent_bytes() - self.interface_bytes) // self.place.world_size if counted else None
         split = {phase: counts.split[phase] / max(1, counts.step) for phase in PHASES}
         return Result(
-            self.config.compressor, counts.step, score["loss"], score["accuracy"], counts.bytes_sent,
-            counts.bytes_dense, interface, self._seconds(), split,
-        )  # fmt: skip
+            name=self.config.compressor,
+            steps=counts.step,
+            loss=score["loss"],
+            accuracy=score["accuracy"],
+            bytes_sent=counts.bytes_sent,
+            bytes_dense=counts.bytes_dense,
+            reduction_after_warmup=self._after_warmup().get("reduction_after_warmup"),
+            interface_bytes=interface,
+            seconds=self._seconds(),
+            split=split,
+        )
 
 
 class Logged:
@@ -302,13 +338,44 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _check_same_run(config: Config, saved: dict[str, Any]) -> None:
+def _checked_counts(saved: object, step: int) -> Counts:
+    """Return the totals of a checkpoint; raise DamagedError if a value has another type than in `Counts`."""
+    if not isinstance(saved, dict) or saved.keys() != vars(Counts()).keys() or saved["step"] != step:
+        raise DamagedError("its counts do not match its step")
+    for name, default in vars(Counts()).items():
+        values, kind = [saved[name]], type(default)
+        if kind is dict:
+            if not isinstance(saved[name], dict) or saved[name].keys() != default.keys():
+                raise DamagedError(f"counts.{name} is of type {type(saved[name]).__name__}")
+            values, kind = list(saved[name].values()), float
+        if not all(_is_number(value, kind) and value >= 0 for value in values):
+            raise DamagedError(f"counts.{name} is not a number of at least 0")
+    return Counts(**saved)
+
+
+def _checked_scores(saved: object) -> dict[str, Any] | None:
+    """Return the evaluation of a checkpoint, or None if it has none; raise DamagedError if it is something else."""
+    if saved is None:
+        return None
+    names = ("step", "seconds", "bytes_sent", "bytes_dense", "loss", "accuracy")
+    if not isinstance(saved, dict) or not all(_is_number(saved.get(name), float) for name in names):
+        raise DamagedError("its evaluation is incomplete")
+    return saved
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return type(value) is int or (kind is float and type(value) is float)
+
+
+def _check_same_run(config: Config, saved: object) -> None:
     """Raise ValueError if an option differs that a resumed run cannot change. Others, such as steps, may differ."""
     here = config.record()
+    if not isinstance(saved, dict) or not saved.keys() >= here.keys():
+        raise DamagedError("its config is incomplete")
     for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
         if here[name] != saved[name]:
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]}: leave --{flag} out, or start "
-                "anew with another --out"
+                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]!s:.80}: leave --{flag} out, or "
+                "start anew with another --out"
             )

@@ -7,9 +7,10 @@ Lines of metrics.jsonl, after the conditions that they were measured under (whic
     evaluation   loss and accuracy on validation data
     choice       the choice of --compressor auto for each bucket, its measurements and the reason; once
     end          reason: finished, stopped by a signal, or failed
+    step, end    reduction_after_warmup: that of the steps after the warm-up, since the start or the last resume
 
-Each line has the step and the seconds of training so far. All but the end also have bytes_sent, the bytes that rank 0
-has sent so far, and bytes_dense, the bytes that a dense ring all-reduce would have sent.
+Each line has the step, the seconds of training so far, bytes_sent, the bytes that rank 0 has sent so far, and
+bytes_dense, the bytes that a dense ring all-reduce would have sent.
 """
 
 import importlib
@@ -22,10 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from thinwire.tools.files import replace_text
 from thinwire.tools.record import Writer, conditions
 
 from .config import Config
-from .folder import METRICS_FILE, replace_text
+from .folder import METRICS_FILE
 
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
@@ -48,7 +50,9 @@ class Metrics:
         _cut(path, first_step)
         self._lines = Writer(path, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
-        self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
+        self._sinks = [
+            _open(name, folder=folder, config=config, first_step=first_step) for name in chosen_sinks(config.log_to)
+        ]
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
         """Write a line to metrics.jsonl, and its numbers to the other sinks under the name kind/name.
@@ -76,7 +80,7 @@ def chosen_sinks(names: Sequence[str]) -> list[str]:
     if unknown or not names:
         raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
     if "none" in names and len(names) > 1:
-        raise ValueError(f"--log-to {' '.join(names)}: none stands alone")
+        raise ValueError(f"--log-to {' '.join(names)}: none cannot be combined with others")
     chosen = list(dict.fromkeys(name for name in names if name not in ("auto", "none")))
     if {"wandb", "wandb-offline"} <= set(chosen):
         raise ValueError(f"--log-to {' '.join(names)}: wandb or wandb-offline, not both")
@@ -116,9 +120,14 @@ class WandB:
         mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
         try:
             self._run: Any = wandb.init(
-                project="thinwire", name=name, id=_identity(folder), resume="allow", dir=str(folder), mode=mode,
+                project="thinwire",
+                name=name,
+                id=_identity(folder),
+                resume="allow",
+                dir=str(folder),
+                mode=mode,
                 config=config.record(),
-            )  # fmt: skip
+            )
         except Exception as error:  # for example without a login; wandb raises many kinds
             raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
 
@@ -154,7 +163,7 @@ def _cut(path: Path, first_step: int) -> None:
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             line = json.loads(text) if text.endswith("\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice"):
             step = line.get("step", line.get("first_step"))

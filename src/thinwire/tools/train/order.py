@@ -28,7 +28,7 @@ def order(seed: int, length: int, start: int, size: int, device: torch.device = 
     parts, end = [], start + size
     while start < end:
         epoch, at = divmod(start, length)
-        part = _permutation(seed, length, epoch, device)[at : at + end - start]
+        part = _permutation(seed, length=length, epoch=epoch, device=device)[at : at + end - start]
         parts.append(part)
         start += len(part)
     return torch.cat(parts)  # a copy, so that callers cannot change the cached order
@@ -36,5 +36,5 @@ def order(seed: int, length: int, start: int, size: int, device: torch.device = 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs, and ranks that are threads may be in two epochs
 def _permutation(seed: int, length: int, epoch: int, device: torch.device) -> Tensor:
-    own = int(numbers(seed, "order", torch.tensor([epoch]), 1))
+    own = int(numbers(seed, what="order", places=torch.tensor([epoch]), count=1))
     return torch.randperm(length, generator=torch.Generator().manual_seed(own)).to(device)

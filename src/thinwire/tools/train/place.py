@@ -20,7 +20,7 @@ class Place:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are on one node."""
+        """Return whether all ranks are on one node."""
         return self.local_world_size == self.world_size
 
     @classmethod

@@ -30,8 +30,8 @@ class Rank:
     """A rank of `thinwire train`, in a process that has joined the default process group."""
 
     def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
-        self._place = place or Place(rank, world_size, rank, world_size)
-        self._config, self._told = config, False
+        self._place = place or Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+        self._config, self._stops = config, False
         self._device = pick_device(config.device, self._place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -45,10 +45,10 @@ class Rank:
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
             config = self._with_folder(control, stack)
             assert config.out is not None
-            ended = [self._train(config, config.out, control, data)]
+            ended = [self._train(config, folder=config.out, control=control, data=data)]
             if config.compare_dense and ended[0].finished:
                 dense = dataclasses.replace(config, compressor="none", compare_dense=False)
-                ended.append(self._train(dense, config.out / "dense", control, data))
+                ended.append(self._train(dense, folder=config.out / "dense", control=control, data=data))
             if self._place.rank == 0:
                 self._show(ended, config.out)
             return all(one.finished for one in ended)
@@ -60,11 +60,11 @@ class Rank:
         return train(
             dataclasses.replace(config, out=folder),
             folder,
-            self._place,
-            control,
-            self._device,
-            data,
-            lambda: self._told,
+            place=self._place,
+            control=control,
+            device=self._device,
+            data=data,
+            should_stop=lambda: self._stops,
         )
 
     def _compare(self, control: Control) -> None:
@@ -75,7 +75,7 @@ class Rank:
             for name, value in other.items():
                 if value != first[name]:
                     flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: start all alike")
+                    raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: give all the same")
 
     def _with_folder(self, control: Control, stack: ExitStack) -> Config:
         """Return the config with the folder of the run, which rank 0 chooses and keeps locked until the end.
@@ -109,7 +109,7 @@ class Rank:
             print(f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: {command}", flush=True)
 
     def _stop(self) -> None:
-        self._told = True
+        self._stops = True
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from .config import CONFIG_FILE, Config, load_config, newest_run, option
 
 
 def digits_cnn() -> Config:
-    """Return the config of a CNN for scikit-learn's handwritten digits of 8 x 8 pixels: seconds on two cores."""
+    """Return the config of a CNN for handwritten digits of 8 x 8 pixels: seconds on two cores."""
     return Config()
 
 

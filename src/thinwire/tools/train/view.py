@@ -25,6 +25,8 @@ class Result:
     accuracy: float | None
     bytes_sent: int
     bytes_dense: int
+    reduction_after_warmup: float | None
+    """That of the steps after the warm-up, since the start or the last resume; None if there were none."""
     interface_bytes: int | None
     """Bytes counted on the loopback interface, per rank; None if they were not counted."""
     seconds: float
@@ -80,37 +82,37 @@ class View:
             self._live.stop()
 
 
-def times_fewer(sent: float, dense: float) -> str:
-    """Return the ratio of dense and sent bytes as text, or "" if they are about the same.
+def reduction(sent: float, dense: float) -> str:
+    """Return the bytes of a dense all-reduce divided by those sent, as text; empty if nothing was sent.
 
-    >>> times_fewer(10, 375), times_fewer(10, 15), times_fewer(10, 10), times_fewer(3, 2)
-    ('38x fewer', '1.5x fewer', '', '1.5x more')
+    >>> reduction(10, 375), reduction(10, 15), reduction(10, 10), reduction(3, 2), reduction(0, 0)
+    ('38x', '1.5x', '1.0x', '0.7x', '')
     """
-    ratio = dense / sent if sent else 1.0
-    if 0.95 < ratio < 1.05:
+    if not sent or not dense:
         return ""
-    if ratio < 1:
-        return f"{1 / ratio:.1f}x more"
-    return f"{ratio:.1f}x fewer" if ratio < 10 else f"{ratio:.0f}x fewer"
+    return f"{dense / sent:.1f}x" if dense < 10 * sent else f"{dense / sent:.0f}x"
 
 
 def print_results(results: Sequence[Result], world_size: int) -> None:
     """Print a table with a column for each training, so that it fits a narrow terminal."""
-    workers = f"{world_size} worker{'s' * (world_size > 1)}"
-    table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {workers}", box=None, padding=(0, 2, 0, 0))
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+    table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {ranks}", box=None, padding=(0, 2, 0, 0))
     for result in results:
         table.add_column(result.name, justify="right", no_wrap=True)
     rows: dict[str, list[str]] = {
         "validation loss": [f"{result.loss:.4f}" for result in results],
         "accuracy": ["" if result.accuracy is None else f"{result.accuracy:.2%}" for result in results],
-        "MB sent per worker": [f"{result.bytes_sent / 1e6:,.2f}" for result in results],
-        "beside dense": [times_fewer(result.bytes_sent, result.bytes_dense) or "as many" for result in results],
+        "MB sent per rank": [f"{result.bytes_sent / 1e6:,.2f}" for result in results],
+        "reduction": [reduction(result.bytes_sent, result.bytes_dense) for result in results],
     }
+    later = [result.reduction_after_warmup for result in results]
+    if any(each is not None for each in later):
+        rows["  after the warm-up"] = ["" if each is None else reduction(1.0, each) for each in later]
     if any(result.interface_bytes is not None for result in results):
         counted = [result.interface_bytes for result in results]
         rows["MB on the interface"] = ["" if count is None else f"{count / 1e6:,.2f}" for count in counted]
     rows["seconds"] = [f"{result.seconds:.1f}" for result in results]
-    rows["ms a step"] = [f"{1000 * sum(result.split.values()):.1f}" for result in results]
+    rows["ms/step"] = [f"{1000 * sum(result.split.values()):.1f}" for result in results]
     for phase in PHASES:
         rows[f"  {phase}"] = [f"{1000 * result.split[phase]:.1f}" for result in results]
     for name, cells in rows.items():
@@ -120,8 +122,8 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
 
 def _figures(line: Mapping[str, Any]) -> str:
     split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
-    fewer = times_fewer(line["bytes_sent"], line["bytes_dense"])
+    ratio = reduction(line["bytes_sent"], line["bytes_dense"])
     return (
         f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  {line['bytes_sent'] / 1e6:,.2f} MB sent"
-        f"{f' ({fewer})' if fewer else ''}  ms: {split}"
+        f"{f' (reduction {ratio})' if ratio else ''}  ms: {split}"
     )

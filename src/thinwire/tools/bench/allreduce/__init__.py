@@ -9,52 +9,276 @@ If the bytes differ from their formula, the exit code is 1. Times never change t
 busy.
 """
 
-import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from thinwire.tools.bench.progress import Progress
-from thinwire.tools.record import Writer, conditions
+from ..harness import File, Line, Numbers, Progress, Row, arg, at_least, check_world, print_table
+from ..harness import run as run_benchmark
 
-from .options import Options
+Part = Literal["bytes", "time", "simulation"]
+WORLDS, RANKS_IN_NODE = tuple(2**power for power in range(1, 13)), 8
+"""World sizes of the simulation, and the ranks of a node in its hierarchical rows."""
+_UNBOUNDED = 1 << 62
+_TEXT = ("compressor", "algorithm", "call", "")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bytes and time of compressed all-reduces between processes on this machine, and bytes at any scale."""
+
+    spec: str = "topk:ratio=1/64,bits=2"
+    """The compressor."""
+    parts: Annotated[tuple[Part, ...], arg(metavar="PART ...")] = ("bytes", "time", "simulation")
+    """What to do: bytes, time, simulation."""
+    worlds: Numbers = (2, 4, 8)
+    """Numbers of ranks to count bytes for."""
+    bytes_size: str = "4M"
+    """Elements of the float32 tensor whose bytes are counted: 1e6, 25_000_000 or 25M."""
+    size: str = "25M"
+    """Elements of the float32 tensor that is timed and simulated."""
+    ranks: int = 4
+    """Number of ranks to time."""
+    repeats: int = 15
+    """Samples of each time."""
+    out: File = None
+    """Write JSON lines to this file: the conditions, then the rows."""
 
 
 def run(options: Options) -> int:
     """Measure, simulate and print the tables. Return 0, or 1 if bytes differ from their formula or a rank failed."""
     # These load torch; --help and errors in options should not wait for that.
-    from thinwire.tools.workers import WorkerError, Workers
+    from thinwire import compressors
+    from thinwire.tools.workers import Workers
 
-    from .settings import settings
-    from .simulated import simulate
-    from .table import print_bytes, print_simulation, print_times
-    from .timed import ratio_of, time_all
-    from .traffic import count_all
+    from ..codec.cases import parse_size
+    from .ranks import cases, count_bytes, time_parts
 
-    given = settings(options)
-    under = conditions(spec=options.spec, workers=given.workers, worker_threads=1, repeats=options.repeats)
-    counted, timed = [], []
-    try:
-        with Writer(options.out) as writer, Workers(given.workers) as workers, Progress(given.steps) as progress:
-            writer.write(under)
-            for counts in count_all(given, workers, progress):
-                writer.write(counts.record())
-                counted.append(counts)
-            for timing in time_all(given, workers, progress):
-                writer.write(timing.record())
-                timed.append(timing)
-            ratio = ratio_of(timed) if timed else None
-            if ratio is not None:
-                writer.write(ratio.record())
-            simulated = list(simulate(given))
-            for row in simulated:
-                writer.write(row.record())
-    except WorkerError as error:
-        print(f"thinwire bench allreduce: FAILED, {error}", file=sys.stderr)
-        return 1
-    print("thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, {spec}, {date}".format(**under))
-    print_bytes(counted)
-    if ratio is not None:
-        print_times(timed, ratio)
-    print_simulation(simulated)
-    faults = [counts.fault for counts in counted if counts.fault]
-    for fault in faults:
-        print(f"thinwire bench allreduce: FAILED, {fault}", file=sys.stderr)
-    return 1 if faults else 0
+    compressors.compressor(options.spec)
+    bytes_numel, numel = parse_size(options.bytes_size), parse_size(options.size)
+    if not options.parts:
+        raise ValueError("--parts without a part, expected bytes, time or simulation")
+    if not options.worlds:
+        raise ValueError("--worlds without a number of ranks, expected one or more")
+    for world in options.worlds:
+        check_world("worlds", world)
+    check_world("ranks", options.ranks)
+    at_least(options, repeats=1)
+    worlds = sorted(set(options.worlds)) if "bytes" in options.parts else []
+    counted = [case for world in worlds for case in cases(options.spec, bytes_numel, world)]
+    timed = "time" in options.parts
+    processes = max([0, *worlds, *([options.ranks] if timed else [])])
+
+    def measure(progress: Progress) -> Iterator[Row]:
+        with Workers(processes) as workers:
+            yield from count_bytes(counted, workers, progress)
+            if timed:
+                yield from time_parts(
+                    options.spec,
+                    numel=numel,
+                    ranks=options.ranks,
+                    repeats=options.repeats,
+                    workers=workers,
+                    progress=progress,
+                )
+        if "simulation" in options.parts:
+            yield from simulate(options.spec, numel)
+
+    return run_benchmark(
+        options,
+        measure,
+        _show,
+        name="bench allreduce",
+        progress_steps=len(counted) + (1 + options.repeats if timed else 0),
+        spec=options.spec,
+        workers=processes,
+        worker_threads=1,
+        repeats=options.repeats,
+    )
+
+
+def simulate(spec: str, numel: int) -> Iterator[Row]:
+    """Yield the cost of one operation for each rank, from the formulas, by world size, with dense last for each."""
+    from thinwire import compressors
+
+    from .ranks import flat
+
+    for world in WORLDS:
+        for algorithm in ("gather", flat(compressors.compressor(spec), numel)):
+            yield _simulated(algorithm, spec=spec, numel=numel, ranks=world, ranks_in_node=1)
+        if world > RANKS_IN_NODE:
+            yield _simulated("auto", spec=spec, numel=numel, ranks=world // RANKS_IN_NODE, ranks_in_node=RANKS_IN_NODE)
+        yield _simulated("dense", spec=spec, numel=numel, ranks=world, ranks_in_node=1)
+
+
+def _simulated(algorithm: str, spec: str, numel: int, ranks: int, ranks_in_node: int) -> Row:
+    """Return the row of one algorithm.
+
+    `ranks` is the number of ranks in the compressed stage. `between_nodes` is the part of `sent` that leaves the node;
+    with one stage it is all of it, as in the report of the operation. `memory` is that of an operation that is not cut
+    into segments; with `budget` are the figures under the default memory budget, None if not even a segment fits.
+    """
+    import torch
+
+    from thinwire import compressors
+    from thinwire.collectives import cost
+    from thinwire.collectives.plan import DEFAULT_MAX_BYTES, Plan, choose, plan
+
+    from .ranks import takes_residual
+
+    first, dtype, share = compressors.compressor(spec), torch.float32, -(-numel // ranks_in_node)
+    second = first.for_sum(ranks)
+    chosen, _ = choose(
+        algorithm, first=first, second=second, numel=share, dtype=dtype, ranks=ranks, can_shard=takes_residual(first)
+    )
+
+    def under(max_bytes: int) -> Plan:
+        return plan(
+            chosen,
+            reason="",
+            first=first,
+            second=second,
+            numel=numel,
+            dtype=dtype,
+            ranks=ranks,
+            ranks_in_node=ranks_in_node,
+            max_bytes=max_bytes,
+        )
+
+    whole, fitting = under(_UNBOUNDED), None
+    with suppress(ValueError):  # the row then has None
+        fitting = under(DEFAULT_MAX_BYTES)
+    inside = cost.dense(numel, dtype, ranks_in_node).sent if ranks_in_node > 1 else 0.0
+    return {
+        "kind": "allreduce simulation",
+        "world": ranks * ranks_in_node,
+        "algorithm": ("hierarchical, " if ranks_in_node > 1 else "") + chosen,
+        "sent": whole.cost.sent,
+        "between_nodes": whole.cost.sent - inside,
+        "messages": whole.cost.messages,
+        "memory": whole.cost.memory,
+        "budget_segments": None if fitting is None else len(fitting.segments),
+        "budget_messages": None if fitting is None else fitting.cost.messages,
+        "budget_memory": None if fitting is None else fitting.cost.memory,
+        "numel": numel,
+    }
+
+
+def _show(rows: list[Row], under: Line) -> None:
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"].removeprefix("allreduce "), []).append(row)
+    if "bytes" in by_kind:
+        _show_bytes(by_kind["bytes"])
+    if "ratio" in by_kind:
+        _show_times(by_kind["time"], by_kind["ratio"][0])
+    if "simulation" in by_kind:
+        _show_simulation(by_kind["simulation"])
+
+
+def _show_bytes(rows: list[Row]) -> None:
+    from .ranks import COUNTS, FRAMING_LIMIT, LIMIT
+
+    print_table(
+        f"Bytes sent per rank, {rows[0]['numel']:,} x float32",
+        (
+            "ranks",
+            "compressor",
+            "algorithm",
+            "messages",
+            "formula",
+            "reported",
+            "off",
+            "interface",
+            "off",
+            "framing/message",
+            "",
+        ),
+        [
+            [
+                str(row["world"]),
+                row["spec"],
+                row["algorithm"] + (f" -> {row['chosen']}" if row["algorithm"] == "auto" else ""),
+                f"{row['messages']:g}",
+                f"{row['formula_bytes']:,.0f}",
+                f"{row['reported_bytes']:,.0f}",
+                f"{row['reported_off']:.2%}",
+                _or_not(row["interface_bytes"], "{:,.0f}"),
+                _or_not(row["interface_off"], "{:.2%}"),
+                _or_not(row["framing_bytes_per_message"], "{:,.0f}"),
+                "OFF" if row["fault"] else "ok",
+            ]
+            for row in rows
+        ],
+        text=_TEXT,
+    )
+    print(
+        f"ok: reported within {LIMIT:.0%} of the formula; on the loopback interface within {LIMIT:.0%} and "
+        f"{FRAMING_LIMIT} bytes of framing for each message.\n"
+        "framing/message: what gloo and TCP put around it, headers of further packets and acknowledgements included.\n"
+        f"interface: the least of {COUNTS} counts or more, each between moments without traffic.\n"
+        "torch: none without a residual is torch's own all-reduce; its report is the formula, not a count."
+    )
+    if missing := sum(row["interface_bytes"] is None for row in rows):
+        print(f"n/a: {missing} of {len(rows)} rows not counted: the interface was never quiet, or the system has none.")
+    for row in rows:
+        if row["algorithm"] == "auto":
+            print(f"auto, {row['world']} ranks, {row['spec']}: {row['reason']}")
+
+
+def _show_times(rows: list[Row], ratio: Row) -> None:
+    from .ranks import BARRIER, PARTS, WHOLE
+
+    notes = {BARRIER: "subtracted from all others", WHOLE: "the whole", **dict.fromkeys(PARTS, "part")}
+    print_table(
+        f"Time, {rows[0]['ranks']} ranks, {rows[0]['numel']:,} x float32",
+        ("call", "p20", "p50 ms", "p80", ""),
+        [
+            [row["name"], *(f"{row['ms'][part]:.1f}" for part in ("p20", "p50", "p80")), notes.get(row["name"], "")]
+            for row in rows
+        ],
+        text=_TEXT,
+    )
+    print(
+        f"{WHOLE} {ratio['whole_ms']:.1f} ms / sum of its parts {ratio['parts_ms']:.1f} ms = "
+        f"{_or_not(ratio['ratio'], '{:.3f}')}, limit {ratio['limit']:.2f}: {'ok' if ratio['ok'] else 'missed'}"
+    )
+
+
+def _show_simulation(rows: list[Row]) -> None:
+    dense = {row["world"]: row["sent"] for row in rows if row["algorithm"] == "dense"}
+    megabytes = ("sent", "between_nodes", "memory", "budget_memory")
+    print_table(
+        f"Simulation, {rows[0]['numel']:,} x float32, per rank; hierarchical: nodes of {RANKS_IN_NODE} ranks",
+        (
+            "ranks",
+            "algorithm",
+            "MB sent",
+            "MB between nodes",
+            "MB of memory",
+            "MB in 1 GiB",
+            "of dense",
+            "messages",
+            "segments in 1 GiB",
+            "messages in 1 GiB",
+        ),
+        [
+            [
+                f"{row['world']:,}",
+                row["algorithm"],
+                *("n/a" if row[key] is None else f"{row[key] / 1e6:,.3f}" for key in megabytes),
+                f"{row['sent'] / dense[row['world']]:.2%}",
+                f"{row['messages']:,}",
+                _or_not(row["budget_segments"], "{:,}"),
+                _or_not(row["budget_messages"], "{:,}"),
+            ]
+            for row in rows
+        ],
+        text=_TEXT,
+    )
+    print("in 1 GiB: one operation takes a quarter of that budget at most. n/a: not even its smallest segment fits.")
+
+
+def _or_not(value: float | None, form: str) -> str:
+    return "n/a" if value is None else form.format(value)

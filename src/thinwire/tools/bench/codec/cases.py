@@ -36,7 +36,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 @dataclass(frozen=True)
 class Case:
-    """A compressor on tensors of one size, dtype and device. It becomes one row of the table."""
+    """A compressor on tensors of one size, dtype and device."""
 
     label: str
     """The spec as the user wrote it."""
@@ -45,21 +45,17 @@ class Case:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def tensors(self) -> str:
+        """Return the number and dtype of the elements, as text."""
+        return f"{self.numel:,} x {str(self.dtype).removeprefix('torch.')}"
 
-def plan(
-    specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), *,
-    device: str = "cpu", repeats: int = 1, threads: int | None = None,
-) -> list[Case]:  # fmt: skip
-    """Return the cases, with those on the same tensors next to each other, and set torch's number of threads.
+
+def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), device: str = "cpu") -> list[Case]:
+    """Return the cases, with those on the same tensors next to each other.
 
     Raises ValueError for options that cannot be run.
     """
-    if repeats < 1:
-        raise ValueError(f"--repeats {repeats}, expected 1 or more")
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads {threads}, expected 1 or more")
-        torch.set_num_threads(threads)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device")
     if not sizes:
@@ -71,9 +67,18 @@ def plan(
         tensors = [(numel, getattr(torch, name)) for numel in numels for name in names]
     built = {spec: compressors.compressor(spec) for spec in specs or default_specs(device)}
     place = torch.device(device)
-    cases = [Case(spec, c, numel, dtype, place) for numel, dtype in tensors for spec, c in built.items()]
+    cases = [
+        Case(label=spec, compressor=c, numel=numel, dtype=dtype, device=place)
+        for numel, dtype in tensors
+        for spec, c in built.items()
+    ]
     for case in cases:
-        _check_kernels_load(case)
+        if not case.compressor.contracts:
+            raise ValueError(f"{case.label} takes no residual, expected compressors that do")
+        try:
+            kernels.select(case.compressor.layout(case.numel, case.dtype), case.device)
+        except RuntimeError as error:  # the kernels cannot be loaded
+            raise ValueError(str(error)) from error
     return cases
 
 
@@ -104,10 +109,3 @@ def default_specs(device: str = "cpu") -> list[str]:
 def _plain_spec(name: str) -> str:
     fields = {field.name for field in dataclasses.fields(compressors.registered()[name]) if field.init}
     return f"{name}:ratio=1/64" if "ratio" in fields else name
-
-
-def _check_kernels_load(case: Case) -> None:
-    try:
-        kernels.select(case.compressor.layout(case.numel, case.dtype), case.device)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error

@@ -1,98 +1,108 @@
-"""Compares each result with the reference kernels before its row is reported.
+"""Checks before the timing that each kernel produces the same bits as the reference, on CPU and GPU."""
 
-positions   equal, bit for bit
-values      equal bits if values are sent unrounded; otherwise each element is within one unit in the last place of the
-            bfloat16 scales, or as far from the input as the reference is, which is a tie between two levels
-decoding    equal bits to the reference's decoding of the same payload
-residual    sent + kept = input: exactly for float32 sent as float32, else up to the rounding of two additions
-"""
-
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import CompressedTensor, Compressor
-from thinwire.kernels.layout import DenseLayout, Layout, RandomKLayout, TopKLayout
+from thinwire.kernels.layout import Layout
+from thinwire.kernels.updates import AdamUpdate
 
-SCALE_ULP = 2.0**-7
-"""Largest relative size of one unit in the last place of a bfloat16."""
-WEIGHT = 0.5
-_LIMIT = 1 << 22
+from ..harness import Failure
+
+ELEMENTS = (1 << 24) + 123
+"""Largest number of elements that are compared.
+
+It covers full chunks, a tail, and the code path of `chunk=none` for large tensors.
+"""
+PAYLOADS = 8
 
 
-class Mismatch(Exception):
-    """The result of a compressor differs from that of the reference kernels."""
+def compress(
+    kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """Compress in one pass if the kernel supports it. Otherwise encode, wait for the device, and commit."""
+    if device := kernels.on_device(kernel):
+        device.compress(tensor, residual, layout, key, payload, flag)
+    elif kernel.encode(tensor, residual, layout, key, payload):
+        kernel.commit(tensor, residual, layout, key, payload)
 
 
-def check(compressor: Compressor, gradient: Tensor, residual: Tensor, key: int) -> CompressedTensor:
-    """Compress once and compare the result with the reference, without changing the residual.
+def encode(
+    kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+) -> None:
+    """Encode without waiting for the device if the kernel supports it."""
+    if device := kernels.on_device(kernel):
+        device.encode_flagged(tensor, residual=residual, layout=layout, key=key, payload=payload, flag=flag.zero_())
+    else:
+        kernel.encode(tensor, residual, layout, key, payload)
 
-    Raises `Mismatch` with a description of the first difference.
-    """
-    kept = residual.clone()
-    ct = compressor.compress(gradient, kept, key=key)
-    sent = compressor.decompress(ct, torch.empty_like(residual))
-    total = compressor.accumulate(ct, gradient.clone(), WEIGHT)
+
+def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
+    """Raise `Failure` if compress, encode, commit or decode differs from the reference, without changing a tensor."""
+    _, kernel = kernels.select(layout, gradient.device)
     with kernels.force("reference"):
-        name, kernel = kernels.select(ct.layout, gradient.device)
-        reference = replace(ct, payload=torch.empty_like(ct.payload), kernels=name)
-        kernel.encode(gradient, residual, ct.layout, ct.key, reference.payload)
-        read = compressor.decompress(ct, torch.empty_like(residual))
-        same = torch.equal(ct.payload, reference.payload)
-        sent_reference = read if same else compressor.decompress(reference, torch.empty_like(residual))
-        total_reference = compressor.accumulate(ct, gradient.clone(), WEIGHT)
-    came_in = gradient.to(residual.dtype).add_(residual)
+        _, reference = kernels.select(layout, gradient.device)
+    flag = torch.zeros(1, dtype=torch.int32, device=gradient.device)
+    expected, payload = (torch.empty(layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in range(2))
+    if not reference.encode(gradient, residual, layout, key, expected):
+        raise Failure("the input is not finite")
+    after, kept = residual.clone(), residual.clone()
+    reference.commit(gradient, after, layout, key, expected)
 
-    if not ct.finite:
-        raise Mismatch("the payload is marked as not finite, though all that came in is finite")
-    if ct.nbytes != compressor.nbytes(gradient.numel(), gradient.dtype):
-        raise Mismatch(f"the payload has {ct.nbytes} bytes, announced were {compressor.nbytes(ct.numel, ct.dtype)}")
-    _check_positions(ct, reference)
-    if _is_exact(ct.layout) and not same:
-        _raise_first(sent != sent_reference, "sent", sent, sent_reference)
-        raise Mismatch("the payload's bytes differ from the reference's")
-    _raise_first(sent != read, "decompressed", sent, read)
-    _raise_first(_differs(sent, sent_reference, came_in), "sent", sent, sent_reference)
-    rounding = torch.finfo(total.dtype).eps * (total.abs() + total_reference.abs())
-    _raise_first(~((total - total_reference).abs() <= rounding), "accumulated", total, total_reference)
-    additions = 0 if _is_exact(ct.layout) and gradient.dtype == torch.float32 else 2
-    rounding = additions * torch.finfo(kept.dtype).eps * (came_in.abs() + sent.abs())
-    _raise_first(~((sent + kept - came_in).abs() <= rounding), "sent + kept", sent + kept, came_in)
-    return ct
+    compress(kernel, tensor=gradient, residual=kept, layout=layout, key=key, payload=payload, flag=flag)
+    if flag.item():
+        raise Failure("compress raises its flag, though all that came in is finite")
+    _same("compress: payload", payload, expected)
+    _same("compress: residual", kept, after)
+    encode(kernel, tensor=gradient, residual=residual, layout=layout, key=key, payload=payload.zero_(), flag=flag)
+    _same("encode: payload", payload, expected)
+    kernel.commit(gradient, kept.copy_(residual), layout, key, expected)
+    _same("commit: residual", kept, after)
+    for count in (1, PAYLOADS):
+        payloads = expected.repeat(count, 1)
+        kernel.decode(payloads, layout, key, kept, weight=1 / count, add=False)
+        reference.decode(payloads, layout, key, after, 1 / count, False)
+        _same(f"decode of {count}: result", kept, after)
+    for each, result in ((kernel, kept), (reference, after)):
+        each.decode(expected.unsqueeze(0), layout, key, result.copy_(residual), 0.5, True)
+    if not torch.allclose(
+        kept, after, rtol=2 * torch.finfo(kept.dtype).eps, atol=1e-30
+    ):  # a product and a sum may fuse
+        _same("accumulate: result", kept, after)
 
 
-def _is_exact(layout: Layout) -> bool:
-    """Return whether values are sent as floats, so that no rounding can differ."""
-    return isinstance(layout, DenseLayout | RandomKLayout) or (
-        isinstance(layout, TopKLayout) and layout.record.bits == 32
+def check_update(update: AdamUpdate, gradient: Tensor, residual: Tensor) -> None:
+    """Raise `Failure` if an update is wrong, without changing any tensor.
+
+    `write` and `advance` may differ from the reference by rounding only. The update that `advance` adds to the residual
+    must equal the one that `write` wrote, bit for bit.
+    """
+    results = []
+    for backend in (None, "reference"):
+        mine = replace(update, m=update.m.clone(), v=update.v.clone())
+        made, kept = torch.empty_like(mine.m), residual.clone()
+        with nullcontext() if backend is None else kernels.force(backend):
+            mine.write(gradient, made)
+            mine.advance(gradient, kept)
+        results.append({"update": made, "residual": kept, "momentum": mine.m, "second moment": mine.v})
+    given, expected = results
+    _same(
+        "advance: residual",
+        given=given["residual"],
+        expected=residual + given["update"],
+        than="the update that was written",
     )
+    for name, tensor in given.items():
+        # torch fuses a product and a sum now and then, the kernels never do.
+        if not torch.allclose(tensor, expected[name], rtol=2e-5, atol=1e-5):
+            raise Failure(f"{name}: off by up to {float((tensor - expected[name]).abs().max()):.3g}")
 
 
-def _check_positions(ct: CompressedTensor, reference: CompressedTensor) -> None:
-    if not isinstance(ct.layout, TopKLayout):
-        return
-    for record, part in ct.layout.parts(_LIMIT):
-        given, expected = (
-            payload[part.nbytes].view(part.rows, -1)[:, record.low_at :] for payload in (ct.payload, reference.payload)
-        )
-        wrong = (given != expected).any(1)
-        if bool(wrong.any()):
-            start = part.entries.start + int(wrong.nonzero()[0]) * record.n
-            raise Mismatch(f"other positions than the reference's in elements {start} to {start + record.n - 1}")
-
-
-def _differs(sent: Tensor, reference: Tensor, came_in: Tensor) -> Tensor:
-    allowed = SCALE_ULP * torch.maximum(sent.abs(), reference.abs())
-    tie = ((came_in - sent).abs() - (came_in - reference).abs()).abs() <= 2 * allowed
-    return ~(((sent - reference).abs() <= allowed) | tie)
-
-
-def _raise_first(wrong: Tensor, what: str, given: Tensor, expected: Tensor) -> None:
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        raise Mismatch(
-            f"{what} {given[at].item():.9g} at element {at}, expected {expected[at].item():.9g} "
-            f"({int(wrong.sum())} of {wrong.numel()} elements differ)"
-        )
+def _same(what: str, given: Tensor, expected: Tensor, than: str = "the reference") -> None:
+    if not torch.equal(given, expected):
+        wrong = (given != expected).nonzero().view(-1)
+        where = f"the first at {int(wrong[0])}" if wrong.numel() else "all of them NaN"
+        raise Failure(f"{what}: {wrong.numel()} of {given.numel()} differ from {than}, {where}")

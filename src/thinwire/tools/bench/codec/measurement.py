@@ -1,176 +1,332 @@
-"""Measures the cases and yields their rows."""
+"""Measures the rows of one size and dtype: plain torch, every compressor in all its parts, and Adam's update.
+
+The *floor* of a call is the time that its bytes take at the speed of the float32 `residual.add_(grad)` of the same run;
+for decoding it is the time to write the result once. torch adds a bfloat16 gradient to a float32 residual slowly, at
+two thirds of the memory bandwidth on an H200, so a floor from that addition would be too easy to reach. The share of
+`add_` in the measured dtypes is reported as well.
+"""
 
 from collections.abc import Iterator, Sequence
-from itertools import count, cycle, groupby
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
 from math import ceil, lgamma, log
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors import format_spec
+from thinwire import kernels
 from thinwire.kernels.layout import Layout, RandomKLayout, TopKLayout, residual_dtype
-from thinwire.tools.bench.measure import Job, interleave, peak_memory
+from thinwire.kernels.updates import AdamUpdate
 
-from . import baselines
+from ..harness import Failure, Progress, Row
+from ..measure import Call, Clock, Timing
 from .cases import Case
-from .check import WEIGHT, Mismatch, check
-from .rows import CompressorRow, Row
+from .check import ELEMENTS, PAYLOADS, check, check_update, compress, encode
 
-if TYPE_CHECKING:
-    from thinwire.tools.bench.progress import Progress
+SETS = 3
+"""Sets of buffers on a GPU, on which calls take turns, so that none finds its data in the cache."""
+KEPT = 0.3
+"""Standard deviation of the residuals. That of the gradients is 1."""
+WIDE_ADD = 12
+"""Bytes per element of the float32 addition: two reads and a write."""
+CHUNK, DENSITY = 4096, 1 / 64
+"""Chunk and share of the elements of the baseline that selects by chunks."""
+ADD, WIDE, ZERO = "residual.add_(grad)", "the same in float32", "out.zero_()"
+TOPK, SELECT = "torch.topk", "torch: add topk gather fp16 clear"
+WRITE, ADVANCE = "write Adam's update", "advance Adam's moments and the residual"
+_WINDOWS, _STRIDE = 8, 1088  # in elements; keeps every gradient aligned to 128 bytes
 
-_SHIFTS, _STRIDE = 8, 1088  # in elements; keeps every gradient aligned to 128 bytes
 
+class Buffers:
+    """Gradients, residuals and results on which calls take turns.
 
-class Workload:
-    """The tensors that all rows of one size and dtype share.
-
-    Gradients are windows of one pool of normal numbers, each shifted against the previous one. The values that an
-    element takes in successive gradients are therefore independent, and a new gradient takes no time between two timed
-    calls.
+    On a GPU there are `SETS` of each. On a CPU, gradients are windows of one pool of normal numbers, each shifted
+    against the previous one: the values that an element takes in successive calls are independent, and a new gradient
+    takes no time. They share one residual, which is what error feedback leaves of them.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
-        generator = torch.Generator(device).manual_seed(0)
-        pool = torch.randn(numel + _SHIFTS * _STRIDE, dtype=dtype, device=device, generator=generator)
-        windows = [pool[shift * _STRIDE :][:numel] for shift in range(_SHIFTS + 1)]
-        self._first_residual, self._windows = windows[0], cycle(windows[1:])
-        self.residual = torch.empty(numel, dtype=residual_dtype(dtype), device=device)
-        self.plain_residual = torch.empty_like(self.residual)
-        self.out = torch.zeros(numel, dtype=dtype, device=device)
-        self.reset()
+        self._generator = torch.Generator(device).manual_seed(0)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            self.sets = SETS
+            self.gradients = self.new(dtype)
+        else:
+            self.sets = _WINDOWS
+            pool = torch.randn(numel + _WINDOWS * _STRIDE, dtype=dtype, device=device, generator=self._generator)
+            self.gradients = [pool[window * _STRIDE :][:numel] for window in range(_WINDOWS)]
+        self.residuals, self.outs = self.new(residual_dtype(dtype), KEPT), self.new(residual_dtype(dtype))
+
+    def new(self, dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:
+        """Return one more random tensor for each set, on a CPU the same for all. `size` is the standard deviation."""
+        made = [torch.empty(self.numel, dtype=dtype, device=self.device) for _ in range(self._tensors)]
+        for tensor in made:
+            tensor.normal_(std=size, generator=self._generator)
+        return list(islice(cycle(made), self.sets))
+
+    def payloads(self, layout: Layout, count: int = 1) -> list[Tensor]:
+        """Return an uninitialized tensor with room for `count` payloads, for each set."""
+        shape = count, layout.nbytes
+        made = [torch.empty(shape, dtype=torch.uint8, device=self.device) for _ in range(self._tensors)]
+        return list(islice(cycle(made), self.sets))
 
     def reset(self) -> None:
-        """Set the residuals to values that they might have after a step."""
-        self.residual.copy_(self._first_residual)
-        self.plain_residual.copy_(self._first_residual)
-
-    def gradient(self) -> Tensor:
-        """Return the next gradient."""
-        return next(self._windows)
-
-    def add(self) -> None:
-        """Run the baseline `residual.add_(grad)`."""
-        self.plain_residual.add_(self.gradient())
+        """Fill the residuals with new random numbers."""
+        for residual in self.residuals[: self._tensors]:
+            residual.normal_(std=KEPT, generator=self._generator)
 
     @property
-    def dense_bytes(self) -> int:
-        """Bytes of the uncompressed tensor."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def title(self) -> str:
-        """Number of elements and dtype, as text."""
-        return f"{self.numel:,} x {dtype_name(self.dtype)}"
+    def _tensors(self) -> int:
+        return SETS if self.device.type == "cuda" else 1
 
 
-def count_steps(cases: Sequence[Case]) -> int:
-    """Return the number of progress steps: one for each case and one for the baselines of each size and dtype."""
-    return len(cases) + len({_tensors(case) for case in cases})
+@dataclass(frozen=True)
+class Timed:
+    """A call to time, and what its row says besides the time."""
+
+    name: str
+    moved: float
+    """Bytes per element that must be moved, with each read and each write counted once."""
+    call: Call
+    graph: bool = True
+    """Whether a CUDA graph can hold the call. Otherwise the time of a short call includes Python."""
+    share: str = ""
+    """The share of elements that torch selects in the calls that this one is compared with."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the row of a call of thinwire. Those of torch have none."""
 
 
-def measure(cases: Sequence[Case], repeats: int, progress: "Progress") -> Iterator[Row]:
-    """Yield the rows of the baselines, then those of the compressors, for each size and dtype.
+class Bench:
+    """Measures calls on tensors of one size and dtype."""
 
-    Raises `Mismatch` with the tensor and the compressor if a result differs from the reference.
+    def __init__(self, buffers: Buffers, clock: Clock, samples: int) -> None:
+        self.buffers, self._clock, self._samples = buffers, clock, samples
+        self.read, self.width = buffers.dtype.itemsize, buffers.residuals[0].element_size()
+        """Bytes of an element of a gradient and of a residual."""
+        gradients, residuals = buffers.gradients, buffers.residuals
+        self._add = Timed(ADD, self.read + 2 * self.width, lambda i: residuals[i].add_(gradients[i], alpha=1e-3))
+        self._wide_add = self._zero = 0.0
+
+    def baselines(self) -> list[Row]:
+        """Time plain torch: the addition and the zeroing that floors are computed from, a copy, and a selection."""
+        buffers = self.buffers
+        gradients, residuals, outs = buffers.gradients, buffers.residuals, buffers.outs
+        one, other = (buffers.new(torch.float32) if buffers.dtype != torch.float32 else outs for _ in range(2))
+        calls = [
+            Timed(WIDE, WIDE_ADD, lambda i: one[i].add_(other[i], alpha=1e-3)),
+            Timed(ZERO, self.width, lambda i: outs[i].zero_()),
+            Timed("copy", self.read + self.width, lambda i: outs[i].copy_(gradients[i])),
+            Timed(
+                f"torch: add topk gather clear per chunk, 1/{1 / DENSITY:g}",
+                self._add.moved,
+                lambda i: select_per_chunk(gradients[i], residuals[i], DENSITY),
+                graph=False,
+            ),
+        ]
+        times = self._time([self._add, *(calls if buffers.dtype != torch.float32 else calls[1:])])
+        self._wide_add, self._zero = times.get(WIDE, times[ADD])["p50"], times[ZERO]["p50"]
+        return [self._row(one, times) for one in [self._add, *calls] if one.name in times]
+
+    def rows(self, calls: Sequence[Timed]) -> list[Row]:
+        """Time calls in turns with the addition and return a row for each."""
+        times = self._time([self._add, *calls])
+        return [self._row(one, times) for one in calls]
+
+    def _time(self, calls: Sequence[Timed]) -> dict[str, Timing]:
+        self.buffers.reset()
+        return self._clock.time({one.name: (one.call, one.graph) for one in calls}, self._samples, self.buffers.sets)
+
+    def _row(self, one: Timed, times: dict[str, Timing]) -> Row:
+        buffers, ms, add = self.buffers, times[one.name]["p50"], times[ADD]["p50"]
+        floor = self._zero if one.name.startswith("decode") else self._wide_add * one.moved / WIDE_ADD
+        ours, selection, topk = bool(one.facts), times.get(f"{SELECT}, {one.share}"), times.get(f"{TOPK}, {one.share}")
+        dense, working = buffers.numel * self.read, self._clock.peak(one.call)
+        return {
+            "kind": "codec",
+            "name": one.name,
+            "numel": buffers.numel,
+            "dtype": str(buffers.dtype).removeprefix("torch."),
+            "device": buffers.device.type,
+            "ms": times[one.name],
+            "moved_bytes": one.moved,
+            "gb_per_s": one.moved * buffers.numel / ms / 1e6,
+            "add_ms": times[ADD],
+            "times_add": ms / add,
+            "of_floor": floor / ms if ours else None,
+            "of_add": add * one.moved / self._add.moved / ms if ours else None,
+            "torch_ms": selection,
+            "torch_topk_ms": topk,
+            "speedup": selection["p50"] / ms if selection else None,
+            "dense_bytes": dense,
+            "ratio": dense / one.facts["payload_bytes"] if "payload_bytes" in one.facts else None,
+            "working_bytes": working,
+            "working_share": None if working is None else working / dense,
+            "graph": one.graph,
+            "kernel": "torch",
+            **one.facts,
+        }
+
+
+def measure(cases: Sequence[Case], in_parts: set[str], clock: Clock, samples: int, progress: Progress) -> Iterator[Row]:
+    """Yield the rows of compressors on the same tensors, each as soon as it is measured.
+
+    in_parts   labels of the compressors whose parts are measured besides compress.
+
+    Raises `Failure` with the name of the compressor if a result differs from that of the reference.
     """
-    for (numel, dtype, device), group in groupby(cases, _tensors):
-        workload = Workload(numel, dtype, device)
-        progress.start(f"{workload.title}, plain torch")
-        rows = measure_baselines(workload, repeats)
-        progress.finish(", ".join(f"{row.label} {row.time.p50:.3g} ms" for row in rows))
-        yield from rows
-        for case in group:
-            title = f"{workload.title}, {case.label}"
-            progress.start(title)
-            try:
-                row = measure_compressor(case, workload, repeats)
-            except Mismatch as mismatch:
-                raise Mismatch(f"{title}: {mismatch}") from mismatch
-            except ValueError as error:  # the options were checked, so this is not an error of the user
-                raise RuntimeError(f"{title}: {error}") from error
-            progress.finish(f"compress {row.time.p50:.3g} ms = {row.times_add:.3g} x add_, 1/{row.ratio:.4g} of dense")
-            yield row
+    first, shown = cases[0], set[str]()
+    bench = Bench(Buffers(first.numel, first.dtype, first.device), clock, samples)
+    progress.start(f"{first.tensors}, plain torch")
+    rows = bench.baselines()
+    progress.finish(f"{ADD} {rows[0]['ms']['p50']:.3g} ms")
+    yield from rows
+    for case in cases:
+        progress.start(f"{case.tensors}, {case.label}")
+        with _named(f"{case.tensors}, {case.label}"):
+            rows = bench.rows(list(_compressor_calls(case, bench, in_parts=case.label in in_parts)))
+        ours = next(row for row in rows if row["kernel"] != "torch")
+        progress.finish(f"compress {ours['ms']['p50']:.3g} ms = {ours['times_add']:.3g} x add_, 1/{ours['ratio']:.4g}")
+        yield from (row for row in rows if row["name"] not in shown)
+        shown |= {row["name"] for row in rows}
+    progress.start(f"{first.tensors}, Adam's update")
+    with _named(f"{first.tensors}, Adam's update"):
+        rows = bench.rows(list(_update_calls(bench)))
+    progress.finish(f"write {rows[0]['ms']['p50']:.3g} ms")
+    yield from rows
 
 
-def measure_baselines(workload: Workload, repeats: int) -> list[Row]:
-    """Time plain torch on the tensors of a workload and return one row for each baseline."""
-    workload.reset()
-    k = ceil(workload.numel * baselines.DENSITY)
-    jobs: dict[str, Job] = {
-        "copy": lambda: workload.out.copy_(workload.gradient()),
-        "residual.add_(grad)": workload.add,
-        "torch ops, 1/64": lambda: baselines.select(workload.gradient(), workload.plain_residual, k),
-        "torch ops per chunk, 1/64": lambda: baselines.select_per_chunk(
-            workload.gradient(), workload.plain_residual, baselines.DENSITY
-        ),
-    }
-    times = interleave(jobs, repeats, workload.device)
-    return [
-        Row(
-            label=name,
-            numel=workload.numel,
-            dtype=dtype_name(workload.dtype),
-            device=workload.device.type,
-            dense_bytes=workload.dense_bytes,
-            time=times[name],
-            add=times["residual.add_(grad)"],
-            working_bytes=peak_memory(job, workload.device),
-        )
-        for name, job in jobs.items()
-    ]
+@contextmanager
+def _named(title: str) -> Iterator[None]:
+    """Put a title before the message of an error. A ValueError inside is a bug, and not one of the user's."""
+    try:
+        yield
+    except Failure as failure:
+        raise Failure(f"{title}: {failure}") from failure
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{title} does not fit the device's memory, give other --sizes: {error}") from error
+    except ValueError as error:
+        raise RuntimeError(f"{title}: {error}") from error
 
 
-def measure_compressor(case: Case, workload: Workload, repeats: int) -> CompressorRow:
-    """Check a compressor against the reference, time it in turns with its baselines and return its row."""
-    workload.reset()
-    compressor, keys = case.compressor, count(1)
-    layout = compressor.layout(case.numel, case.dtype)
-    kept, position_bits, position_bound = positions(layout)
-    ct = check(compressor, workload.gradient(), workload.residual, next(keys))
-
-    def compress() -> None:
-        nonlocal ct
-        ct = compressor.compress(workload.gradient(), workload.residual, key=next(keys), out=ct.payload)
-
-    own: dict[str, Job] = {
-        "compress": compress,
-        "decompress": lambda: compressor.decompress(ct, workload.out),
-        "accumulate": lambda: compressor.accumulate(ct, workload.out, WEIGHT),
-    }
-    jobs: dict[str, Job] = {"add": workload.add} | own  # torch_ops, the slow one, goes before these
+def _compressor_calls(case: Case, bench: Bench, *, in_parts: bool) -> Iterator[Timed]:
+    """Check a compressor and yield its calls: the same selection in torch, compress, and the parts of a collective."""
+    buffers, read, width = bench.buffers, bench.read, bench.width
+    gradients, residuals, outs, flag = buffers.gradients, buffers.residuals, buffers.outs, buffers.flag
+    key, layout = case.compressor.draw_key(1), case.compressor.layout(case.numel, case.dtype)
+    _, kernel = kernels.select(layout, case.device)
+    few = gradients[0][:ELEMENTS]
+    check(case.compressor.layout(few.numel(), case.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
+    kept, bits, bound = positions(layout)
+    share = ""
     if kept is not None:
-        jobs = {"torch_ops": lambda: baselines.select(workload.gradient(), workload.plain_residual, kept)} | jobs
-    times = interleave(jobs, repeats, case.device)
-    working = [peak_memory(job, case.device) for job in own.values()]
-    return CompressorRow(
-        label=case.label,
-        numel=case.numel,
-        dtype=dtype_name(case.dtype),
-        device=case.device.type,
-        dense_bytes=workload.dense_bytes,
-        time=times["compress"],
-        add=times["add"],
-        working_bytes=max((each for each in working if each is not None), default=None),
-        spec=format_spec(compressor),
-        kernels=ct.kernels,
-        decompress=times["decompress"],
-        accumulate=times["accumulate"],
-        torch_ops=times.get("torch_ops"),
-        payload_bytes=ct.nbytes,
-        frame_bytes=len(ct.to_bytes()),
-        kept=kept,
-        position_bits=position_bits,
-        position_bound=position_bound,
+        share = f"1/{case.numel / kept:.3g}"
+        yield Timed(f"{TOPK}, {share}", width, lambda i: residuals[i].abs().topk(kept, sorted=False), graph=False)
+        yield Timed(
+            f"{SELECT}, {share}", read + 2 * width, lambda i: select(gradients[i], residuals[i], kept), graph=False
+        )
+    facts = {
+        "spec": case.label,
+        "kernel": _name(kernel),
+        "payload_bytes": layout.nbytes,
+        "kept": kept,
+        "position_bits": bits,
+        "position_bound": bound,
+    }
+    timed = partial(Timed, graph=kernels.is_recordable(kernel, layout), facts=facts)
+    size, payloads = layout.nbytes / case.numel, buffers.payloads(layout, PAYLOADS if in_parts else 1)
+    for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
+        for i, stack in enumerate(payloads):
+            kernel.encode(gradients[(i + number) % buffers.sets], residuals[i], layout, key, stack[number])
+    yield timed(
+        f"compress {case.label}",
+        read + 2 * width + size,
+        lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+        share=share,
     )
+    if not in_parts:
+        return
+    yield timed(
+        f"encode {case.label}",
+        read + width + size,
+        lambda i: encode(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+    )
+    yield timed(
+        f"commit {case.label}",
+        read + 2 * width + size,
+        lambda i: kernel.commit(gradients[i], outs[i], layout, key, payloads[i][0]),
+    )
+
+    def decode(count: int) -> Call:
+        return lambda i: kernel.decode(payloads[i][:count], layout, key, outs[i], weight=1 / count, add=False)
+
+    for number in (1, PAYLOADS):
+        yield timed(
+            f"decode {number} x {case.label}",
+            width + number * size,
+            decode(number),
+        )
+    yield timed(
+        f"accumulate {case.label}",
+        2 * width + size,
+        lambda i: kernel.decode(payloads[i][:1], layout, key, outs[i], weight=0.5, add=True),
+    )
+
+
+def _update_calls(bench: Bench) -> Iterator[Timed]:
+    """Check Adam's update and yield its calls.
+
+    `write` reads gradient and moments and writes the update. `advance` reads the residual too, and writes the moments
+    and the residual. The moments have the dtype of the residual, which is float32 for a gradient of 16 bits too.
+    """
+    buffers, read, width = bench.buffers, bench.read, bench.width
+    gradients, residuals, outs = buffers.gradients, buffers.residuals, buffers.outs
+    momenta = buffers.new(residuals[0].dtype)
+    squares = [each.square_().add_(0.1) for each in dict.fromkeys(buffers.new(residuals[0].dtype))]
+    updates = [_adam(m, v) for m, v in zip(momenta, cycle(squares), strict=False)]
+    few = slice(0, ELEMENTS)
+    check_update(_adam(momenta[0][few], squares[0][few]), gradients[0][few], residuals[0][few])
+    facts = {"kernel": _name(kernels.adam(buffers.device))}
+    yield Timed(WRITE, read + 3 * width, lambda i: updates[i].write(gradients[i], outs[i]), facts=facts)
+    yield Timed(ADVANCE, read + 6 * width, lambda i: updates[i].advance(gradients[i], residuals[i]), facts=facts)
+
+
+def _adam(m: Tensor, v: Tensor) -> AdamUpdate:
+    numbers = {"beta1": 0.5, "factor": 1.0, "scale": 1.0, "floor": 1e-8, "limit": 8.0, "rate": 1.0, "beta2": 0.999}
+    by_numbers = kernels.adam_by_numbers(m.device)
+    on_device = None if by_numbers is None else torch.tensor(by_numbers.numbers_of(**numbers), device=m.device)
+    return AdamUpdate(m, v, **numbers, on_device=on_device)
+
+
+def select(gradient: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Do the work of a compressor in torch: add, topk of the whole tensor, gather, a cast to float16, and clear."""
+    residual.add_(gradient)
+    positions = residual.abs().topk(k, sorted=False).indices
+    values = residual[positions].to(torch.float16)
+    residual[positions] = 0
+    return positions, values
+
+
+def select_per_chunk(gradient: Tensor, residual: Tensor, density: float) -> list[tuple[Tensor, Tensor]]:
+    """Apply error feedback and select the largest elements of each chunk of 4,096: full chunks first, then the rest."""
+    residual.add_(gradient)
+    full = residual.numel() // CHUNK * CHUNK
+    selected = []
+    for rows in (residual[:full].view(-1, CHUNK), residual[full:].unsqueeze(0)):
+        if rows.numel():
+            positions = rows.abs().topk(ceil(rows.shape[1] * density), dim=1, sorted=False).indices
+            selected.append((positions, rows.gather(1, positions)))
+            rows.scatter_(1, positions, 0)
+    return selected
 
 
 def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, None]:
     """Return the number of kept elements, the bits spent on the position of each, and the entropy bound of these bits.
 
-    All three are None if the layout selects nothing.
+    The bound is log2 C(n, k) / k. All three are None if the layout selects nothing.
     """
     if isinstance(layout, RandomKLayout):
         return layout.k, 0.0, _log2_choices(layout.numel, layout.k) / layout.k
@@ -183,14 +339,9 @@ def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, No
     return kept, bits / kept, bound / kept
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _log2_choices(n: int, k: int) -> float:
     return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
 
 
-def _tensors(case: Case) -> tuple[int, torch.dtype, torch.device]:
-    return case.numel, case.dtype, case.device
+def _name(kernel: object) -> str:
+    return str(getattr(kernel, "__name__", type(kernel).__name__))

@@ -7,55 +7,78 @@ those sent by a rank, as the mean over steps and ranks. In namespaces they inclu
 """
 
 import os
-import sys
-from contextlib import ExitStack
 from dataclasses import asdict
 
-from thinwire.tools.bench.progress import Progress
-from thinwire.tools.record import Writer, conditions
-
-from .options import Options
+from ..harness import Line, Row, print_table
+from ..harness import run as run_benchmark
+from ..methods import INSTALL_POWERSGD
+from .settings import Options, Settings, settings
 
 
 def run(options: Options) -> int:
-    """Measure and print the table. Return 0, or 1 if a way failed."""
-    from .network import prepare
-    from .settings import settings
+    """Measure and print the table. Return 0, or 1 if a method failed."""
+    from thinwire.tools.links.network import prepare
 
     given = settings(options)
     if not given.relay:
         prepare()  # before torch is loaded: a process with threads cannot enter a user namespace
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
-    from thinwire.tools.workers import WorkerError
+    from ..training import check
+    from .rounds import measure
+    from .timeline import Timeline, write_trace
 
-    from .command import command
-    from .measured import measure_all
-    from .table import print_rows
-    from .timeline_page import page
-    from .ways import way
+    for method in given.methods:
+        check(method.text)  # raises ValueError for an unknown compressor
+    timelines: dict[str, Timeline] | None = None if options.timeline is None else {}
+    kept = {name: value for name, value in asdict(options).items() if name not in ("out", "timeline")}
+    code = run_benchmark(
+        options,
+        lambda progress: measure(given, progress, timelines),
+        lambda rows, under: _show(given, rows, under),
+        name="bench link",
+        progress_steps=len(given.rates) * len(given.worlds) * len(given.methods),
+        links="relay" if given.relay else "namespaces",
+        worker_threads=1,
+        **kept,
+    )
+    if options.timeline is not None and timelines:
+        write_trace(timelines, options.timeline)
+        print(f"{options.timeline}: one step of each method; open it at https://ui.perfetto.dev")
+    return code
 
-    for name in given.ways:
-        way(name)  # raises ValueError for an unknown compressor
-    rows = []
-    said = command(options)
-    links = "relay" if given.relay else "namespaces"
-    kept = {**asdict(options), "out": None, "timeline": None}
-    under = conditions(**{**kept, "links": links, "worker_threads": 1, "command": said})
-    failed = False
-    try:
-        with ExitStack() as stack:
-            writer = stack.enter_context(Writer(options.out))
-            writer.write(under)
-            progress = stack.enter_context(Progress(len(given.rates) * len(given.worlds) * len(given.ways)))
-            for row in measure_all(given, progress, timelines=options.timeline is not None):
-                writer.write(row.record())
-                rows.append(row)
-    except WorkerError as error:
-        print(f"thinwire bench link: FAILED, {error}", file=sys.stderr)
-        failed = True
-    print("thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, {date}".format(**under))
-    print_rows(given, rows)
-    if options.timeline is not None:
-        options.timeline.write_text(page(rows, under, said), encoding="utf-8")
-        print(f"{options.timeline}: open it in a browser")
-    return int(failed)
+
+def _show(given: Settings, rows: list[Row], under: Line) -> None:
+    """Print a table for each world size."""
+    for world in given.worlds:
+        found = {(row["method"], row["rate"]): row for row in rows if row["world"] == world}
+        print_table(
+            f"{world} ranks, {given.model.kind}, median of a step",
+            (
+                "method",
+                *(f"{rate}, ms" for rate in given.rates),
+                "MB/step",
+                *(f"speed-up, {rate}" for rate in given.rates),
+            ),
+            [_cells(method.text, found, given.rates) for method in given.methods],
+            text=("method",),
+        )
+    print("speed-up: over dense. MB/step: at the slowest rate; over faster links packets have fewer headers.")
+    if given.left_out:
+        print(f"Left out: {', '.join(given.left_out)}, which is not installed ({INSTALL_POWERSGD}).")
+
+
+def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, float]) -> list[str]:
+    here, dense = ({rate: found.get((name, rate)) for rate in rates} for name in (method, "dense"))
+    sent = [row["bytes_per_step"] for rate in sorted(rates, key=rates.__getitem__) if (row := here[rate]) is not None]
+    speedups = [
+        ""
+        if (row := here[rate]) is None or (reference := dense[rate]) is None
+        else f"{reference['ms'] / row['ms']:.2f}"
+        for rate in rates
+    ]
+    return [
+        method,
+        *("" if row is None else f"{row['ms']:,.1f}" for row in here.values()),
+        f"{sent[0] / 1e6:,.3f}" if sent else "",
+        *speedups,
+    ]

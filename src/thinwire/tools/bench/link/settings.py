@@ -1,30 +1,49 @@
-"""Checks the options before anything runs. Raises `ValueError` for options that cannot be run. Does not load torch."""
+"""The options of `thinwire bench link`, and their checks before anything runs. Does not load torch."""
 
 import importlib.util
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from .lab import LARGEST
-from .options import Options
-from .relay import FASTEST
+from thinwire.tools.links.relay import FASTEST
+from thinwire.tools.units import parse_rate as parse_rate
 
-_UNITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-POWERSGD_PACKAGE = "powersgd package"
-INSTALL_POWERSGD = "pip install git+https://github.com/epfml/powersgd.git"
-"""Command that installs the package from its repository, because the package of this name on PyPI is empty."""
-PEERS = (
-    "no communication", "dense", "fp16 hook", "bf16", "powersgd rank 1", "powersgd rank 4", POWERSGD_PACKAGE,
-)  # fmt: skip
-MODES = ("attach", "thinwire.AdamW", "thinwire.SGD")
-"""Ways of thinwire. A way is one of these followed by the spec of a compressor."""
-OURS = (
-    "attach quantize:bits=8",
-    "attach topk:ratio=1/64,bits=2",
-    "thinwire.AdamW topk:ratio=1/64,bits=2",
-    "thinwire.AdamW default",
-)
-"""Ways of thinwire that are measured by default. With more ranks, the last one keeps less of each rank."""
+from ..harness import File, Names, Numbers, arg, at_least, check_file, check_world
+from ..methods import BY_LINK, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
+
+RATES = ("100mbit", "1gbit", "10gbit")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time and bytes of a training step over slow links, by torch's methods and thinwire's."""
+
+    rates: Annotated[tuple[str, ...], arg(metavar="RATE ...")] = RATES
+    """Bandwidth of each rank's link, in each direction: a number of bits per second, with kbit, mbit or gbit."""
+    worlds: Numbers = (2,)
+    """Numbers of ranks, such as 2 4 8."""
+    methods: Names = ("all",)
+    """all, or some, such as "fp16 hook" "thinwire.AdamW topk:ratio=1%" "attach auto"; --methods help lists them."""
+    model: Literal["gpt", "cnn"] = "gpt"
+    """Linear layers with the shapes of a GPT's, or convolutions."""
+    parameters: float = 7.35e6
+    """Approximate number of parameters."""
+    batch: int = 32
+    """Samples for each rank and step."""
+    steps: int = 20
+    """Timed steps, in rounds of 5; fewer where they are slow, down to 5. Each round starts with three untimed steps."""
+    relay: bool = False
+    """Links by a relay in place of network namespaces: for where neither root nor a user namespace can make these."""
+    timeline: File = None
+    """Write a Chrome trace of one step of rank 0, for each of thinwire's methods; Perfetto opens it."""
+    out: File = None
+    """Write JSON lines to this file: the conditions, then a row for each rate, world and method."""
+
+    @classmethod
+    def defaults(cls, arguments: Sequence[str]) -> "Options":
+        """Return the defaults. With --relay they leave out the highest rate, for which a relay is too slow."""
+        return cls(rates=RATES[:2]) if {"--relay", "--relay=True"} & set(arguments) else cls()
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class Model:
 
     @property
     def width(self) -> int:
-        """Width of the layers, a multiple of 8."""
+        """Return the width of the layers, a multiple of 8."""
         per_square = 6 * 12 if self.kind == "gpt" else 8 * 9
         return max(8, 8 * round(math.sqrt(self.parameters / per_square) / 8))
 
@@ -54,8 +73,9 @@ class Settings:
     rates: dict[str, float]
     """Rates in bits per second, by the text that the user gave."""
     worlds: tuple[int, ...]
-    ways: tuple[str, ...]
+    methods: tuple[Method, ...]
     left_out: tuple[str, ...]
+    """Methods in "all" that cannot be run."""
     model: Model
     steps: int
     relay: bool
@@ -63,60 +83,47 @@ class Settings:
 
 def settings(options: Options) -> Settings:
     """Return the checked options. Raises ValueError for options that cannot be run."""
-    for name in ("rates", "worlds", "ways"):
+    for name in ("rates", "worlds", "methods"):
         given = getattr(options, name)
         if not given or len(set(given)) < len(given):
             raise ValueError(f"--{name} {' '.join(map(str, given))}, expected one or more, each once")
     for world in options.worlds:
-        if not 2 <= world <= LARGEST:
-            raise ValueError(f"--worlds {world}, expected 2 to {LARGEST}")
-    for name in ("batch", "steps"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}, expected 1 or more")
+        check_world("worlds", world)
+    at_least(options, batch=1, steps=1)
     if not 1e4 <= options.parameters <= 1e9:
         raise ValueError(f"--parameters {options.parameters:g}, expected 1e4 to 1e9")
     rates = {rate: parse_rate(rate) for rate in options.rates}
     for name, rate in rates.items():
         if options.relay and rate > FASTEST:
             raise ValueError(
-                f"--relay --rates {name}, expected {FASTEST / 1e9:g}gbit or less: faster, and it is the relay that is "
-                "measured"
+                f"--relay --rates {name}, expected {FASTEST / 1e9:g}gbit or less: at higher rates the relay "
+                "is measured, not the link"
             )
     for option, path in (("out", options.out), ("timeline", options.timeline)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"--{option} {path}, expected a file in a folder that is there")
-    wanted, left_out = _ways(options)
-    if options.timeline is not None and not any(way.partition(" ")[0] in MODES for way in wanted):
-        raise ValueError(f"--timeline {options.timeline}, expected one of thinwire's --ways: others record nothing")
+        check_file(option, path)
+    methods, left_out = _methods(options.methods)
+    if options.timeline is not None and not any(method.is_ours for method in methods):
+        raise ValueError(f"--timeline {options.timeline}, expected one of thinwire's --methods: others record nothing")
     model = Model(options.model, options.parameters, options.batch)
-    return Settings(rates, options.worlds, wanted, left_out, model, options.steps, options.relay)
+    return Settings(
+        rates=rates,
+        worlds=options.worlds,
+        methods=methods,
+        left_out=left_out,
+        model=model,
+        steps=options.steps,
+        relay=options.relay,
+    )
 
 
-def _ways(options: Options) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the ways to run, and the ways in "all" that cannot be run."""
-    for way in options.ways:
-        mode, _, spec = way.partition(" ")
-        if way not in (*PEERS, "all") and not (mode in MODES and spec):
-            raise ValueError(
-                f"--ways {way!r}, expected all, or some of: {', '.join(PEERS)}, or one of {', '.join(MODES)} with a "
-                f"compressor, such as {OURS[0]!r}"
-            )
-    given = [way for way in options.ways if way != "all"]
-    wanted = (*PEERS, *OURS, *(way for way in given if way not in (*PEERS, *OURS))) if "all" in options.ways else given
-    if importlib.util.find_spec("powersgd") is not None:
-        return tuple(wanted), ()
-    if POWERSGD_PACKAGE in given:
-        raise ValueError(f"--ways {POWERSGD_PACKAGE!r}, which is not installed: {INSTALL_POWERSGD}")
-    return tuple(way for way in wanted if way != POWERSGD_PACKAGE), tuple(w for w in wanted if w == POWERSGD_PACKAGE)
-
-
-def parse_rate(text: str) -> float:
-    """Return a rate in bits per second.
-
-    >>> parse_rate("100mbit"), parse_rate("2.5gbit")
-    (100000000.0, 2500000000.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmg]?bit|)", text.strip().lower())
-    if match is None or not 1e5 <= (rate := float(match[1]) * _UNITS[match[2]]) <= 1e12:
-        raise ValueError(f"rate {text!r}, expected one from 100kbit to 1000gbit, such as 100mbit or 2.5gbit")
-    return rate
+def _methods(texts: tuple[str, ...]) -> tuple[tuple[Method, ...], tuple[str, ...]]:
+    """Return the methods to run, and those in "all" that cannot be run."""
+    given = [text for text in texts if text != "all"]
+    wanted = list(dict.fromkeys([*(BY_LINK if "all" in texts else ()), *given]))
+    left_out: tuple[str, ...] = ()
+    if POWERSGD_PACKAGE in wanted and importlib.util.find_spec("powersgd") is None:
+        if POWERSGD_PACKAGE in given:
+            raise ValueError(f"--methods {POWERSGD_PACKAGE!r}, which is not installed: {INSTALL_POWERSGD}")
+        wanted.remove(POWERSGD_PACKAGE)
+        left_out = (POWERSGD_PACKAGE,)
+    return tuple(parse(text) for text in wanted), left_out

@@ -3,15 +3,16 @@
 It uses the spans that operations record (`Report.spans`), from the same clock that times the step.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from thinwire import Synchronizer
     from thinwire.collectives.handle import Span
 
-PHASES = ("compute", "compress", "exchange", "decode")
 _PHASE_OF = {"update": "compute", "encode": "compress", "exchange": "exchange", "decode": "decode"}
 """Phase of each kind of recorded span. An update is the optimizer's computation on a bucket."""
 
@@ -20,9 +21,15 @@ class Bar(NamedTuple):
     """A span of a timeline, in milliseconds since the step began."""
 
     phase: str
+    """compute, compress, exchange or decode."""
     label: str
     start: float
     stop: float
+
+    @property
+    def ms(self) -> float:
+        """Return the duration in milliseconds."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,12 @@ class Timeline:
 
     @property
     def beside(self) -> float:
-        """Milliseconds in which operations ran while gradients were still computed."""
+        """Return the milliseconds in which operations ran while gradients were still computed."""
         return _covered((bar.start, min(bar.stop, self.whole)) for lane in self.lanes[1:] for bar in lane.bars)
 
     @property
     def waited(self) -> float:
-        """Milliseconds from the last gradient to the step of the optimizer."""
+        """Return the milliseconds from the last gradient to the step of the optimizer."""
         return self.lanes[0].bars[-1].start - self.whole
 
 
@@ -71,17 +78,17 @@ class Recorded(NamedTuple):
     """The operations of a step by name, with their spans, and the time at which the last gradient was ready."""
 
     operations: "list[tuple[str, list[Span]]]"
-    whole_at: float
+    closed_at: float
 
 
 def recorded(sync: "Synchronizer") -> Recorded | None:
     """Return the operations of the last step, or None if it used torch's own all-reduce, which is not recorded."""
     step = sync.last_step
     assert step is not None
-    if step.passes_on:
+    if step.is_sent_by_torch:
         return None
     spans = (handle.report.spans for handle in step.handles)
-    return Recorded(list(zip(step.labels, spans, strict=True)), step.whole_at)
+    return Recorded(list(zip(step.labels, spans, strict=True)), step.closed_at)
 
 
 def timeline(marks: Marks, recorded: Recorded) -> Timeline:
@@ -91,22 +98,24 @@ def timeline(marks: Marks, recorded: Recorded) -> Timeline:
     """
 
     def bar(phase: str, label: str, start: float, stop: float) -> Bar:
-        return Bar(phase, label, 1e3 * (start - marks.begin), 1e3 * (stop - marks.begin))
+        return Bar(phase=phase, label=label, start=1e3 * (start - marks.begin), stop=1e3 * (stop - marks.begin))
 
     own = (
-        bar("compute", "forward", marks.begin, marks.backward),
-        bar("compute", "backward", marks.backward, recorded.whole_at),
-        bar("compute", "optimizer", marks.optimizer, marks.end),
+        bar("compute", label="forward", start=marks.begin, stop=marks.backward),
+        bar("compute", label="backward", start=marks.backward, stop=recorded.closed_at),
+        bar("compute", label="optimizer", start=marks.optimizer, stop=marks.end),
     )
     others = (
-        Lane(name, tuple(bar(_PHASE_OF[phase], _label(phase), start, stop) for phase, start, stop in spans))
+        Lane(
+            name,
+            tuple(
+                bar(_PHASE_OF[phase], label=phase if phase == "update" else _PHASE_OF[phase], start=start, stop=stop)
+                for phase, start, stop in spans
+            ),
+        )
         for name, spans in recorded.operations
     )
     return Timeline((Lane("compute", own), *others), 1e3 * (marks.end - marks.begin), own[1].stop)
-
-
-def _label(phase: str) -> str:
-    return "update" if phase == "update" else _PHASE_OF[phase]
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -120,3 +129,26 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def write_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Write timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Each timeline is a process of the trace, and each lane a thread of it.
+    """
+    events: list[dict[str, object]] = []
+    for process, (title, one) in enumerate(timelines.items()):
+        waited = f"{one.beside:,.1f} ms of work on buckets beside backward, {one.waited:,.1f} ms of waiting after it"
+        events += [
+            {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{title}: {one.ms:,.1f} ms"}},
+            {"ph": "M", "pid": process, "name": "process_labels", "args": {"labels": waited}},
+            {"ph": "i", "pid": process, "tid": 0, "ts": 1e3 * one.whole, "s": "p", "name": "last gradient"},
+        ]
+        for thread, lane in enumerate(one.lanes):
+            place = {"pid": process, "tid": thread}
+            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": lane.name}})
+            events += [
+                {"ph": "X", **place, "cat": bar.phase, "name": bar.label, "ts": 1e3 * bar.start, "dur": 1e3 * bar.ms}
+                for bar in lane.bars
+            ]
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Computes the gradients of simulated ranks. All ranks have the same weights and share one model.
+"""Simulates ranks by threads and computes the gradients of all, which have the same weights and share one model.
 
 On a GPU, the speed of a small model is limited by kernel launches, which would be repeated for every rank. If
 `torch.func.vmap` can keep the gradients of ranks apart, the samples of all ranks go through the model in one pass.
@@ -8,6 +8,8 @@ step. In either case, row r of `flat` is the gradient that rank r would compute 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from thinwire.collectives import CollectiveError
+from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.sync.buckets import Bucket
 from thinwire.tools.train.models.gpt import GPT
+from thinwire.tools.workers import RankClass, WorkerError
 
 _LONGEST_CONTEXT = 256
 """Longest context for one pass over all ranks.
@@ -107,3 +112,50 @@ class Gradients:
 
 def _loss(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
+
+
+class Threads:
+    """Runs ranks as threads of this process, in the place of `Workers`.
+
+    The object on each rank also gets its `group`, and the list of the objects of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._world: LocalWorld | None = None
+        self._ranks: list[Any] = []
+
+    def form(self, size: int, rank_class: RankClass, *args: object) -> None:
+        """Form a world of `size` ranks and build an object on each, in place of the previous ones."""
+        self._world = LocalWorld(size, turns=True)
+        self._ranks.clear()
+        for group in self._world.groups:
+            self._ranks.append(rank_class(group.rank, size, *args, group=group, ranks=self._ranks))
+
+    def ask(self, method: str, *args: object) -> list[Any]:
+        """Call a method of the object on each rank, in its thread, and return the results, ordered by rank.
+
+        Raises WorkerError if a rank raises.
+        """
+        assert self._world is not None
+
+        def answer(group: LocalGroup) -> Any:
+            try:
+                return getattr(self._ranks[group.rank], method)(*args)
+            except CollectiveError:  # another rank may be the cause
+                raise
+            except Exception as error:
+                text = f"rank {group.rank} of {group.size} raised {type(error).__name__}: {error}"
+                raise WorkerError(text) from error
+
+        try:
+            return self._world.run(answer)
+        except CollectiveError as error:
+            raise WorkerError(str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._world, self._ranks = None, []

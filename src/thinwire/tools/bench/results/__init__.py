@@ -2,38 +2,39 @@
 
 The tables go between two comment lines of a Markdown file, so that a command next to them writes all figures of a
 README and none is written by hand. The two benchmarks have different comment lines. torch is not loaded.
-
-rows of    are read by   tables by        a plot by
-link       sources       markdown         plot
-recipe     losses        loss_table       loss_plot
 """
 
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-BEGIN, END = "<!-- bench results: begin -->", "<!-- bench results: end -->"
-LOSS_BEGIN, LOSS_END = "<!-- bench loss: begin -->", "<!-- bench loss: end -->"
+from ..harness import File, check_file, command_line, pyplot
+
+MARKS = {
+    "link": ("<!-- bench results: begin -->", "<!-- bench results: end -->"),
+    "recipe": ("<!-- bench loss: begin -->", "<!-- bench loss: end -->"),
+}
+"""The lines between which tables go, by the benchmark that they are of."""
 FOLDER, PATTERN = Path("benchmarks/results"), "link-*.jsonl"
+Files = Annotated[Positional[tuple[Path, ...]], arg(metavar="[FILE ...]", help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
 class Options:
     """Tables and a plot of what bench link (step time) or bench recipe (loss over bytes) measured."""
 
-    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="[FILE ...]", help_behavior_hint="")] = ()
+    files: Files = ()
     """What thinwire bench link --out or thinwire bench recipe --out wrote, not both; by default
     benchmarks/results/link-*.jsonl."""
-    readme: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    readme: File = None
     """Put the tables into this Markdown file, between its lines <!-- bench results: begin --> and end; those of
     bench recipe between <!-- bench loss: begin --> and end. Else print them."""
-    plot: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Write the plot, an SVG, to this file; the tables then show it."""
+    plot: File = None
+    """Write the plot, an SVG, to this file; the tables then show it. Needs matplotlib: pip install 'thinwire[plot]'."""
 
 
 def run(options: Options) -> int:
@@ -41,43 +42,31 @@ def run(options: Options) -> int:
     files = options.files or tuple(sorted(FOLDER.glob(PATTERN)))
     if not files:
         raise ValueError(f"no file {FOLDER / PATTERN} here; give what thinwire bench link --out wrote")
-    are_losses = _are_losses(files)
-    text, drawing = (_of_losses if are_losses else _of_links)(files, options)
+    kind = _kind(files)
+    source: Any
+    if kind == "recipe":
+        from . import losses as source
+    else:
+        from . import links as source
+    check_file("plot", options.plot)
+    if options.plot is not None:
+        pyplot()  # raises ValueError if it is not installed
+    found, here = source.read(files), options.readme or Path()
+    paragraphs = source.section(found, _link(here, options.plot), lambda path: _link(here, path))
+    written = "Tables and plot are" if options.plot is not None else "Tables are"
+    text = "\n\n".join([*paragraphs, f"{written} written by `{command_line('bench results', options)}`."])
     if options.readme is None:
         print(text)
     else:
-        begin, end = (LOSS_BEGIN, LOSS_END) if are_losses else (BEGIN, END)
-        inside = replaced(options.readme, text, begin, end)  # raises before anything is written
+        inside = replaced(options.readme, text, *MARKS[kind])  # raises before anything is written
         options.readme.write_text(inside, encoding="utf-8")
     if options.plot is not None:
-        options.plot.write_text(drawing(), encoding="utf-8")
+        source.draw(found, options.plot)
     return 0
 
 
-Made = tuple[str, Callable[[], str]]
-"""The tables, and a function that draws the plot."""
-
-
-def _of_links(files: Sequence[Path], options: Options) -> Made:
-    from .markdown import section
-    from .plot import plot
-    from .sources import read
-
-    sets = read(files)
-    return section(sets, *_places(options)), lambda: plot(sets)
-
-
-def _of_losses(files: Sequence[Path], options: Options) -> Made:
-    from .loss_plot import plot
-    from .loss_table import section
-    from .losses import read
-
-    comparisons = read(files)
-    return section(comparisons, *_places(options)), lambda: plot(comparisons)
-
-
-def _are_losses(files: Sequence[Path]) -> bool:
-    """Return whether the files have rows of bench recipe, by the first row of each file."""
+def _kind(files: Sequence[Path]) -> str:
+    """Return the benchmark that the files have rows of, by the first row of each file."""
     from thinwire.tools.record import read
 
     kinds = {next((line["kind"] for line in read(file)), None): file for file in files}
@@ -86,7 +75,7 @@ def _are_losses(files: Sequence[Path]) -> bool:
             f"{kinds['recipe']} has rows of bench recipe and {kinds['link']} rows of bench link, expected one of both: "
             "call it twice, with another --plot"
         )
-    return "recipe" in kinds
+    return "recipe" if "recipe" in kinds else "link"
 
 
 def replaced(readme: Path, text: str, begin: str, end: str) -> str:
@@ -98,20 +87,6 @@ def replaced(readme: Path, text: str, begin: str, end: str) -> str:
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
-def _places(options: Options) -> tuple[str, str, Callable[[Path], str]]:
-    """Return the command, the link to the plot, and a function that returns the link to a file."""
-    target = options.readme or Path()
-    return _command(options), _seen_from(target, options.plot), lambda path: _seen_from(target, path)
-
-
-def _seen_from(readme: Path, path: Path | None) -> str:
+def _link(readme: Path, path: Path | None) -> str:
     """Return a path relative to the README, for use in a link."""
     return "" if path is None else Path(os.path.relpath(path, readme.parent)).as_posix()
-
-
-def _command(options: Options) -> str:
-    words = ["thinwire", "bench", "results", *map(str, options.files)]
-    for name in ("readme", "plot"):
-        value = getattr(options, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    return shlex.join(words)

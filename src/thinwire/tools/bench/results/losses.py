@@ -1,13 +1,16 @@
-"""Groups the rows of `thinwire bench recipe` into comparisons: same model, precision, steps and samples per step.
+"""Tables and a plot of what `thinwire bench recipe` measured: loss or accuracy by method, and bytes.
+
+Rows are grouped into comparisons of the same model, precision, steps and samples per step.
 
 A result is the mean over seeds of one method with one learning rate and world size. Several rows with the same seed
 count as one. The loss of dense and fp16 does not depend on the world size, because all ranks together see the same
-samples. Their rows may have any world size and are used for all world sizes of the comparison.
+samples (but for batch norms, which see the samples of one rank). So where a world size has no rows of theirs, those of
+the others are used.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import multimode
@@ -15,12 +18,21 @@ from typing import Any
 
 from thinwire.tools.record import read as lines
 
+from ..harness import pyplot, save_svg, short
+
 _CONDITIONS = (
     "model", "config", "parameters", "workers", "batch", "steps", "warmup_steps", "lr", "device", "torch", "date",
     "simulate",
 )  # fmt: skip
-_ROW = ("recipe", "family", "seed", "loss", "accuracy", "bytes_total", "dense_total")
-_ANY_RANKS = (" dense", " fp16 hook")
+_ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
+_ANY_RANKS = ("dense", "fp16 hook")
+_FAR = 0.3
+"""Relative difference from the best dense value above which a mark is drawn on the edge of the plot.
+
+Otherwise the other marks could not be distinguished.
+"""
+_NEAR = 0.1
+"""Relative difference from the best dense value that a panel shows at least, so that small ones look small."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +40,7 @@ class Metric:
     """The quantity by which trainings are compared."""
 
     key: str
-    name: str
     show: Callable[[float], str]
-    tick: Callable[[float], str]
     difference: Callable[[float, float], str]
     """Returns the difference between a value and that of dense, as text."""
     best: Callable[..., Any]
@@ -38,18 +48,11 @@ class Metric:
 
 
 LOSS = Metric(
-    key="loss",
-    name="validation loss",
-    show="{:.3f}".format,
-    tick="{:g}".format,
-    difference=lambda value, dense: f"{100 * (value / dense - 1):+.1f} %",
-    best=min,
+    key="loss", show="{:.3f}".format, difference=lambda value, dense: f"{100 * (value / dense - 1):+.1f} %", best=min
 )
 ACCURACY = Metric(
     key="accuracy",
-    name="validation accuracy",
     show=lambda value: f"{100 * value:.1f} %",
-    tick=lambda value: f"{100 * value:g} %",
     difference=lambda value, dense: f"{100 * (value - dense):+.1f}",
     best=max,
 )
@@ -57,22 +60,22 @@ ACCURACY = Metric(
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe without its learning rate."""
+    """A method without its learning rate."""
 
     name: str
     options: str
     warmup_steps: int
-    """Number of warm-up steps, 0 for dense and fp16."""
+    """Number of warm-up steps, 0 for methods without."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether the method is uncompressed."""
-        return self.name.endswith(" dense")
+        """Return whether the method is uncompressed."""
+        return self.name.split()[-1] == "dense"
 
     @property
     def is_ours(self) -> bool:
-        """Whether the method is one of thinwire's."""
-        return " thinwire" in self.name
+        """Return whether the method is one of thinwire's."""
+        return "thinwire" in self.name
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Result:
 
     @property
     def reduction(self) -> float:
-        """Bytes of dense divided by the bytes sent."""
+        """Return the bytes of dense divided by the bytes sent."""
         return self.dense_total / self.bytes_total if self.bytes_total else math.inf
 
 
@@ -120,43 +123,47 @@ class Comparison:
 
     @property
     def metric(self) -> Metric:
-        """The loss for a gpt, the accuracy for all other models."""
+        """Return the loss for a gpt, the accuracy for all other models."""
         return LOSS if self.conditions["model"] == "gpt" else ACCURACY
 
     @property
     def model(self) -> str:
-        """Name and configuration of the model, as text."""
+        """Return the name and configuration of the model, as text."""
         config = ", ".join(f"{key}={value}" for key, value in self.conditions["config"].items())
         text = f"{self.conditions['model']} ({config})" if config else str(self.conditions["model"])
         return f"{text} in bfloat16" if self.conditions.get("bf16") else text
 
     @property
     def methods(self) -> list[Method]:
-        """All methods: dense first, thinwire's last."""
+        """Return all methods: dense first, thinwire's last."""
         return sorted({key[0]: None for key in self.results}, key=lambda method: (not method.is_dense, method.is_ours))
 
     @property
-    def columns(self) -> list[tuple[int, float]]:
-        """World sizes and learning rates that have rows."""
-        return sorted({(row.ranks, row.lr) for row in self.rows})
+    def rates(self) -> list[float]:
+        """Return learning rates that have rows."""
+        return sorted({row.lr for row in self.rows})
 
     @property
     def worlds(self) -> list[int]:
-        """World sizes that have rows."""
-        return sorted({ranks for ranks, _ in self.columns})
+        """Return world sizes that have rows."""
+        return sorted({row.ranks for row in self.rows})
 
     def title(self, method: Method) -> str:
         """Return the name and options of a method, and its warm-up steps if they differ from the usual number."""
         usual = multimode(row.method.warmup_steps for row in self.rows if row.method.warmup_steps)[:1]
-        warmup = f"warm-up {method.warmup_steps}" if method.warmup_steps not in (0, *usual) else ""
+        is_given = method.warmup_steps in (0, *usual) or "warmup_steps=" in method.options
+        warmup = "" if is_given else f"warm-up {method.warmup_steps}"
         return "; ".join(part for part in (method.name, method.options, warmup) if part)
 
-    def dense(self, lr: float | None = None) -> tuple[Method, float, Result] | None:
-        """Return the best dense method, its learning rate and its result. With `lr`, only that learning rate counts."""
+    def dense(self, lr: float | None = None, ranks: int | None = None) -> tuple[Method, float, Result] | None:
+        """Return the best dense method, its learning rate and its result.
+
+        With `lr` or `ranks`, only that learning rate or world size counts.
+        """
         found = [
             (method, rate, result)
-            for (method, _, rate), result in self.results.items()
-            if method.is_dense and (lr is None or rate == lr) and math.isfinite(result.value)
+            for (method, size, rate), result in self.results.items()
+            if method.is_dense and lr in (None, rate) and ranks in (None, size) and math.isfinite(result.value)
         ]
         return self.metric.best(found, key=lambda one: one[2].value) if found else None
 
@@ -210,17 +217,16 @@ def _check(file: Path, line: dict[str, Any], given: dict[str, Any]) -> None:
 
 def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
     given, family = line["conditions"], line["family"]
-    name, *options = (part.strip() for part in line["recipe"].split(";"))
+    name, *options = (part.strip() for part in line["method"].split(";"))
     rates = [part.partition("=")[2] for part in options if part.partition("=")[0].strip() == "lr"]
     try:
         lr = float(rates[-1]) if rates else given["lr"][family]
     except ValueError:
-        raise ValueError(f"{file}: learning rate {rates[-1]!r} of {line['recipe']!r}, expected a number") from None
+        raise ValueError(f"{file}: learning rate {rates[-1]!r} of {line['method']!r}, expected a number") from None
     others = "; ".join(part for part in options if part.partition("=")[0].strip() != "lr")
-    warmup = 0 if name.endswith(_ANY_RANKS) else given["warmup_steps"]
     value = math.nan if line[metric.key] is None or line["loss"] is None else float(line[metric.key])
     return _Row(
-        method=Method(name, others, warmup),
+        method=Method(name, others, line["warmup_steps"]),
         ranks=given["workers"],
         lr=float(f"{lr:.6g}"),  # 5 x 0.02 is not the float of 0.1
         seed=line["seed"],
@@ -234,23 +240,143 @@ def _summarize(one: Comparison) -> None:
     dense_totals = {row.ranks: row.dense_total for row in one.rows}
     groups: dict[tuple[Method, int, float], list[_Row]] = {}
     for row in one.rows:
-        for ranks in dense_totals if row.method.name.endswith(_ANY_RANKS) else (row.ranks,):
-            groups.setdefault((row.method, ranks, row.lr), []).append(row)
+        groups.setdefault((row.method, row.ranks, row.lr), []).append(row)
+    for row in one.rows:
+        for ranks in dense_totals if row.method.name.endswith(_ANY_RANKS) else ():
+            if not any((other.method, other.ranks, other.lr) == (row.method, ranks, row.lr) for other in one.rows):
+                groups.setdefault((row.method, ranks, row.lr), []).append(row)
     for (method, ranks, lr), rows in groups.items():
         by_seed: dict[int, list[float]] = {}
         for row in rows:
             by_seed.setdefault(row.seed, []).append(row.value)
         share = _mean([row.bytes_total / row.dense_total for row in rows])
         value = _mean([_mean(values) for values in by_seed.values()])
-        one.results[method, ranks, lr] = Result(value, len(by_seed), share * dense_totals[ranks], dense_totals[ranks])
+        one.results[method, ranks, lr] = Result(
+            value=value, seeds=len(by_seed), bytes_total=share * dense_totals[ranks], dense_total=dense_totals[ranks]
+        )
     if one.dense() is None:
         others = ", ".join(one.title(method) for method in one.methods)
         raise ValueError(
             f"{one.files[0]}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
             f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
-            f"run thinwire bench recipe --recipes '{one.family} dense' with the same model, steps and samples"
+            f"run thinwire bench recipe --methods '{one.family} dense' with the same model, steps and samples"
         )
 
 
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def section(comparisons: Sequence[Comparison], plot: str, link: Callable[[Path], str]) -> list[str]:
+    """Return the plot, the tables and their captions as paragraphs of Markdown.
+
+    `plot` is the link to the plot, or empty. `link` returns the link to a file.
+    """
+    parts = [f"![Validation loss over bytes that a rank sends, for every method]({plot})"] if plot else []
+    for one in comparisons:
+        rows = ", ".join(f"[{link(file)}]({link(file)})" for file in one.files)
+        parts += [_title(one), table(one), f"{'; '.join(one.origins)}. Rows: {rows}."]
+    return parts
+
+
+def table(one: Comparison) -> str:
+    """Return a table with a line for each method and world size, a column for each learning rate, and the reduction."""
+    heads = ["", "ranks", *(f"lr {lr:g}" for lr in one.rates), "seeds", "reduction"]
+    lines = [heads, ["---"] * len(heads)]
+    for method in one.methods:
+        title = f"**{one.title(method)}**" if method.is_ours else one.title(method)
+        for ranks in one.worlds:
+            results = [one.results.get((method, ranks, lr)) for lr in one.rates]
+            found = [result for result in results if result]
+            if not found:
+                continue
+            cells = [
+                _cell(one, method=method, ranks=ranks, lr=lr, result=result)
+                for lr, result in zip(one.rates, results, strict=True)
+            ]
+            counts = sorted({result.seeds for result in found})
+            seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+            # The bytes of few methods depend on the learning rate.
+            reduction = f"{short(sum(result.reduction for result in found) / len(found), 2)}x"
+            lines.append([title, str(ranks), *cells, seeds, reduction])
+        alike = [line for line in lines if line[0] == title]
+        if len(alike) > 1 and all(line[2:] == alike[0][2:] for line in alike):
+            lines = [*lines[: -len(alike)], [title, "any", *alike[0][2:]]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(one: Comparison, method: Method, ranks: int, lr: float, result: Result | None) -> str:
+    if result is None:
+        return ""
+    if not math.isfinite(result.value):
+        return "diverged"
+    text = one.metric.show(result.value)
+    if method.is_dense:
+        return text
+    same, best = one.dense(lr, ranks), one.dense(ranks=ranks)
+    compared = [one.metric.difference(result.value, dense[2].value) if dense else "-" for dense in (same, best)]
+    return f"{text} ({' / '.join(compared)})"
+
+
+def _title(one: Comparison) -> str:
+    given, best = one.conditions, one.dense()
+    assert best
+    unit = "" if one.metric is LOSS else ", in percentage points,"
+    data = f" on {given['data']}" if "data" in given else ""
+    dense = "; ".join(part for part in (best[0].options, f"lr {best[1]:g}") if part)
+    totals = {ranks: result.dense_total for (_, ranks, _), result in one.results.items()}
+    sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
+    return (
+        f"{one.model}{data}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, "
+        f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric.key}, the mean over seeds. In "
+        f"brackets the difference{unit} to the best dense with the same learning rate / to the best dense of all "
+        f"({one.metric.show(best[2].value)}: {dense}); `-`: there is none. "
+        f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
+        f"all-reduce ({sent})."
+    )
+
+
+def draw(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Draw loss over the bytes that a rank sends as an SVG, with a panel for each comparison.
+
+    A mark is a method at one world size, with its best learning rate. Its colour stands for the method, its shape
+    for the world size. Values far from dense are drawn on the edge, with the value in the label.
+    """
+    plt = pyplot()
+    figure, panels = plt.subplots(
+        len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
+    )
+    for one, axes in zip(comparisons, panels[:, 0], strict=True):
+        best = one.dense()
+        assert best
+        low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
+        # thinwire's methods first, so that they get the first colours.
+        for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
+            points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
+            if not points:
+                continue
+            sent = [result.bytes_total / 1e6 for _, result in points]
+            values = [min(max(result.value, low), high) for _, result in points]
+            label = one.title(method)
+            for (ranks, result), value in zip(points, values, strict=True):
+                label += "" if value == result.value else f", {one.metric.show(result.value)} with {ranks} ranks"
+            colour, filled = f"C{number % 10}", method.is_ours
+            axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
+            for (ranks, _), x, y in zip(points, sent, values, strict=True):
+                marker = "osD^v"[one.worlds.index(ranks) % 5]
+                axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
+        for number, ranks in enumerate(one.worlds):
+            axes.plot([], [], "osD^v"[number % 5], color="#888", label=f"{ranks} ranks")
+        axes.set_xscale("log")
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, (1 - _NEAR) * best[2].value), max(top, (1 + _NEAR) * best[2].value))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_xlabel("MB that a rank sends in all steps")
+        axes.set_ylabel(f"validation {one.metric.key}")
+        given = one.conditions
+        axes.set_title(
+            f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, {given['steps']:,} steps",
+            fontsize=10,
+        )
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    save_svg(figure, path)

@@ -34,7 +34,7 @@ class CNNConfig:
 
     @property
     def inputs(self) -> tuple[int, int, int]:
-        """Shape of an image: channels, height and width."""
+        """Return the shape of an image: channels, height and width."""
         return self.channels, self.size, self.size
 
     def build(self, seed: int) -> "SimpleCNN":

@@ -1,0 +1,209 @@
+"""Faults as objects: what goes wrong, on which rank, at which step.
+
+    faults = [NotFinite(rank=1, step=2), Kill(rank=0, step=5)]
+
+    for step in range(10):
+        with inject(faults, step, group=group, parameters=model.parameters()):
+            loss(model, step).backward()
+            optimizer.step()
+
+A fault that could not happen in its block is an error. Otherwise a test of it would pass whatever the code does.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..collectives.groups import Group, place
+from ..collectives.local import LocalGroup
+from ..collectives.transport.link import Buffers, GlooLink, Seen, Wait
+
+
+class InjectedError(RuntimeError):
+    """The error of a `RaiseError` that was not given another one."""
+
+
+@dataclass(frozen=True)
+class Fault(ABC):
+    """Something that goes wrong on `rank` at `step`. Derive from it for faults of your own."""
+
+    rank: int
+    step: int
+
+    @abstractmethod
+    def strike(self, group: Group, parameters: list[Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which the fault happens. `inject` enters it on the fault's rank, at its step."""
+
+
+@contextmanager
+def inject(
+    faults: Iterable[Fault], step: int, *, group: Group = None, parameters: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Let those of the faults happen that are for this rank and this step, inside of the `with` block.
+
+    faults       of all ranks and steps; the same list can be given everywhere.
+    step         number of this step.
+    group        the group whose rank counts, as for `all_reduce_compressed`.
+    parameters   tensors whose gradients `NotFinite` changes.
+
+    >>> import thinwire
+    >>> group = thinwire.LocalWorld(1).groups[0]  # one rank, in this thread
+    >>> for step in range(3):
+    ...     with inject([RaiseError(rank=0, step=2)], step, group=group):
+    ...         pass
+    Traceback (most recent call last):
+    ...
+    thinwire.testing.faults.InjectedError: injected on rank 0 at step 2
+    """
+    rank, _ = place(group)
+    given = list(parameters)
+    with ExitStack() as stack:
+        for fault in faults:
+            if (fault.rank, fault.step) == (rank, step):
+                stack.enter_context(fault.strike(group, given))
+        yield
+
+
+@dataclass(frozen=True)
+class RaiseError(Fault):
+    """The rank raises `error`, in place of what is in the block."""
+
+    error: Exception | None = None
+
+    @contextmanager
+    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+        """Raise the error."""
+        raise self.error or InjectedError(f"injected on rank {self.rank} at step {self.step}")
+        yield
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """The process of the rank is killed by SIGKILL, as by a machine that is switched off."""
+
+    @contextmanager
+    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+        """Kill this process."""
+        if isinstance(group, LocalGroup):
+            raise ValueError(f"{self} would kill the test, because its ranks are threads: use a RankPool")
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield
+
+
+@dataclass(frozen=True)
+class Stop(Fault):
+    """The rank stands still for some seconds and goes on: a process with all its threads, or a thread."""
+
+    seconds: float = 1.0
+
+    @contextmanager
+    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+        """Stop this process by SIGSTOP until another process continues it, or let this thread sleep."""
+        if isinstance(group, LocalGroup):
+            time.sleep(self.seconds)
+        else:
+            other = subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            other.wait()
+        yield
+
+
+@dataclass(frozen=True)
+class NotFinite(Fault):
+    """One element of one gradient becomes NaN or infinite, when the backward pass in the block computes it.
+
+    value       the element's new value.
+    parameter   number of the parameter, in the order of `parameters`.
+    element     number of the element in the flattened gradient.
+    """
+
+    value: float = float("nan")
+    parameter: int = 0
+    element: int = 0
+
+    @contextmanager
+    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+        """Change the gradient by a hook of its parameter."""
+        if self.parameter >= len(parameters):
+            raise ValueError(f"{self}, but inject() was given {len(parameters)} parameters: give more in parameters=")
+        times = 0
+
+        def spoil(grad: Tensor) -> Tensor:
+            nonlocal times
+            times += 1
+            spoilt = grad.clone()
+            spoilt.view(-1)[self.element] = self.value
+            return spoilt
+
+        hook = parameters[self.parameter].register_hook(spoil)
+        try:
+            yield
+        finally:
+            hook.remove()
+        if not times:
+            raise ValueError(f"{self} did not happen: the backward pass must be in the block of inject()")
+
+
+def invert(payload: Tensor) -> None:
+    """Invert every bit of a payload."""
+    payload.bitwise_not_()
+
+
+@dataclass(frozen=True)
+class DamagedPayload(Fault):
+    """One payload of the rank is changed: as many bytes as before, but others. For processes with gloo.
+
+    Not every damage can be seen by the receiver: that of a value may be another value.
+
+    damage   changes the payload, a uint8 tensor, in place.
+    peer     rank that gets the damaged copy, as by a fault in transit; None: all get it, as by a fault in memory.
+    nbytes   size of the payload to damage; None: the first one.
+    """
+
+    damage: Callable[[Tensor], object] = invert
+    peer: int | None = None
+    nbytes: int | None = None
+
+    @contextmanager
+    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+        """Damage the first such payload that this process sends over gloo."""
+        if isinstance(group, LocalGroup):
+            raise ValueError(f"{self} needs processes, because threads do not check payloads: use a RankPool")
+        post: Callable[[GlooLink, Buffers, Buffers, int], Wait] = GlooLink.post
+        hit = False
+
+        def damage_and_post(link: GlooLink, sends: Buffers, receives: Buffers, tag: int) -> Wait:
+            nonlocal hit
+            if hit or not self._fitting(sends):
+                return post(link, sends, receives, tag)
+            hit = True
+            wait = post(link, self._damaged(sends), receives, tag)
+            return lambda *args: Seen(sends, wait(*args).received)  # the sender does not see what happens in transit
+
+        setattr(GlooLink, "post", damage_and_post)  # noqa: B010 - mypy lets nobody assign to a method
+        try:
+            yield
+        finally:
+            setattr(GlooLink, "post", post)  # noqa: B010
+        if not hit:
+            size = "" if self.nbytes is None else f" of {self.nbytes} bytes"
+            raise ValueError(f"{self} did not happen: the rank sent no payload{size} in the block of inject()")
+
+    def _fitting(self, sends: Buffers) -> dict[int, Tensor]:
+        fits = {to: sent for to, sent in sends.items() if sent.numel() and self.nbytes in (None, sent.numel())}
+        return fits if self.peer is None else {to: sent for to, sent in fits.items() if to == self.peer}
+
+    def _damaged(self, sends: Buffers) -> Buffers:
+        fits = self._fitting(sends)
+        if self.peer is not None:
+            fits = {to: sent.clone() for to, sent in fits.items()}
+        for sent in {sent.data_ptr(): sent for sent in fits.values()}.values():  # one buffer may be for all
+            self.damage(sent)
+        return {**sends, **fits}

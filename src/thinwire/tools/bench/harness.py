@@ -1,0 +1,236 @@
+"""What all benchmarks share: options, rows, progress, tables, and from options to an exit code.
+
+A benchmark yields rows. A row is a dict that becomes one line of JSON, behind a line of the conditions under which it
+was measured. Tables are made from the same dicts. A row may have a "fault", the description of something wrong.
+
+Importing this needs neither torch nor the packages of the command line. Benchmarks run where there is torch alone.
+"""
+
+import io
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from thinwire.tools.links import LARGEST_WORLD
+from thinwire.tools.record import Writer, conditions
+
+if TYPE_CHECKING:
+    from tyro.conf import arg as arg
+else:
+    try:
+        from tyro.conf import arg
+    except ImportError:  # no command line is parsed there
+
+        def arg(**_: object) -> None:
+            """Stand in for tyro's annotation."""
+
+
+File = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")]
+"""Type of an option that names a file to write."""
+Specs = Annotated[tuple[str, ...], arg(metavar="SPEC ...", help_behavior_hint="")]
+Names = Annotated[tuple[str, ...], arg(metavar="NAME ...")]
+Numbers = Annotated[tuple[int, ...], arg(metavar="INT ...")]
+Model = Annotated[str, arg(metavar="SPEC")]
+
+Row = dict[str, Any]
+Line = dict[str, Any]
+
+
+class Failure(Exception):
+    """A benchmark found a wrong result and stops."""
+
+
+class Progress:
+    """Shows the progress on stderr: one line that changes on a terminal, otherwise one line for each finished step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._finished, self._title = steps, 0, ""
+        self._terminal = sys.stderr.isatty()
+
+    def start(self, title: str) -> None:
+        """Show the title of the step that begins."""
+        self._title = title
+        if self._terminal:
+            shown = f"[{self._finished}/{self._steps}] {title}"[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Print a line about the current step. On a terminal nothing is printed, because its line changes anyway."""
+        if not self._terminal:
+            print(text, file=sys.stderr, flush=True)
+
+    def finish(self, summary: str) -> None:
+        """Count the current step as finished. Without a terminal, print its title and `summary`."""
+        self._finished += 1
+        if not self._terminal:
+            print(f"[{self._finished}/{self._steps}] {self._title}: {summary}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run(
+    options: Any,
+    measure: Callable[[Progress], Iterator[Row]],
+    show: Callable[[list[Row], Line], None],
+    *,
+    name: str,
+    progress_steps: int,
+    **under: object,
+) -> int:
+    """Measure, write and print the rows of a benchmark. Return 0, or 1 if a rank failed or a row has a fault.
+
+    name             name of the command, such as "bench link".
+    progress_steps   number of steps that the progress counts.
+    under            conditions besides those of the machine.
+
+    If the benchmark fails, what was measured until then is written and printed.
+    """
+    from thinwire.tools.workers import WorkerError  # loads torch; --help and errors in options do not wait for that
+
+    check_file("out", options.out)
+    line, rows, faults = conditions(**under, command=command_line(name, options)), list[Row](), list[str]()
+    with Writer(options.out) as writer, Progress(progress_steps) as progress:
+        writer.write(line)
+        try:
+            for row in measure(progress):
+                writer.write(row)
+                rows.append(row)
+        except (Failure, WorkerError) as error:
+            faults.append(str(error))
+    if rows:
+        print("thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, kernels {kernels}, {date}".format(**line))
+        show(rows, line)
+    faults += [row["fault"] for row in rows if row.get("fault")]
+    for fault in faults:
+        print(f"thinwire {name}: FAILED, {fault}", file=sys.stderr)
+    return int(bool(faults))
+
+
+def print_table(
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text: Collection[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table to stdout.
+
+    text    headers of columns that are left-aligned. All others are right-aligned.
+    spare   headers of columns that are left out, from the first on, until the table fits the terminal.
+    """
+    table = [list(headers), *map(list, rows)]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    left_out = 0
+    for name in spare:
+        if room is None or sum(_widths(table)) + 2 * len(table[0]) <= room:
+            break
+        position = table[0].index(name)
+        for line in table:
+            del line[position]
+        left_out += 1
+    widths = _widths(table)
+    aligned = [str.ljust if header in text else str.rjust for header in table[0]]
+    lines = [
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    print("\n".join(["", title, lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]))
+    if left_out:
+        print(f"{left_out} columns do not fit this terminal; --out writes all columns.")
+
+
+def _widths(table: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*table, strict=True)]
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """Format a number with about so many digits and no exponent, and None as an empty text.
+
+    >>> short(1234.5), short(12.345), short(1.2345), short(0.012345), short(2507.4, 2), short(7.312, 2), short(None)
+    ('1,234', '12.3', '1.23', '0.012', '2,507', '7.3', '')
+    """
+    if value is None:
+        return ""
+    whole = len(f"{abs(value):.0f}") if abs(value) >= 1 else 0
+    return f"{value:,.{max(0, digits - whole)}f}"
+
+
+def at_least(options: object, **least: int) -> None:
+    """Raise ValueError if an option is lower than the given number."""
+    for name, number in least.items():
+        value = getattr(options, name)
+        if value < number:
+            raise ValueError(f"--{name.replace('_', '-')} {value}, expected {number} or more")
+
+
+def check_world(option: str, ranks: int) -> None:
+    """Raise ValueError if an option asks for too few or too many ranks."""
+    if not 2 <= ranks <= LARGEST_WORLD:
+        raise ValueError(f"--{option} {ranks}, expected 2 to {LARGEST_WORLD} ranks")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raise ValueError if an option names something that cannot be written as a file."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--{option} {path}, expected a file in an existing folder")
+
+
+def command_line(name: str, options: Any) -> str:
+    """Return the command line with all options that differ from the defaults, to record it with the results."""
+    words = ["thinwire", *name.split()]
+    arguments = [f"--{field.name}={getattr(options, field.name)}" for field in fields(options)]
+    defaults = options.defaults(arguments) if hasattr(options, "defaults") else type(options)()
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != getattr(defaults, field.name):
+            listed = value if isinstance(value, tuple) else [] if value is True else [value]
+            option = [] if field.name == "files" else [f"--{field.name.replace('_', '-')}"]
+            words += [*option, *map(_word, listed)]
+    return shlex.join(words)
+
+
+def _word(value: object) -> str:
+    """Return a value as an argument of the command line.
+
+    >>> _word(7.35e6), _word(2)
+    ('7.35e6', '2')
+    """
+    return re.sub(r"e\+0*", "e", f"{value:g}") if isinstance(value, float) else str(value)
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, set up for small SVGs. Raises ValueError if it is not installed."""
+    try:
+        import matplotlib
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("a plot needs matplotlib, which is not installed: pip install 'thinwire[plot]'") from None
+    matplotlib.use("svg")
+    # Text stays text, and a second run writes the same bytes.
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "thinwire", "font.size": 9})
+    pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
+    pyplot.rcParams.update({"grid.color": "#ddd", "legend.frameon": False, "axes.axisbelow": True})
+    return pyplot
+
+
+def save_svg(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib without a date and with few digits, so that the file is small and reproducible."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
+    text = re.sub(r"(\.\d{2})\d+(?=[^<>]*>)", r"\1", drawn.getvalue())  # inside of tags alone
+    path.write_text(re.sub(r"\s*\n\s*", "\n", text), encoding="utf-8")
+    pyplot().close(figure)

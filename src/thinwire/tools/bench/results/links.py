@@ -1,0 +1,188 @@
+"""Tables and a plot of what `thinwire bench link` measured: step time by method and bandwidth, and bytes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.record import read as lines
+
+from ..harness import pyplot, save_svg, short
+from ..link.settings import parse_rate
+from ..methods import NO_COMMUNICATION, parse
+
+_NEEDED = (
+    "model", "parameters", "batch", "cpu", "cores", "worker_threads", "torch", "date", "load_average", "links",
+    "command",
+)  # fmt: skip
+_MODELS = {"gpt": "the linear layers of a GPT", "cnn": "a convolutional network"}
+_LINKS = {
+    "namespaces": "ranks in network namespaces, both ends of each link shaped by `tc tbf`; bytes are those of the "
+    "interface, headers included",
+    "relay": "ranks on the loopback interface behind a token-bucket relay; bytes are those that it carried, without "
+    "the headers of TCP",
+}
+_NEXT_TO_NOTHING = 1000.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Results at one world size."""
+
+    ranks: int
+    points: dict[tuple[str, str], tuple[float, float]]
+    """Milliseconds of a step and bytes that a rank sends in it, by method and rate."""
+
+    @property
+    def methods(self) -> list[str]:
+        """Return all methods, in the order of the rows."""
+        return list(dict.fromkeys(method for method, _ in self.points))
+
+    @property
+    def rates(self) -> list[str]:
+        """Return all rates, from slow to fast."""
+        return sorted({rate for _, rate in self.points}, key=parse_rate)
+
+
+@dataclass(frozen=True)
+class Set:
+    """Rows of one run of the benchmark."""
+
+    file: Path
+    conditions: dict[str, Any]
+    worlds: tuple[World, ...]
+
+
+def read(files: Iterable[Path]) -> list[Set]:
+    """Return the rows of all runs in the files. Raises ValueError with the file if a row is not one of bench link."""
+    sets: list[Set] = []
+    for file in files:
+        runs: list[tuple[dict[str, Any], dict[int, World]]] = []
+        for line in lines(file):
+            missing = [name for name in _NEEDED if name not in line["conditions"]]
+            if line["kind"] != "link" or missing:
+                reason = f"conditions without {missing[0]}" if missing else f"a line of kind {line['kind']!r}"
+                raise ValueError(f"{file}: {reason}, expected what thinwire bench link --out wrote")
+            if not runs or runs[-1][0] is not line["conditions"]:
+                runs.append((line["conditions"], {}))
+            world = runs[-1][1].setdefault(line["world"], World(line["world"], {}))
+            world.points[line["method"], line["rate"]] = float(line["ms"]), float(line["bytes_per_step"])
+        if not runs:
+            raise ValueError(f"{file}: no rows")
+        sets += [Set(file, conditions, tuple(worlds[n] for n in sorted(worlds))) for conditions, worlds in runs]
+    return sets
+
+
+def section(sets: Sequence[Set], plot: str, link: Callable[[Path], str]) -> list[str]:
+    """Return the plot, the tables and their captions as paragraphs of Markdown.
+
+    `plot` is the link to the plot, or empty. `link` returns the link to a file.
+    """
+    parts = [f"![Milliseconds of a step against the bandwidth of the link, for every method]({plot})"] if plot else []
+    for one in sets:
+        parts.append(_title(one))
+        parts += [f"**{world.ranks} ranks**\n\n{table(world)}" for world in one.worlds]
+        parts.append(_made(one, link(one.file)))
+    return parts
+
+
+def table(world: World) -> str:
+    """Return a table of milliseconds by method and rate, with the speed-up over dense in brackets, and of bytes."""
+    rates = world.rates
+    lines = [["", *rates, "MB/step", "reduction"], ["---"] * (len(rates) + 3)]
+    for method in world.methods:
+        cells = [_time(world, method, rate) for rate in rates]
+        shown = f"**{method}**" if method.startswith("thinwire.") else method
+        lines.append([shown, *cells, *_bytes(world, method)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _time(world: World, method: str, rate: str) -> str:
+    point, dense = world.points.get((method, rate)), world.points.get(("dense", rate))
+    if point is None:
+        return ""
+    compared = dense is not None and method not in ("dense", NO_COMMUNICATION)
+    return short(point[0], 2) + (f" ({short(dense[0] / point[0], 2)}x)" if compared and dense else "")
+
+
+def _bytes(world: World, method: str) -> tuple[str, str]:
+    """Return the MB that a rank sends in a step and the reduction, both at the slowest rate.
+
+    Over faster links the kernel makes larger packets with fewer headers.
+    """
+    sent, dense = (
+        next((world.points[name, rate][1] for rate in world.rates if (name, rate) in world.points), 0.0)
+        for name in (method, "dense")
+    )
+    reduction = f"{short(dense / sent, 2)}x" if dense and sent > _NEXT_TO_NOTHING and method != "dense" else ""
+    return f"{sent / 1e6:,.3f}", reduction
+
+
+def _title(one: Set) -> str:
+    given = one.conditions
+    size = f"{given['parameters'] / 1e6:.3g} M parameters"
+    return (
+        f"A training step of {_MODELS[given['model']]} with {size}, {given['batch']} samples for each rank: "
+        "milliseconds by the bandwidth of each rank's link, in brackets the speed-up over dense; then the MB that a "
+        "rank sends in a step, and the reduction against dense."
+    )
+
+
+def _made(one: Set, file: str) -> str:
+    given = one.conditions
+    return (
+        f"{given['cpu']}, {given['cores']} cores, {given['worker_threads']} thread for each rank, torch "
+        f"{given['torch']}, gloo, {given['date'][:10]}, load {given['load_average']:.1f} at the start; "
+        f"{_LINKS[given['links']]}. Rows: [{file}]({file}), made by `{given['command']}`."
+    )
+
+
+def draw(sets: Sequence[Set], path: Path) -> None:
+    """Draw step time over bandwidth as an SVG, with a panel for each world size and a line for each method."""
+    plt = pyplot()
+    worlds = [(one, world) for one in sets for world in one.worlds]
+    # thinwire's methods first, so that they get the first colours.
+    methods = sorted(dict.fromkeys(m for _, world in worlds for m in world.methods), key=lambda m: not _is_ours(m))
+    columns = min(2, len(worlds))
+    rows = -(-len(worlds) // columns)
+    figure, panels = plt.subplots(
+        rows, columns, squeeze=False, figsize=(4.2 * columns, 3.4 * rows), layout="constrained"
+    )
+    for axes, (one, world) in zip(panels.flat, worlds, strict=False):
+        for number, method in enumerate(methods):
+            points = [(parse_rate(r), world.points[method, r][0]) for r in world.rates if (method, r) in world.points]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=method, **_style(method, number))
+        rates = [parse_rate(rate) for rate in world.rates]
+        axes.set_xscale("log")
+        axes.set_yscale("log", subs=())
+        axes.set_xticks(rates, world.rates)
+        axes.minorticks_off()
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_title(
+            f"{world.ranks} ranks, {one.conditions['model']}, {one.conditions['parameters'] / 1e6:.3g} M parameters",
+            fontsize=10,
+        )
+        axes.set_xlabel("bandwidth of each link")
+        axes.set_ylabel("ms of a step")
+    for axes in list(panels.flat)[len(worlds) :]:
+        axes.set_axis_off()
+    handles = {label: handle for axes in panels.flat for handle, label in zip(*axes.get_legend_handles_labels())}  # noqa: B905
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2)
+    save_svg(figure, path)
+
+
+def _is_ours(method: str) -> bool:
+    try:
+        return parse(method).is_ours
+    except ValueError:  # of another version
+        return False
+
+
+def _style(method: str, number: int) -> dict[str, Any]:
+    colour = "#888" if method == NO_COMMUNICATION else f"C{number % 10}"
+    style = {"color": colour, "marker": "osD^v"[number % 5], "markersize": 4}
+    if _is_ours(method):
+        return {**style, "linewidth": 2}
+    return {**style, "linewidth": 1, "linestyle": "--", "markerfacecolor": "white"}

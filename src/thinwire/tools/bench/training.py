@@ -1,0 +1,286 @@
+"""Builds what a training loop needs for a method: the module to call, the optimizer, and a count of the bytes sent.
+
+thinwire's synchronizer counts its own bytes. torch does not report the bytes of its all-reduce, so they are those of a
+ring: 2 (P - 1) / P times the bytes that are all-reduced. For N parameters these are
+
+    dense            4 N
+    fp16 hook, bf16  2 N
+    PowerSGD         4 N in its first steps; then 4 (rows + columns) rank for each compressed matrix and 4 for each
+                     element of the other tensors, as counted by the state of the hook
+
+torch's hooks need processes and DDP. If ranks are threads, this module implements fp16 and PowerSGD by the same rules,
+with one tensor for the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`. It adds
+in float32 and rounds to 16 bits at the end, whereas gloo and NCCL round at each addition. If any rank has a value that
+is not finite (fp16 ends at 65,504), all elements become NaN, whereas torch keeps Inf in that element only.
+
+torch's bf16 hook does not run on gloo, so bf16 is implemented here in the same way: cast, all-reduce, cast back.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from thinwire.collectives import cost
+from thinwire.collectives.local import LocalGroup
+from thinwire.sync.buckets import Bucket
+from thinwire.sync.policy import AUTO, DEFAULT
+
+from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
+from .powersgd import PowerSGD
+
+_ONE_BUCKET_MB = 1 << 14
+"""Bucket size for PowerSGD, large enough for one bucket.
+
+With several buckets, torch's PowerSGD issues its collectives in an order that differs between ranks, and gloo aborts.
+"""
+MOMENTUM = 0.9
+"""Momentum of SGD, torch's and thinwire's."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects that a training loop uses."""
+
+    module: nn.Module
+    """The module to call: the model, or DDP around it."""
+    optimizer: Any
+    sync: thinwire.Synchronizer | None = None
+    """The synchronizer of a method of thinwire, otherwise None."""
+    bytes_sent: Callable[[int], float] = lambda steps: 0.0
+    """Returns the bytes that this rank has sent. The argument is the number of steps done so far."""
+    after_backward: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method is built from, on one rank."""
+
+    model: nn.Module
+    """The model on its device, with the same weights on every rank."""
+    lr: float
+    warmup_steps: int = 2
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Options of DDP."""
+    group: LocalGroup | None = None
+    """Process group of this rank if ranks are threads. None stands for the default group of torch.distributed."""
+    bucket: Bucket | None = None
+    """Gradient of this rank if ranks are threads."""
+
+    def ring(self, nbytes: float) -> float:
+        """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
+        return cost.ring(int(nbytes), dist.get_world_size() if self.group is None else self.group.size)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def check(text: str) -> Method:
+    """Return the method that a text stands for. Raises ValueError for an unknown name, option or compressor."""
+    method = parse(text)
+    known = set(inspect.signature(_optimizer(method)).parameters) - {"params", "group", "self"}
+    known |= {"compressor", "algorithm"} if method.is_ours else set()
+    for key in method.options:
+        if key not in known:
+            raise ValueError(
+                f"option {key!r} of method {text.partition(';')[0]!r}, expected one of: {', '.join(sorted(known))}"
+            )
+    if method.is_ours and method.spec not in (AUTO, DEFAULT):
+        thinwire.compressor(method.spec)
+    return method
+
+
+def build(method: Method, setup: Setup) -> Training:
+    """Build the objects for the training loop of one rank."""
+    if method.in_optimizer:
+        return _with_our_optimizer(method, setup)
+    if method.name == "attach" or (method.is_dense and setup.group is not None):
+        return _attached(method, setup)
+    if method.name.startswith("powersgd rank "):
+        return _powersgd(method, setup, int(method.name.split()[-1]))
+    if method.name == POWERSGD_PACKAGE:
+        return _powersgd_package(method, setup)
+    step = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(method.name, 2) * setup.numel)
+    optimizer = _make(method, setup, setup.model.parameters())
+    if setup.group is not None:
+        assert method.name == "fp16 hook", f"{method.text} between threads"
+        return Training(
+            module=setup.model,
+            optimizer=optimizer,
+            sync=None,
+            bytes_sent=lambda steps: steps * step,
+            after_backward=lambda: _all_reduce_in_fp16(setup),
+        )
+    module = DDP(setup.model, **setup.ddp)
+    hooks = {NO_COMMUNICATION: _send_nothing, "fp16 hook": _fp16_hook(), "bf16": _bf16_hook}
+    if method.name in hooks:
+        module.register_comm_hook(None, hooks[method.name])
+    return Training(module=module, optimizer=optimizer, sync=None, bytes_sent=lambda steps: steps * step)
+
+
+def _optimizer(method: Method) -> Callable[..., Any]:
+    if method.in_optimizer:
+        ours: Callable[..., Any] = getattr(thinwire, method.name.removeprefix("thinwire."))
+        return ours
+    return torch.optim.AdamW if method.family == "adamw" else torch.optim.SGD
+
+
+def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
+    momentum = {"momentum": MOMENTUM} if method.family == "sgd" else {}
+    options = {key: value for key, value in method.options.items() if method.in_optimizer or key != "algorithm"}
+    return _optimizer(method)(target, **{"lr": setup.lr, **momentum, **more, **options})
+
+
+def _with_our_optimizer(method: Method, setup: Setup) -> Training:
+    """Build thinwire's optimizer, which exchanges compressed updates."""
+    module = DDP(setup.model, **setup.ddp) if setup.group is None else setup.model
+    more: dict[str, Any] = {} if setup.group is None else {"group": setup.group}
+    more |= {"compressor": method.spec, "warmup_steps": setup.warmup_steps}
+    optimizer = _make(method, setup, module, **more)
+
+    def send() -> None:
+        optimizer.add_bucket(setup.bucket, first=True, last=True)
+        optimizer.watch_gradients()
+
+    after = {} if setup.bucket is None else {"after_backward": send}
+    return Training(
+        module=module,
+        optimizer=optimizer,
+        sync=optimizer.sync,
+        bytes_sent=lambda steps: float(optimizer.sync.stats.bytes_sent),
+        **after,
+    )
+
+
+def _attached(method: Method, setup: Setup) -> Training:
+    """Build torch's optimizer on gradients that thinwire compresses, or averages as they are between threads."""
+    warmup = method.warmup(setup.warmup_steps)
+    policy = thinwire.Policy(method.spec or "none", warmup=[(warmup, EIGHT_BITS)] if warmup else [])
+    algorithm: Any = method.options.get("algorithm", "auto")
+    optimizer = _make(method, setup, setup.model.parameters())
+    if setup.group is None:
+        module = DDP(setup.model, **setup.ddp)
+        sync = thinwire.attach(module, policy, algorithm=algorithm)
+        return Training(
+            module=module, optimizer=optimizer, sync=sync, bytes_sent=lambda steps: float(sync.stats.bytes_sent)
+        )
+    sync = thinwire.Synchronizer(policy, group=setup.group, algorithm=algorithm)
+
+    def reduce() -> None:
+        assert setup.bucket is not None
+        sync.add_bucket(setup.bucket, first=True, last=True)
+        sync.finish()
+
+    return Training(
+        module=setup.model,
+        optimizer=optimizer,
+        sync=sync,
+        bytes_sent=lambda steps: float(sync.stats.bytes_sent),
+        after_backward=reduce,
+    )
+
+
+def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
+    """Build PowerSGD: torch's hook if ranks are processes."""
+    dense_steps = method.warmup(setup.warmup_steps)
+    optimizer = _make(method, setup, setup.model.parameters())
+    if setup.group is not None:
+        group = setup.group
+
+        def mean(flat: Tensor) -> None:
+            thinwire.all_reduce_compressed(flat, "none", op=dist.ReduceOp.AVG, group=group)
+
+        own = PowerSGD(setup.model.parameters(), mean, rank=rank, dense_steps=dense_steps)
+        return Training(
+            module=setup.model,
+            optimizer=optimizer,
+            sync=None,
+            bytes_sent=lambda steps: setup.ring(4 * own.numel_sent),
+            after_backward=own.all_reduce_gradients,
+        )
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps, random_seed=0)
+    module, whole = DDP(setup.model, **{**setup.ddp, "bucket_cap_mb": _ONE_BUCKET_MB}), setup.numel
+    module.register_comm_hook(state, powerSGD_hook)
+
+    def bytes_sent(steps: int) -> float:
+        left_out = state.total_numel_before_compression - state.total_numel_after_compression
+        return setup.ring(4 * (steps * whole - left_out))
+
+    return Training(module=module, optimizer=optimizer, sync=None, bytes_sent=bytes_sent)
+
+
+def _powersgd_package(method: Method, setup: Setup) -> Training:
+    """Build the package of PowerSGD's authors, without DDP.
+
+    It exchanges after the backward pass. It keeps what it has not sent in the gradients, so these are not cleared.
+    """
+    package: Any = importlib.import_module("powersgd")
+    config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
+    aggregator = package.PowerSGD(list(setup.model.parameters()), config=config)
+    optimizer = _make(method, setup, setup.model.parameters())
+
+    class Stepping:
+        def zero_grad(self) -> None:
+            pass
+
+        def step(self) -> None:
+            package.optimizer_step(optimizer, aggregator)
+
+    return Training(setup.model, Stepping())
+
+
+def _all_reduce_in_fp16(setup: Setup) -> None:
+    """Replace gradients by their mean. Each rank divides before the sum, as in `fp16_compress_hook`."""
+    assert setup.group is not None
+    gradients = [one.grad for one in setup.model.parameters() if one.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).half().div_(setup.group.size)
+    thinwire.all_reduce_compressed(flat, "none", group=setup.group)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+
+
+# Hooks. DDP checks annotations: a bucket is a dist.GradBucket.
+
+
+def _send_nothing(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Send nothing: what is left is DDP itself, which copies gradients into buckets and calls Python for each."""
+    buffer = bucket.buffer()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+def _fp16_hook() -> Callable[..., Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    return fp16_compress_hook
+
+
+def _bf16_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(small, async_op=True)
+
+    def widen(done: Any) -> Tensor:
+        whole: Tensor = bucket.buffer()
+        return whole.copy_(done.value()[0])
+
+    assert work is not None
+    widened: torch.futures.Future[Tensor] = work.get_future().then(widen)
+    return widened

@@ -1,0 +1,83 @@
+"""The interface of links between ranks that have a rate and count their bytes. `lab` and `relay` implement it."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Protocol, Self
+
+from . import Links, lab
+from .lab import Lab
+from .relay import Relay
+
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
+
+
+class Network(Protocol):
+    """All links, in the process that starts the ranks."""
+
+    @property
+    def links(self) -> Links:
+        """Return the part that is sent to the process of each rank."""
+
+    def shape(self, rate: float | None) -> None:
+        """Set the rate of all links, in bits per second in each direction. None means no limit."""
+
+    def cut(self, rank: int) -> None:
+        """Disconnect a rank: nothing passes its link, and no rank gets an error from it."""
+
+    def sent_bytes(self) -> list[int]:
+        """Return the bytes sent so far by each rank."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def network(ranks: int, rate: float | None, *, relay: bool) -> Network:
+    """Return a relay or a lab, which is not yet entered."""
+    return Relay(ranks, rate) if relay else Lab(ranks, rate)
+
+
+def prepare() -> None:
+    """Check that namespaces can be created, with or without root.
+
+    Without root, the process moves into a user namespace. Raises ValueError with an alternative if it cannot.
+    """
+    try:
+        reason = lab.what_is_missing()
+        if reason is not None:
+            raise ValueError(reason)
+        if os.geteuid():
+            become_root()
+        with Lab(1, None):  # root in a container may lack the rights
+            pass
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"no links by network namespaces: {error}; "
+            "--relay needs no rights and no tools: ranks on the loopback interface, through a relay that holds their "
+            "bytes back"
+        ) from None
+
+
+def become_root() -> None:
+    """Move this process into a new user namespace, as its root. Raises OSError if the kernel refuses.
+
+    These rights apply to everything that the process creates in the namespace and to nothing outside of it. The
+    namespace ends with its last process. The process must have one thread only. It also gets its own /run, because
+    `ip netns` keeps its names in /run/netns, where only root may write.
+    """
+    user, group = os.geteuid(), os.getegid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        _check("unshare", libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWNET))
+        Path("/proc/self/setgroups").write_text("deny")  # the kernel requires this before a group is mapped
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        _check("mount", libc.mount(b"tmpfs", b"/run", b"tmpfs", ctypes.c_ulong(0), None))
+    except OSError as error:
+        raise OSError(f"the kernel refuses a user namespace ({error.filename}: {error.strerror})") from None
+
+
+def _check(call: str, result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), call)

@@ -1,0 +1,114 @@
+"""Parse and format numbers with units, such as 7e9, 2s or 1Gbps. This module imports nothing large."""
+
+import math
+import re
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_NUMBER = r"([-+]?(?:\d+(?:_\d+)*)(?:\.\d+)?(?:e[-+]?\d+)?)"
+SLOWEST, FASTEST = 1e5, 1e12
+"""Bits per second that a link may have."""
+
+
+def parse_seconds(option: str, text: str, *, zero: bool = False) -> float:
+    """Parse a time above 0, in seconds; with `zero`, 0 is valid too.
+
+    >>> parse_seconds("--latency", "250ms"), parse_seconds("--step-compute", "1.5 s")
+    (0.25, 1.5)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*(s|ms|us|µs|min)", text.strip().lower())
+    value = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+    if not (value >= 0 if zero else value > 0) or value > 1e6:
+        least = "0 or more" if zero else "above 0"
+        raise ValueError(f"{option} {text!r}, expected a time {least} with its unit, such as 2s, 150ms or 50us")
+    return value
+
+
+def parse_count(option: str, text: str, largest: float = 1e13) -> int:
+    """Parse a whole number from 1 to `largest`.
+
+    >>> parse_count("--params", "7e9"), parse_count("--params", "350M"), parse_count("--params", "1_000")
+    (7000000000, 350000000, 1000)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmgbt]?)", text.strip().lower())
+    value = float(match[1].replace("_", "")) * _SCALES[match[2]] if match else math.nan
+    if not 1 <= value <= largest or value != round(value):
+        raise ValueError(f"{option} {text!r}, expected a whole number from 1 to {largest:g}, such as 7e9, 350M or 7B")
+    return round(value)
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Parse a size in bytes.
+
+    >>> parse_bytes("--memory", "80GB"), parse_bytes("--memory", "16 GiB")
+    (80000000000, 17179869184)
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmgt]?)(i?)b", text.strip().lower())
+    value = math.nan
+    if match:
+        value = float(match[1]) * (1024.0 ** " kmgt".index(match[2] or " ") if match[3] else _SCALES[match[2]])
+    if not 1 <= value <= 1e15:
+        raise ValueError(f"{option} {text!r}, expected bytes with their unit, such as 80GB or 16GiB")
+    return round(value)
+
+
+def parse_rate(text: str) -> float:
+    """Parse the rate of a link, in bits per second. Without a unit, or with k, M or G alone, it is in bits too.
+
+    >>> parse_rate("100mbit"), parse_rate("2.5gbit"), parse_rate("1Gbps"), parse_rate("100M"), parse_rate("1 Gbit/s")
+    (100000000.0, 2500000000.0, 1000000000.0, 100000000.0, 1000000000.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([kmgt]?)(bit|bits|bps|bit/s|b/s|)", text.strip().lower())
+    given_bytes = re.search(r"[kmgt]?B(/s|ps)\s*$", text) is not None
+    if match is None or given_bytes or not SLOWEST <= (rate := float(match[1]) * _SCALES[match[2]]) <= FASTEST:
+        raise ValueError(
+            f"rate {text!r}, expected bits per second from 100kbit to 1000gbit, such as 100mbit, 2.5gbit or 1Gbps"
+        )
+    return rate
+
+
+def format_seconds(value: float) -> str:
+    """Format a time.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(450.0), format_seconds(5e-05)
+    ('12.3 ms', '2.50 s', '450 s', '50 µs')
+    """
+    if value >= 1:
+        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 10 else f"{value:.2f} s"
+    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def format_bytes(value: float) -> str:
+    """Format a number of bytes.
+
+    >>> format_bytes(0), format_bytes(512), format_bytes(1.5e6), format_bytes(28e9)
+    ('0', '512 B', '1.5 MB', '28 GB')
+    """
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            return f"{value / size:,.0f} {unit}" if value >= 100 * size else f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B" if value else "0"
+
+
+def format_count(value: float) -> str:
+    """Format a count.
+
+    >>> format_count(7e9), format_count(7371840), format_count(512)
+    ('7 G', '7.37 M', '512')
+    """
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
+def format_rate(bits: float) -> str:
+    """Format a rate in bits per second.
+
+    >>> format_rate(1e9), format_rate(2.5e8)
+    ('1 Gbit/s', '250 Mbit/s')
+    """
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:g} bit/s"

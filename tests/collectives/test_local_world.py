@@ -1,0 +1,381 @@
+"""Ranks as threads: the same sums, bytes and errors as between processes, without torch.distributed."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from support.oracle import same_bits
+from thinwire.collectives.local import LocalGroup, LocalWorld
+from thinwire.collectives.transport import operation
+from thinwire.collectives.transport.link import LinkBroken
+from thinwire.collectives.transport.local_link import LocalLink, Switchboard
+
+NUMEL = 20_000
+TOPK, EIGHT_BITS = "topk:ratio=1/64,bits=2", "quantize:bits=8"
+SECONDS = 30.0
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return (1 + rank) * torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def reduce(group: LocalGroup, spec: str, algorithm: str, steps: int = 3) -> tuple[list[Tensor], Tensor, list[Any]]:
+    """Averages over the ranks, step after step; the residual at the end; the reports."""
+    residual, state = torch.zeros(NUMEL), thinwire.ShardState()
+    results, reports = [], []
+    for step in range(steps):
+        tensor = gradient(group.rank, step)
+        handle = thinwire.all_reduce_compressed(
+            tensor, spec, residual, op=dist.ReduceOp.AVG, group=group, algorithm=algorithm, key=step, state=state
+        )
+        results.append(tensor)
+        reports.append(handle.report)
+    return results, residual, reports
+
+
+def test_torch_distributed_is_not_needed() -> None:
+    assert not dist.is_initialized()
+    LocalWorld(2).run(reduce, EIGHT_BITS, "auto", 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("spec", [TOPK, EIGHT_BITS, "topk:ratio=1%,bits=32,chunk=none"])
+def test_gather_is_the_sum_of_what_each_sent(world: int, spec: str) -> None:
+    found = LocalWorld(world, timeout=SECONDS).run(reduce, spec, "gather")
+    compressor, residuals = thinwire.compressor(spec), [torch.zeros(NUMEL) for _ in range(world)]
+    for step in range(3):
+        total = torch.zeros(NUMEL)
+        for rank, residual in enumerate(residuals):
+            compressor.accumulate(compressor.compress(gradient(rank, step), residual), total, 1 / world)
+        for results, _, reports in found:
+            assert same_bits(results[step], total)
+            assert reports[step].bytes_sent == (world - 1) * compressor.nbytes(NUMEL)
+    for (_, kept, _), residual in zip(found, residuals, strict=True):
+        assert same_bits(kept, residual)
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize(
+    ("spec", "algorithm", "ran"),
+    [
+        (TOPK, "sharded", "sharded"),
+        (EIGHT_BITS, "auto", "sharded"),
+        ("randomk:ratio=1/16", "auto", "values"),
+        (TOPK, "dense", "dense"),
+    ],
+)
+def test_every_other_algorithm_leaves_the_same_bits_everywhere(world: int, spec: str, algorithm: str, ran: str) -> None:
+    if (world, spec, algorithm) == (2, EIGHT_BITS, "auto"):
+        ran = "gather"
+    found = LocalWorld(world, timeout=SECONDS).run(reduce, spec, algorithm)
+    for results, _, reports in found:
+        assert [report.algorithm for report in reports] == [ran] * 3
+        assert all(map(same_bits, results, found[0][0]))
+    bound = 1e-6 if ran == "dense" else {EIGHT_BITS: 0.02}.get(spec, 1.5)
+    for step in range(3):
+        mean = sum((gradient(rank, step) for rank in range(world)), torch.zeros(NUMEL)) / world
+        result = found[0][0][step]
+        error = float((result - mean).norm() / mean.norm())
+        assert error < bound, error
+        if bound > 1:  # zeros would pass: what was sent, and only that, points where the gradient does
+            assert 0.1 < float(result @ mean / (result.norm() * mean.norm())) < 1, "not a part of the gradient"
+    if algorithm == "dense":
+        sent = sum(reports[0].bytes_sent for _, _, reports in found) / world
+        assert sent == pytest.approx(2 * 4 * NUMEL * (world - 1) / world)
+
+
+def test_what_was_sent_and_kept_is_what_came_in() -> None:
+    """Over steps, of the sharded sum too: results, residuals and owners' residuals."""
+
+    def work(group: LocalGroup) -> tuple[Tensor, Tensor]:
+        residual, state, total = torch.zeros(NUMEL), thinwire.ShardState(), torch.zeros(NUMEL)
+        for step in range(3):
+            tensor = gradient(group.rank, step)
+            thinwire.all_reduce_compressed(tensor, TOPK, residual, group=group, algorithm="sharded", state=state)
+            total += tensor
+        assert state.residual is not None
+        for (start, stop), own in zip(state.spans, [state.residual], strict=True):
+            residual[start:stop] += own
+        return total, residual
+
+    found = LocalWorld(3, timeout=SECONDS).run(work)
+    came_in = sum((gradient(rank, step) for rank in range(3) for step in range(3)), torch.zeros(NUMEL))
+    torch.testing.assert_close(found[0][0] + sum(kept for _, kept in found), came_in, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [EIGHT_BITS, "topk:ratio=1/16,bits=2"])
+@pytest.mark.parametrize("tail", [1, 2, 3, 4095])
+def test_a_last_share_that_is_too_short_to_be_compressed(spec: str, tail: int) -> None:
+    """A share of 2 elements of 16 bits is as long dense as in 8 bits, and must not be taken for one that is not."""
+
+    def work(group: LocalGroup) -> Tensor:
+        tensor = torch.randn(4096 + tail, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+        for algorithm in ("auto", "sharded"):
+            found = tensor.clone()
+            state = thinwire.ShardState()
+            thinwire.all_reduce_compressed(
+                found, spec, torch.zeros(4096 + tail), group=group, algorithm=algorithm, state=state
+            )
+            assert bool(found.isfinite().all()), algorithm
+        return found
+
+    found = LocalWorld(8, timeout=SECONDS).run(work)
+    assert all(same_bits(one, found[0]) for one in found)
+
+
+def test_ranks_that_take_turns_have_the_same_sums() -> None:
+    free, in_turn = (
+        LocalWorld(5, timeout=SECONDS, turns=turns).run(reduce, TOPK, "sharded") for turns in (False, True)
+    )
+    for (one, one_kept, _), (other, other_kept, _) in zip(free, in_turn, strict=True):
+        assert all(map(same_bits, one, other))
+        assert same_bits(one_kept, other_kept)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_rank_that_leaves_does_not_keep_others_at_a_barrier(turns: bool) -> None:
+    def work(group: LocalGroup) -> None:
+        if group.rank == 1:
+            raise KeyError("gone")
+        group.barrier()
+
+    with pytest.raises(KeyError, match="gone"):
+        LocalWorld(3, timeout=SECONDS, turns=turns).run(work)
+
+
+def test_many_calls_at_once_do_not_mix() -> None:
+    def work(group: LocalGroup) -> list[float]:
+        tensors = [torch.full((3000,), 127.0 * (1 + index)) for index in range(20)]
+        handles = [thinwire.all_reduce_compressed(tensor, EIGHT_BITS, group=group, async_op=True) for tensor in tensors]
+        assert all(handle.wait(SECONDS) for handle in handles)
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert LocalWorld(4, timeout=SECONDS).run(work) == [[4 * 127.0 * (1 + index) for index in range(20)]] * 4
+
+
+def test_two_worlds_stay_apart() -> None:
+    worlds = [LocalWorld(2, timeout=SECONDS) for _ in range(2)]
+
+    def both(group: LocalGroup) -> float:
+        tensor = torch.full((3000,), 127.0)
+        for world in worlds:
+            thinwire.all_reduce_compressed(tensor, EIGHT_BITS, group=world.groups[group.rank])
+        return float(tensor[0])
+
+    assert LocalWorld(2).run(both) == [4 * 127.0] * 2
+
+
+# What goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_nan_on_one_rank_reaches_all_and_changes_no_residual() -> None:
+    def work(group: LocalGroup) -> tuple[bool, bool]:
+        residual = torch.full((NUMEL,), 0.5)
+        tensor = gradient(group.rank, 0)
+        tensor[7] = torch.nan if group.rank == 1 else 1.0
+        report = thinwire.all_reduce_compressed(tensor, TOPK, residual, group=group).report
+        return not report.finite and bool(tensor.isnan().all()), bool((residual == 0.5).all())
+
+    assert LocalWorld(3, timeout=SECONDS).run(work) == [(True, True)] * 3
+
+
+def caught(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_ranks_that_differ_are_named_and_can_go_on(known: bool) -> None:
+    def work(group: LocalGroup) -> tuple[Exception | None, Exception | None]:
+        def call(spec: str) -> None:
+            thinwire.all_reduce_compressed(torch.ones(NUMEL), spec, group=group, algorithm="gather")
+
+        if known:  # then only the messages differ
+            call(TOPK)
+            call(EIGHT_BITS)
+        return caught(lambda: call(TOPK if group.rank == 2 else EIGHT_BITS)), caught(lambda: call(EIGHT_BITS))
+
+    for error, after in LocalWorld(3, timeout=SECONDS).run(work):
+        assert isinstance(error, thinwire.MismatchError)
+        assert "different arguments: compressor '" in str(error)
+        assert 2 in error.ranks
+        assert known or error.ranks == (2,), "all ranks are compared on the first use of a call, not two of them"
+        assert after is None
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_rank_that_never_comes_is_named(known: bool) -> None:
+    def work(group: LocalGroup) -> Exception | None:
+        def call(timeout: float) -> None:
+            thinwire.all_reduce_compressed(torch.ones(NUMEL), TOPK, group=group, timeout=timeout)
+
+        if known:
+            call(SECONDS)
+        return None if group.rank == 1 else caught(lambda: call(1.0))
+
+    started = time.monotonic()
+    for rank, error in enumerate(LocalWorld(3, timeout=SECONDS).run(work)):
+        if rank != 1:
+            assert isinstance(error, thinwire.PeerError)
+            assert error.ranks == (1,)
+            assert "rank 1 is late" in str(error)
+    assert time.monotonic() - started < 10
+
+
+def test_a_record_of_an_earlier_operation_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the board are used again. A rank that is late has left the record of an earlier call under the key."""
+    monkeypatch.setattr(operation, "_SLOTS", 1)
+
+    def work(group: LocalGroup) -> Exception | None:
+        def call(spec: str, timeout: float) -> None:
+            thinwire.all_reduce_compressed(torch.ones(NUMEL), spec, group=group, timeout=timeout)
+
+        call(TOPK, SECONDS)
+        call(EIGHT_BITS, SECONDS)
+        return None if group.rank == 1 else caught(lambda: call(TOPK, 1.5))
+
+    error, _ = LocalWorld(2, timeout=SECONDS).run(work)
+    assert isinstance(error, thinwire.PeerError), error
+    assert error.ranks == (1,)
+    assert "it has not reached this operation" in str(error)
+
+
+def test_a_rank_that_raises_does_not_keep_the_others() -> None:
+    echoes = []
+
+    def work(group: LocalGroup) -> None:
+        if group.rank == 1:
+            raise KeyError("no more data")
+        error = caught(lambda: thinwire.all_reduce_compressed(torch.ones(9), EIGHT_BITS, group=group))
+        echoes.append(str(error))
+        assert error is not None
+        raise error
+
+    with pytest.raises(KeyError, match="no more data") as failure:
+        LocalWorld(3, timeout=SECONDS).run(work)
+    assert failure.value.__notes__ == ["On rank 1 of 3."]
+    assert len(echoes) == 2
+    assert all("rank 1: it ended with KeyError('no more data')" in echo for echo in echoes), echoes
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+def test_a_world_of_no_ranks_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match="expected a whole number from 1 up"):
+        LocalWorld(size)
+
+
+def test_a_group_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        thinwire.all_reduce_compressed(torch.ones(9), TOPK, group=LocalWorld(2))  # type: ignore[arg-type]
+
+
+# The link alone -----------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_is_closed_wakes_everybody() -> None:
+    board = Switchboard(3)
+    links = [LocalLink(board, rank) for rank in range(3)]
+    found: dict[int, LinkBroken] = {}
+
+    def wait(rank: int) -> None:
+        buffers = {2: torch.zeros(4, dtype=torch.uint8)}
+        try:
+            links[rank].post(buffers if rank else {}, {} if rank else buffers, 7)(time.monotonic() + 30, int)
+        except LinkBroken as broken:
+            found[rank] = broken
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    links[2].close()
+    for thread in threads:
+        thread.join(10)
+    assert {(rank, broken.peer, broken.late) for rank, broken in found.items()} == {(0, 2, False), (1, 2, False)}
+    with pytest.raises(LinkBroken, match="rank 2 closed the connection"):
+        links[0].post({1: torch.zeros(4, dtype=torch.uint8)}, {}, 8)(time.monotonic() + 30, int)
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    board = Switchboard(2)
+    sender = threading.Thread(
+        target=caught,
+        args=(lambda: LocalLink(board, 0).post({1: _bytes(4)}, {}, 7)(time.monotonic() + 10, int),),
+    )
+    sender.start()
+    link = LocalLink(board, 1)
+    with pytest.raises(LinkBroken, match="4 bytes came, expected 5"):
+        link.post({}, {0: _bytes(5)}, 7)(time.monotonic() + 10, int)
+    link.close()
+    sender.join(10)
+    assert not sender.is_alive()
+
+
+def test_the_deadline_is_kept() -> None:
+    started = time.monotonic()
+    with pytest.raises(LinkBroken, match="no message in time") as broken:
+        LocalLink(Switchboard(2), 0).post({}, {1: _bytes(4)}, 7)(started + 0.2, int)
+    assert (broken.value.peer, broken.value.late) == (1, True)
+    assert 0.2 <= time.monotonic() - started < 5
+
+
+def test_nothing_is_left_behind() -> None:
+    before = set(threading.enumerate())
+    world = LocalWorld(4)
+    world.run(reduce, EIGHT_BITS, "auto")
+    made = [thread for thread in threading.enumerate() if thread not in before and "thinwire-wire" in thread.name]
+    assert made
+    del world
+    deadline = time.monotonic() + 30
+    while any(thread.is_alive() for thread in made):
+        assert time.monotonic() < deadline, [thread.name for thread in made if thread.is_alive()]
+        gc.collect()  # again and again: a thread may have been at the end of its last call
+        time.sleep(0.02)
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_compressor_counts_its_own_calls(world: int) -> None:
+    """Equal ones too, whose plans are the same."""
+
+    def work(group: LocalGroup) -> list[int]:
+        mine = [thinwire.TopK("1/64", bits=2) for _ in range(2)]
+        for compressor in (*mine, mine[1]):
+            thinwire.all_reduce_compressed(gradient(group.rank, 0), compressor, group=group)
+        return [compressor.stats.calls for compressor in mine]
+
+    assert LocalWorld(world, timeout=SECONDS).run(work) == [[1, 2]] * world
+
+
+@pytest.mark.parametrize(("world", "messages"), [(2, 1), (3, 4)])
+def test_small_tensors_without_compression_go_between_two_ranks_in_one_message(world: int, messages: int) -> None:
+    """As many bytes as a ring sends, and the plain average."""
+
+    def work(group: LocalGroup) -> tuple[Tensor, int, int]:
+        bias = torch.nn.Parameter(torch.zeros(300))
+        weight = torch.nn.Parameter(torch.zeros(NUMEL))
+        weight.grad, bias.grad = torch.zeros(NUMEL), torch.arange(300.0) + group.rank
+        sync = thinwire.Synchronizer(thinwire.Policy(TOPK, small_compressor="none"), group=group)
+        sync.all_reduce_gradients([("weight", weight), ("bias", bias)])
+        payload = (world - 1) * thinwire.compressor(TOPK).nbytes(NUMEL)
+        return bias.grad, sync.stats.bytes_sent - payload, sync.stats.messages - (world - 1)
+
+    for average, sent, counted in LocalWorld(world, timeout=SECONDS).run(work):
+        torch.testing.assert_close(average, torch.arange(300.0) + (world - 1) / 2)
+        assert sent == 2 * 4 * 300 * (world - 1) // world
+        assert counted == messages

@@ -1,0 +1,201 @@
+"""The plan of an all-reduce: which algorithm and how many segments, for worlds that no test could run."""
+
+import math
+
+import pytest
+import torch
+
+import thinwire
+from thinwire.collectives import cost
+from thinwire.collectives.plan import DEFAULT_MAX_BYTES, choose, max_bytes, plan
+from thinwire.collectives.transport.wire import AT_ONCE
+
+TOPK = thinwire.TopK(ratio="1/64", bits=2)
+CHUNK, RECORD = 4096, 84
+WORLDS = [2**i for i in range(1, 13)]
+
+
+def make(algorithm: str, numel: int, ranks: int, budget: int, in_node: int = 1, dtype: torch.dtype = torch.float32):
+    return plan(algorithm, "given by the caller", TOPK, TOPK.for_sum(ranks), numel, dtype, ranks, in_node, budget)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_bytes_and_messages_are_those_of_the_formulas(ranks: int) -> None:
+    """With a record for each rank to own, and more, the closed formulas of docs/collectives.md hold exactly."""
+    numel = CHUNK * ranks * 3
+    payload, second = 3 * ranks * RECORD, TOPK.for_sum(ranks).nbytes(numel)
+    assert TOPK.nbytes(numel) == payload
+    gather = cost.gather(TOPK, numel, torch.float32, ranks)
+    sharded = cost.sharded(TOPK, TOPK.for_sum(ranks), numel, torch.float32, ranks)
+    dense = cost.dense(numel, torch.float32, ranks)
+    assert (gather.sent, gather.messages) == ((ranks - 1) * payload, ranks - 1)
+    assert math.isclose(sharded.sent, (payload + second) * (ranks - 1) / ranks)
+    assert sharded.messages == dense.messages == 2 * (ranks - 1)
+    assert math.isclose(dense.sent, 8 * numel * (ranks - 1) / ranks)
+
+
+def test_sharded_is_flat_in_the_world_and_gather_is_not() -> None:
+    numel = 4096 * CHUNK
+    sent = [cost.sharded(TOPK, TOPK.for_sum(ranks), numel, torch.float32, ranks).sent for ranks in WORLDS]
+    assert max(sent[2:]) / min(sent[2:]) < 1.15  # from 8 ranks on the second stage is the same
+    gather = [cost.gather(TOPK, numel, torch.float32, ranks).sent for ranks in WORLDS]
+    assert gather[-1] / gather[0] == 4095
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "sharded", "dense"])
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_memory_stays_within_the_budget_at_any_world_size(algorithm: str, ranks: int) -> None:
+    made = make(algorithm, 25_000_000, ranks, DEFAULT_MAX_BYTES)
+    assert made.cost.memory <= DEFAULT_MAX_BYTES // AT_ONCE
+    smallest = make(algorithm, 25_000_000, ranks, 128 << 20)
+    assert smallest.cost.memory <= 32 << 20
+    assert len(smallest.segments) >= len(made.segments)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 100_003])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("in_node", [1, 8])
+def test_segments_cover_every_entry_once_in_whole_records(numel: int, ranks: int, in_node: int) -> None:
+    made = make("sharded", numel, ranks, 16 << 20, in_node)
+    ends = [0, *(stop for _, stop in made.segments)]
+    assert [start for start, _ in made.segments] == ends[:-1]
+    assert ends[-1] == numel
+    assert all(end % made.granule == 0 for end in ends[:-1])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
+def test_shares_cover_every_entry_once(parts: int) -> None:
+    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "none", "randomk:ratio=1/64"):
+        for numel in (0, 1, 100, 4096, 100_003):
+            cut = cost.owned(thinwire.compressor(spec), numel, torch.float32, parts)
+            assert [start for start, _ in cut] == [0, *(stop for _, stop in cut[:-1])]
+            assert cut[-1][1] == numel
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 64])
+def test_shares_differ_by_one_record_at_most(parts: int) -> None:
+    """Otherwise one rank would sum, compress and send more than the others."""
+    for records in (1, parts - 1, parts, 2 * parts - 1, 100):
+        counts = [(stop - start) // 16 for start, stop in cost.shares(16 * records, 16, parts)]
+        assert sum(counts) == records
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_short_share_that_would_be_sent_dense_is_not_cut_off() -> None:
+    """Pieces must be slices of the payload: 16 of 16 elements in 32 bits never pay, so a lone tail would be dense."""
+    compressor = thinwire.TopK(ratio="1/2", bits=16, chunk=16)
+    for numel in range(1, 200):
+        for ranks in (2, 3, 8):
+            cut = cost.owned(compressor, numel, torch.float32, ranks)
+            pieces = sum(compressor.nbytes(stop - start) for start, stop in cut)
+            assert pieces == compressor.nbytes(numel)
+
+
+def test_a_budget_that_cannot_hold_one_segment_says_by_how_much_to_raise_it() -> None:
+    with pytest.raises(ValueError, match=r"max_bytes 1,000 cannot hold one segment.*by (\S+) to (\S+) ") as caught:
+        make("gather", 25_000_000, 8, 1000)
+    needed = int(str(caught.value).split(" to ")[1].split(" ")[0].replace(",", ""))
+    assert len(make("gather", 25_000_000, 8, needed).segments) == math.ceil(25_000_000 / CHUNK)
+    with pytest.raises(ValueError, match="cannot hold one segment"):
+        make("gather", 25_000_000, 8, needed - AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1000", 1000),
+        ("256MiB", 256 << 20),
+        ("1GiB", 1 << 30),
+        ("2 kb", 2000),
+        ("3KiB", 3072),
+        ("7b", 7),
+        ("", 1 << 30),
+    ],
+)
+def test_the_environment_variable(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
+    assert max_bytes(None) == expected
+    assert max_bytes(77) == 77
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "lots", "1.5GiB", "1TiB"])
+def test_a_bad_environment_variable_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
+    with pytest.raises(ValueError, match="THINWIRE_MAX_BYTES="):
+        max_bytes(None)
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "1GiB"])
+def test_a_bad_budget_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="max_bytes"):
+        max_bytes(given)  # type: ignore[arg-type]
+
+
+def chosen(spec: str, numel: int, ranks: int, *, can_shard: bool = True, dtype: torch.dtype = torch.float32):
+    first = thinwire.compressor(spec)
+    return choose("auto", first, first.for_sum(ranks), numel, dtype, ranks, can_shard=can_shard)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "topk:ratio=1/256,bits=4", "quantize:bits=8"])
+def test_auto_takes_the_one_that_sends_the_least(spec: str, ranks: int) -> None:
+    first, numel = thinwire.compressor(spec), 16 * 1024 * CHUNK
+    sent = {
+        "gather": cost.gather(first, numel, torch.float32, ranks).sent,
+        "sharded": cost.sharded(first, first.for_sum(ranks), numel, torch.float32, ranks).sent,
+        "dense": cost.dense(numel, torch.float32, ranks).sent,
+    }
+    name, reason = chosen(spec, numel, ranks)
+    assert sent[name] == min(sent.values())
+    assert all(f"{other} {round(nbytes):,}" in reason for other, nbytes in sent.items())
+
+
+def test_auto_says_why_it_does_not_take_what_would_send_less() -> None:
+    assert chosen("topk:ratio=1/64,bits=2", 1 << 24, 64)[0] == "sharded"
+    name, reason = chosen("topk:ratio=1/64,bits=2", 1 << 24, 64, can_shard=False)
+    assert name == "gather"
+    assert "no state was given" in reason
+    name, reason = chosen("topk:ratio=1/64,bits=2,chunk=none", 1 << 24, 64)
+    assert name == "gather"
+    assert "not sharded, because there is one record, which one rank would own" in reason
+
+
+def test_auto_shards_two_records_among_more_ranks() -> None:
+    """Some ranks own nothing then, and it sends less all the same."""
+    for ranks in (3, 4, 64):
+        assert chosen("quantize:bits=8", 4096, ranks)[0] != "sharded"
+        assert chosen("quantize:bits=8", 4097, ranks)[0] == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("spec", "numel", "ranks", "name", "reason"),
+    [
+        ("none", 1000, 4, "dense", "the compressor is none"),
+        ("topk:ratio=1/64,bits=2", 1, 4, "dense", "would not be smaller"),
+        ("randomk:ratio=1/64", 1000, 4, "values", "same positions"),
+        ("topk:ratio=1/64,bits=2", 10_000, 1, "gather", "one rank"),
+    ],
+)
+def test_auto_without_a_comparison(spec: str, numel: int, ranks: int, name: str, reason: str) -> None:
+    got = chosen(spec, numel, ranks)
+    assert got[0] == name
+    assert reason in got[1]
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(ValueError, match="algorithm 'ring', expected one of auto, gather"):
+        choose("ring", TOPK, TOPK, 100, torch.float32, 2, can_shard=True)
+    with pytest.raises(ValueError, match="whose ranks send different elements"):
+        choose("values", TOPK, TOPK, 10_000, torch.float32, 2, can_shard=True)
+    randomk = thinwire.RandomK(ratio="1/64")
+    with pytest.raises(ValueError, match="use 'values'"):
+        choose("sharded", randomk, randomk, 10_000, torch.float32, 2, can_shard=True)
+
+
+def test_a_sum_is_sent_on_with_more_entries_and_bits() -> None:
+    assert thinwire.format_spec(TOPK.for_sum(2)) == "topk:ratio=1/32,bits=4,chunk=4096"
+    assert thinwire.format_spec(TOPK.for_sum(1000)) == "topk:ratio=1/8,bits=4,chunk=4096"
+    assert TOPK.for_sum(1000).kept(CHUNK) == 512
+    assert thinwire.TopK(ratio="1/2").for_sum(4).ratio == 1
+    assert thinwire.Quantize(bits=1).for_sum(4).bits == 4
+    assert thinwire.NoCompression().for_sum(4) == thinwire.NoCompression()

@@ -1,0 +1,129 @@
+"""What comes out: the sum of what the ranks sent, with the same bits on every rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire
+from support.group import run_group
+from support.oracle import same_bits
+from support.reductions import Case, check_expected, check_same, expected, perform
+from thinwire.testing import RankPool
+
+WORLDS = (1, 2, 3, 4, 8)
+"""Ranks as threads; and once as processes."""
+TOPK, QUANTIZE, RANDOMK = "topk:ratio=1/64,bits=2", "quantize:bits=4", "randomk:ratio=1/64,seed=5"
+LARGE = (3, 5, 1400)
+
+EXACT = [
+    *(Case(TOPK, algorithm, average=average) for algorithm in ("gather", "sharded") for average in (False, True)),
+    *(Case(QUANTIZE, algorithm, average=average) for algorithm in ("gather", "sharded") for average in (False, True)),
+    *(Case(spec, "gather") for spec in ("topk:ratio=1/64,bits=32,chunk=none", "quantize:bits=1", RANDOMK)),
+    Case("topk:ratio=1/4,bits=32,chunk=16", "sharded", LARGE, second="quantize:bits=8,block=32"),
+    Case("topk:ratio=1/4,bits=32,chunk=16", "gather", LARGE, residual=False),
+    Case("quantize:bits=2,rounding=stochastic", "gather", residual=False),
+    Case("quantize:bits=8,block=32", "sharded", LARGE, residual=False),
+    *(Case(TOPK, algorithm, (0,)) for algorithm in ("gather", "sharded")),
+    *(Case(TOPK, algorithm, shape) for algorithm in ("gather", "sharded") for shape in ((1,), ())),
+    # A share that is one short record, which by itself would be sent dense.
+    *(Case(spec, "sharded", (2 * 4096 + 1,)) for spec in ("topk:ratio=1/64,bits=32", "quantize:bits=8")),
+    *(Case(TOPK, algorithm, (4096, 3), torch.float64) for algorithm in ("gather", "sharded")),
+    *(Case(TOPK, "gather", (4097,), dtype) for dtype in (torch.float16, torch.bfloat16)),
+]
+SUMMED = [
+    *(Case(TOPK, "dense", shape) for shape in ((9001,), (0,), (1,))),
+    Case("none", "dense", LARGE),
+    *(Case(RANDOMK, "values", shape) for shape in ((9001,), (0,), (1,))),
+    Case(RANDOMK, "values", dtype=torch.float64, residual=False),
+    Case("none", "auto", dtype=torch.float64),
+]
+ROUNDED = [
+    Case(spec, algorithm, dtype=dtype, average=average)
+    for dtype in (torch.float16, torch.bfloat16)
+    for average in (False, True)
+    for spec, algorithm in ((TOPK, "sharded"), (TOPK, "dense"), (QUANTIZE, "sharded"), (RANDOMK, "values"))
+]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_result_is_the_sum_of_what_ranks_sent(world_size: int) -> None:
+    """TopK and Quantize, gathered and sharded: the same sums and residuals as in one process, to the last bit."""
+    found = run_group(perform, world_size, EXACT)
+    for index, case in enumerate(EXACT):
+        check_same(found, case, index)
+        check_expected(found, case, index, case.algorithm)
+
+
+def test_processes_have_the_bits_of_threads(ranks: RankPool) -> None:
+    cases = EXACT + SUMMED + ROUNDED
+    for one, other in zip(ranks.run(perform, 3, cases), run_group(perform, 3, cases), strict=True):
+        for case, mine, theirs in zip(cases, one, other, strict=True):
+            assert all(map(same_bits, mine.results, theirs.results)), case
+            assert [report.bytes_sent for report in mine.reports] == [report.bytes_sent for report in theirs.reports]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_plain_sums_are_added_in_the_order_of_ranks(world_size: int) -> None:
+    """Dense and the values of RandomK: nothing is lost, and the residuals are what the compressor leaves."""
+    found = run_group(perform, world_size, SUMMED)
+    for index, case in enumerate(SUMMED):
+        check_same(found, case, index)
+        alike = replace(case, spec="none") if case.algorithm == "dense" else case
+        check_expected(found, alike, index, "gather")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sixteen_bits_are_the_same_everywhere_and_near_the_sum(world_size: int) -> None:
+    """What owners send on in 16 bits is rounded once more; more than rounding may not separate it from the sum."""
+    found = run_group(perform, world_size, ROUNDED)
+    for index, case in enumerate(ROUNDED):
+        check_same(found, case, index)
+        alike = replace(case, spec="none") if case.algorithm == "dense" else case
+        right = expected(alike, world_size, "sharded" if case.algorithm == "sharded" else "gather")[0].results[0]
+        close = 4 * torch.finfo(case.dtype).eps * float(right.abs().max())
+        torch.testing.assert_close(
+            found[0][index].results[0], right, rtol=0, atol=close, msg=lambda m, c=case: f"{c}\n{m}"
+        )
+
+
+def count_ranks(rank: int, world_size: int, algorithms: list[tuple[str, str]], group: Any = None) -> list[list[float]]:
+    """Rank r sends ones in its first r + 1 places, so that place i counts the ranks from i on."""
+    counts = []
+    for algorithm, spec in algorithms:
+        one = 127 if spec == "quantize:bits=8" else 1  # a number that eight bits hold exactly
+        for _ in range(2):  # a buffer that is not cleared shows in the second
+            tensor = torch.zeros(20_000)
+            tensor[: rank + 1] = one
+            thinwire.all_reduce_compressed(tensor, spec, algorithm=algorithm, key=1, group=group)
+            counts.append((tensor[: world_size + 1] / one).tolist())
+            assert not tensor[world_size:].any()
+    return counts
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ones_are_counted(world_size: int) -> None:
+    algorithms = [
+        ("gather", "topk:ratio=1/64,bits=32"), ("sharded", "topk:ratio=1/64,bits=32"), ("dense", TOPK),
+        ("gather", "topk:ratio=1/64,bits=32,chunk=none"), ("values", "randomk:ratio=1"), ("auto", "none"),
+        ("gather", "quantize:bits=8"),
+    ]  # fmt: skip
+    right = [float(world_size - place) for place in range(world_size + 1)]
+    for counts in run_group(count_ranks, world_size, algorithms):
+        assert counts == [right] * len(counts)
+
+
+def average_large(rank: int, world_size: int, spec: str, dtype: torch.dtype, group: Any = None) -> list[float]:
+    """Averages of numbers near the end of the dtype's range, whose sum is beyond it."""
+    tensor = torch.full((9001,), 0.9 * torch.finfo(dtype).max, dtype=dtype)
+    work = thinwire.all_reduce_compressed(tensor, spec, op=dist.ReduceOp.AVG, algorithm="dense", group=group)
+    assert work.report.finite
+    return [float(tensor.min()), float(tensor.max())]
+
+
+@pytest.mark.parametrize("spec", ["none", TOPK])
+def test_an_average_of_large_float16_is_finite(spec: str) -> None:
+    large = float(torch.tensor(0.9 * torch.finfo(torch.float16).max, dtype=torch.float16))
+    assert run_group(average_large, 3, spec, torch.float16) == [[large, large]] * 3

@@ -1,0 +1,485 @@
+"""`thinwire.attach`: what DDP guarantees holds with the hook, and what compression guarantees holds under DDP."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.oracle import bytes_of
+from support.slow import slow
+from support.training import (
+    SEVERAL,
+    SPECS,
+    TOPK,
+    USED,
+    Given,
+    Heads,
+    assert_same,
+    attached,
+    average,
+    average_residuals,
+    grad_bits,
+    gradients,
+    identical,
+    loss_of,
+    make_batch,
+    make_net,
+    policy,
+    raises,
+    skip_not_finite,
+    sync_bits,
+    weight_bits,
+)
+from thinwire.testing import RankError, RankPool
+
+
+def compare_with_plain(rank: int, world_size: int, used: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    models = [DistributedDataParallel(Heads().to(dtype), **options) for _ in range(2)]
+    sync = thinwire.attach(models[1], "none")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    for step in range(7):
+        given = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(given, USED[used](rank, step)).backward()
+        assert_same(grad_bits(models[0]), grad_bits(models[1]), f"gradients of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(weight_bits(models[0]), weight_bits(models[1]), "weights")
+    assert sync.steps == 7
+    assert sync.finite is None  # it is not checked
+    assert sync.stats.bytes_sent == sync.stats.bytes_dense > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("used", "options"),
+    [
+        ("static", {}),
+        ("static", {**SEVERAL, "gradient_as_bucket_view": True}),
+        ("static", {**SEVERAL, "static_graph": True}),
+        ("one rank", {**SEVERAL, "find_unused_parameters": True}),
+        ("all ranks", {**SEVERAL, "find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    ],
+    ids=["one bucket", "bucket view", "static graph", "unused on a rank", "unused on all"],
+)
+def test_none_equals_plain_ddp(ranks: RankPool, world_size: int, used: str, options: dict[str, Any]) -> None:
+    ranks.run(compare_with_plain, world_size, used, options, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_none_equals_plain_ddp_in_other_dtypes(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(compare_with_plain, 3, "static", SEVERAL, dtype)
+
+
+def train(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
+    model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, algorithm=algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sync.steps == steps
+    assert sync.finite is True
+    assert len(sync.state_dict()["layout"]) >= 2
+    assert any(algorithm in used or algorithm == "auto" for used in sync.stats.algorithms)
+    assert sync.stats.bytes_sent < sync.stats.bytes_dense
+    return weight_bits(model), sum(losses[:20]), sum(losses[-20:])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "steps"),
+    [("topk", 2, 300), slow("quantize", 3, 100), slow("randomk", 2, 300), ("sharded", 3, 100)],
+)
+def test_compressed_replicas_stay_identical(ranks: RankPool, name: str, world_size: int, steps: int) -> None:
+    found = ranks.run(train, world_size, *SPECS[name], steps)
+    assert identical(weights for weights, _, _ in found)
+    for _, first, last in found:
+        assert last < 0.8 * first, "it does not learn"
+
+
+def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> None:
+    """What came out plus the residuals is what came in, as an average over ranks, after every step."""
+    model, sync, _ = attached(Given(), policy(spec, warmup=warmup), True, options, algorithm=algorithm)
+    came_in = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in model.module.named_parameters()}
+    came_out = {name: tensor.clone() for name, tensor in came_in.items()}
+    layouts = set()
+    for step in range(8):
+        model.zero_grad()
+        given = gradients(model.module, rank, step)
+        model(given).backward()
+        layouts.add(str(sync.state_dict()["layout"]))
+        left = average_residuals(sync)
+        for (name, parameter), gradient in zip(model.module.named_parameters(), given, strict=True):
+            came_in[name] += average(gradient)
+            came_out[name] += parameter.grad.double()
+            total = came_out[name] + left.get(name, 0.0)
+            torch.testing.assert_close(total, came_in[name], rtol=0, atol=3e-5 * world_size * (step + 1))
+    assert len(layouts) == 2, f"the buckets were never rebuilt: {layouts}"
+    assert sync.residual_norm() > 0
+
+
+RAMP = [(2, "none"), (2, "quantize:bits=8"), (2, "topk:ratio=1/4,bits=4,chunk=512")]
+
+
+@pytest.mark.parametrize("warmup", [(), RAMP], ids=["at once", "after a warm-up"])
+@pytest.mark.parametrize("name", SPECS)
+def test_nothing_is_lost_over_steps_and_a_rebuild(ranks: RankPool, name: str, warmup: Any) -> None:
+    ranks.run(conserve, 3, *SPECS[name], {"bucket_cap_mb": 0.008}, warmup)
+    if not warmup:
+        ranks.run(conserve, 2, *SPECS[name], {}, warmup)
+
+
+def conserve_unused(rank: int, world_size: int, view: bool) -> None:
+    """Head c is used on all ranks, then on one, then on none: its residual must not vanish."""
+    model = DistributedDataParallel(Heads(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    sync = thinwire.attach(model, policy(TOPK))
+    came_in = came_out = torch.zeros(64 * 8, dtype=torch.float64)
+    for step, used in enumerate([("abc", "abc"), ("abc", "ab"), ("ab", "ab"), ("ab", "a"), ("abc", "abc")]):
+        given = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+        alone = Heads()
+        alone(given, used[rank]).backward()
+        gradient = alone.heads["c"].weight.grad
+        came_in = came_in + average(torch.zeros(64 * 8) if gradient is None else gradient.view(-1))
+        model.zero_grad()
+        model(given, used[rank]).backward()
+        result = model.module.heads["c"].weight.grad
+        came_out = came_out + (0 if result is None else result.double().view(-1))
+        left = average_residuals(sync)["heads.c.weight"]
+        torch.testing.assert_close(came_out + left, came_in, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "bucket views"])
+def test_nothing_is_lost_of_parameters_without_use_in_a_step(ranks: RankPool, view: bool) -> None:
+    ranks.run(conserve_unused, 2, view)
+
+
+def accumulate(rank: int, world_size: int, ddp: bool) -> None:
+    """Whole numbers: the sum over micro-batches is exact, so bits must be those of one big batch."""
+    pairs = [attached(Given(), policy(TOPK), ddp, SEVERAL) for _ in range(2)]
+    for step in range(4):
+        micro = [gradients(pairs[0][0].module, rank, 10 * step + part, whole=True) for part in range(4)]
+        model, _, _ = pairs[0]
+        model.zero_grad()
+        with model.no_sync():
+            for part in micro[:3]:
+                model(part).backward()
+        model(micro[3]).backward()
+        model, _, _ = pairs[1]
+        model.zero_grad()
+        model([sum(parts) for parts in zip(*micro, strict=True)]).backward()
+        assert_same(grad_bits(pairs[0][0]), grad_bits(pairs[1][0]), f"gradients of step {step}")
+        assert_same(sync_bits(pairs[0][1]), sync_bits(pairs[1][1]), f"residuals of step {step}")
+    assert pairs[0][1].steps == 4
+
+
+def accumulate_batches(rank: int, world_size: int, spec: str) -> None:
+    models = [attached(make_net(), policy(spec), True, SEVERAL)[0] for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(10):
+        parts = [make_batch(rank, 10 * step + part) for part in range(4)]
+        given, wanted = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with models[0].no_sync():
+            for part in range(3):
+                rows = slice(8 * part, 8 * part + 8)
+                ((models[0](given[rows]) - wanted[rows]).square().mean() / 4).backward()
+        ((models[0](given[24:]) - wanted[24:]).square().mean() / 4).backward()
+        (models[1](given) - wanted).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_four_micro_batches_are_one_big_batch(ranks: RankPool) -> None:
+    ranks.run(accumulate, 2, True)
+    for spec in ("none", "topk:ratio=1,bits=32"):
+        ranks.run(accumulate_batches, 2, spec)
+
+
+def interleave(rank: int, world_size: int) -> None:
+    """Three models, alone and then mixed: one backward pass for two of them, their own collectives between."""
+
+    def make(index: int) -> tuple[nn.Module, Any, Any]:
+        spec, algorithm = list(SPECS.values())[index]
+        model, sync, _ = attached(make_net(index), policy(spec), True, SEVERAL, algorithm=algorithm)
+        return model, sync, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    alone = []
+    for index in range(3):
+        model, sync, optimizer = make(index)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        alone.append(weight_bits(model) | sync_bits(sync))
+    mixed = [make(index) for index in range(3)]
+    for step in range(6):
+        for _, _, optimizer in mixed:
+            optimizer.zero_grad()
+        total = torch.tensor(float(rank))
+        losses = [loss_of(model, rank, step) for model, _, _ in mixed]
+        losses[2].backward()
+        dist.all_reduce(total)
+        (losses[0] + losses[1]).backward()
+        assert total == sum(range(world_size))
+        for _, _, optimizer in mixed:
+            optimizer.step()
+    for index, (model, sync, _) in enumerate(mixed):
+        assert_same(weight_bits(model) | sync_bits(sync), alone[index], f"model {index}")
+
+
+def test_several_models_in_one_process(ranks: RankPool) -> None:
+    ranks.run(interleave, 2)
+    ranks.run(interleave, 3)
+
+
+def many_buckets(rank: int, world_size: int) -> dict[str, bytes]:
+    """Chunks are parameters, so the results are those of a plain loop, which has one bucket."""
+    sizes = [1024] * 26
+    spec = policy("topk:ratio=1/16,bits=8,chunk=1024")
+    model, sync, _ = attached(Given(sizes), spec, True, {"bucket_cap_mb": 0.003}, algorithm="gather")
+    other, other_sync, finish = attached(Given(sizes), spec, False, algorithm="gather")
+    for step in range(10):
+        given = gradients(other, rank, step)
+        model.zero_grad()
+        other.zero_grad()
+        model(given).backward()
+        other(given).backward()
+        finish()
+        assert_same(grad_bits(model), grad_bits(other), f"gradients of step {step}")
+        assert_same(sync_bits(sync), sync_bits(other_sync), f"residuals of step {step}")
+    assert len(sync.state_dict()["layout"]) >= 20
+    assert len(other_sync.state_dict()["layout"]) == 1
+    return grad_bits(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_more_than_20_buckets_in_flight(ranks: RankPool, world_size: int) -> None:
+    assert identical(ranks.run(many_buckets, world_size))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_inf_on_one_rank_is_skipped_by_all(ranks: RankPool, name: str) -> None:
+    ranks.run(skip_not_finite, 3, *SPECS[name], True)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise KeyError("in the backward pass")
+
+
+class Breakable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.breaks_after = make_net(), -1
+
+    def forward(self, given: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            given = layer(given)
+            if index == self.breaks_after:
+                given = Breaks.apply(given)
+        return given
+
+
+def fail_in_backward(rank: int, world_size: int, breaks_after: int) -> None:
+    """The first layer to be reached breaks: DDP itself goes on. One in the middle: DDP wants to be made anew."""
+    ends = []
+    for bad_step in (3, None):
+        model, sync, _ = attached(Breakable(), policy(TOPK), True, SEVERAL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(6):
+            if step == bad_step:
+                before = sync_bits(sync)
+                model.module.breaks_after = breaks_after
+                optimizer.zero_grad()
+                with raises(KeyError):
+                    loss_of(model, rank, 99).backward()
+                model.module.breaks_after = -1
+                assert_same(before, sync_bits(sync), "residuals")
+                if breaks_after < 6:
+                    saved = sync.state_dict()
+                    model, sync, _ = attached(model.module, policy(TOPK), True, SEVERAL)
+                    sync.load_state_dict(saved)
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        ends.append(weight_bits(model) | sync_bits(sync))
+    assert_same(*ends, "the ends of the two runs")
+
+
+@pytest.mark.parametrize("breaks_after", [6, 3], ids=["at its start", "in the middle"])
+def test_an_exception_in_backward_does_not_poison_the_next_step(ranks: RankPool, breaks_after: int) -> None:
+    ranks.run(fail_in_backward, 2, breaks_after)
+
+
+def warned(rank: int, world_size: int, spec: Any, optimizer: str) -> list[str]:
+    models = [attached(make_net(index), spec, True)[0] for index in range(2)]
+    bystander = torch.optim.Adam([torch.ones(3, requires_grad=True)])  # of no attached model
+    optimizers = [getattr(torch.optim, optimizer)(model.parameters(), lr=0.01) for model in models[:1]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            bystander.step()
+            for model, made in zip(models[:1], optimizers, strict=True):
+                made.zero_grad()
+                loss_of(model, rank, step).backward()
+                made.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("spec", "optimizer", "count"),
+    [
+        (policy(TOPK), "Adam", 1),
+        (policy(TOPK), "AdamW", 1),
+        (policy("randomk:ratio=1/8"), "RMSprop", 1),
+        (policy("quantize:bits=8", overrides={"0.*": TOPK}), "AdamW", 1),
+        (policy(TOPK), "SGD", 0),
+        (policy("quantize:bits=8"), "AdamW", 0),
+        ("none", "Adam", 0),
+    ],
+)
+def test_the_warning_for_adam_on_sparse_gradients(ranks: RankPool, spec: Any, optimizer: str, count: int) -> None:
+    (found,) = ranks.run(warned, 1, spec, optimizer)
+    assert len(found) == count, found
+    assert all("thinwire.AdamW" in text and optimizer in text for text in found)
+
+
+def step_two_models(rank: int, world_size: int) -> list[tuple[str, int, int, bool]]:
+    """(optimizer, model, warnings, whether its weights moved) of each step; a third model is gone by then."""
+    models = [attached(make_net(index), policy(TOPK), True)[0] for index in range(3)]
+    del models[1]
+    found = []
+    for name, number in (("SGD", 0), ("Adam", 0), ("Adam", 1), ("Adam", 1)):
+        model = models[number]
+        before = weight_bits(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        found.append((name, number, len(caught), weight_bits(model) != before))
+    return found
+
+
+def test_the_warning_is_given_up_at_the_first_step_of_each_model(ranks: RankPool) -> None:
+    """Each model has a step of its own in which it is looked at, while torch goes through its hooks."""
+    (found,) = ranks.run(step_two_models, 1)
+    assert found == [("SGD", 0, 0, True), ("Adam", 0, 0, True), ("Adam", 1, 1, True), ("Adam", 1, 0, True)]
+
+
+def wrong_arguments(rank: int, world_size: int) -> None:
+    def make() -> DistributedDataParallel:
+        return DistributedDataParallel(make_net())
+
+    with raises(ValueError, "Sequential", "DistributedDataParallel"):
+        thinwire.attach(make_net(), "none")
+    with raises(ValueError, "nonsense"):
+        thinwire.attach(make(), "nonsense:ratio=1")
+    with raises(ValueError, "ratio"):
+        thinwire.attach(make(), "topk:ratio=2")
+    with raises(ValueError, "5", "expected"):
+        thinwire.attach(make(), 5)
+    with raises(ValueError, "nonsense"):
+        thinwire.attach(make(), "none", shard_compressor="nonsense")
+    for wrong in ({"algorithm": "nonsense"}, {"timeout": -1}, {"max_bytes": -1}, {"group": 5}):
+        with raises(ValueError, str(next(iter(wrong.values())))):
+            thinwire.attach(make(), TOPK, **wrong)
+    ddp = make()
+    thinwire.attach(ddp, "none")
+    with raises((ValueError, RuntimeError), "hook"):
+        thinwire.attach(ddp, "none")
+
+
+def test_wrong_arguments(ranks: RankPool) -> None:
+    ranks.run(wrong_arguments, 1)
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.layer(self.embedding(words)).square().mean()
+
+
+def refuse_sparse_gradients(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(Words())
+    for make in (lambda: thinwire.attach(ddp, "none"), lambda: thinwire.AdamW(ddp), lambda: thinwire.SGD(ddp)):
+        with raises(ValueError, "'embedding.weight'", "sparse=False"):
+            make()
+    for _ in range(3):  # DDP works as before
+        ddp.zero_grad()
+        ddp(torch.tensor([1, 2, 3])).backward()
+    assert ddp.module.embedding.weight.grad.is_sparse
+    ignoring = Words()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["embedding.weight"])
+    ddp = DistributedDataParallel(ignoring)
+    thinwire.attach(ddp, "none")
+    ddp(torch.tensor([1, 2, 3])).backward()
+
+
+def test_a_sparse_gradient_is_refused_before_ddp_gets_a_hook(ranks: RankPool) -> None:
+    ranks.run(refuse_sparse_gradients, 2)
+
+
+def disagree(rank: int, world_size: int, specs: list[Any], ddp: bool) -> str:
+    model, _, finish = attached(make_net(), specs[rank % len(specs)], ddp)
+    try:
+        loss_of(model, rank, 0).backward()
+        finish()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+DIFFERENT = {
+    "topk and quantize": [policy(TOPK), policy("quantize:bits=8")],
+    "topk and none": [policy(TOPK), policy("none")],
+    "ratios": [policy(TOPK), policy(TOPK), policy("topk:ratio=1/8,bits=4,chunk=512")],
+    "small": [policy(TOPK), policy(TOPK, min_numel=3000)],
+    "warm-up": [policy(TOPK, warmup=[(3, "none")]), policy(TOPK)],
+}
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_disagree_fail_at_once(ranks: RankPool, name: str, ddp: bool) -> None:
+    try:
+        found = ranks.run(disagree, 3, DIFFERENT[name], ddp, timeout=12)
+    except RankError as error:
+        pytest.fail(f"a rank waits in vain: {str(error)[:300]}")
+    assert all("rank" in text for text in found), found
+    assert any("differ" in text or "compressor" in text or "spec" in text for text in found), found
+
+
+def bits_per_rank(rank: int, world_size: int) -> bytes:
+    """Stochastic rounding: draws differ by rank, results do not."""
+    model, _, _ = attached(Given(), policy("quantize:bits=4,rounding=stochastic"), True, SEVERAL)
+    for step in range(5):
+        model.zero_grad()
+        model(gradients(model.module, rank, step)).backward()
+    return b"".join(bytes_of(parameter.grad) for parameter in model.parameters())
+
+
+def test_stochastic_rounding_gives_the_same_bits_on_all_ranks(ranks: RankPool) -> None:
+    assert identical(ranks.run(bits_per_rank, 3))

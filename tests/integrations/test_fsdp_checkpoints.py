@@ -1,0 +1,159 @@
+"""Checkpoints of sharded models: other numbers of shards, of replicas, of both; the same bits with the same numbers."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.sharded import local_bits, make_mesh, sharded_net, take_step, whole
+from support.slow import slow
+from support.training import TOPK, make_net, policy, raises
+from thinwire.testing import RankPool
+
+SECONDS = 120.0
+AT, STEPS = 6, 10
+"""The step at which a checkpoint is saved, and the steps of the run."""
+
+
+def make(world_size: int, shards: int, algorithm: str = "auto") -> tuple[Any, nn.Module, thinwire.AdamW]:
+    mesh = make_mesh(world_size, shards)
+    model = sharded_net(mesh)
+    optimizer = thinwire.AdamW(
+        model, compressor=policy(TOPK), warmup_steps=2, refresh_every=4, group=mesh["replicate"], algorithm=algorithm
+    )
+    return mesh, model, optimizer
+
+
+def save(path: Path, model: nn.Module, optimizer: thinwire.AdamW) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save as save_all
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own use of torch
+        save_all({"model": model.state_dict(), "optimizer": thinwire.per_rank(optimizer)}, checkpoint_id=path)
+
+
+def load(path: Path, model: nn.Module, optimizer: thinwire.AdamW) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load as load_all
+
+    weights = {"model": model.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_all(weights, checkpoint_id=path)
+    model.load_state_dict(weights["model"])
+    optimizer.load_state_dict(thinwire.load_per_rank(path, "optimizer", owner=optimizer))
+
+
+def sums(mesh: Any, optimizer: thinwire.AdamW) -> dict[str, Tensor]:
+    """What replicas have on average: residuals and momentum, over all shards; a new replica has none."""
+    made = {}
+    state = thinwire.per_rank(optimizer)[f"replica{optimizer.sync.rank}"]
+    shards = optimizer.sync.shards
+    assert shards is not None
+    for number, (name, _) in enumerate(optimizer.named_parameters()):
+        for path in (f"thinwire/residuals/{name}", f"state/{number}/exp_avg"):
+            kept: Any = state.get(path)
+            if kept is None:  # not by zeros_like, which may find the mesh of an earlier test in torch's caches
+                kept = shards.distributed(name, torch.zeros_like(shards.shard(name)))
+            mean = kept.full_tensor().double()
+            torch.distributed.all_reduce(mean, group=mesh.get_group("replicate"))
+            made[path] = mean / mesh["replicate"].size()
+    return made
+
+
+def first_half(rank: int, world_size: int, path: Path, algorithm: str) -> Any:
+    mesh, model, optimizer = make(world_size, 2, algorithm)
+    for step in range(AT):
+        take_step(model, optimizer, [rank], step)
+    save(path, model, optimizer)
+    kept, weights = sums(mesh, optimizer), whole(model)
+    for step in range(AT, STEPS):
+        take_step(model, optimizer, [rank], step)
+    return kept, weights, local_bits(model), optimizer.sync.stats.algorithms
+
+
+def second_half(rank: int, world_size: int, path: Path, shards: int, algorithm: str) -> Any:
+    mesh, model, optimizer = make(world_size, shards, algorithm)
+    load(path, model, optimizer)
+    kept, weights = sums(mesh, optimizer), whole(model)
+    for step in range(AT, STEPS):
+        take_step(model, optimizer, [rank], step)
+    return kept, weights, local_bits(model), optimizer.sync.steps
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "sharded"])
+def test_a_resumed_run_has_the_same_bits(ranks: RankPool, tmp_path: Path, algorithm: str) -> None:
+    found = ranks.run(first_half, 4, tmp_path, algorithm, timeout=SECONDS)
+    resumed = ranks.run(second_half, 4, tmp_path, 2, algorithm, timeout=SECONDS)
+    for one, other in zip(found, resumed, strict=True):
+        assert one[2] == other[2]
+        assert algorithm in one[3]
+
+
+@pytest.mark.parametrize(("world_size", "shards"), [(4, 1), (4, 4), (2, 1), slow(3, 3)])
+def test_other_numbers_of_shards_and_replicas(ranks: RankPool, tmp_path: Path, world_size: int, shards: int) -> None:
+    kept, weights, *_ = ranks.run(first_half, 4, tmp_path, "auto", timeout=SECONDS)[0]
+    found = ranks.run(second_half, world_size, tmp_path, shards, "auto", timeout=SECONDS)
+    assert kept.keys() == found[0][0].keys()
+    for name, mean in found[0][0].items():
+        torch.testing.assert_close(mean, kept[name], msg=name)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found[0][1].items())
+    for rank in range(world_size):
+        assert found[rank][2] == found[rank % shards][2]
+        assert found[rank][3] == STEPS
+        assert found[rank][2] != local_bits_of(found[rank][1])
+
+
+def local_bits_of(weights: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+
+
+def other_ways(rank: int, world_size: int, path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    _, model, optimizer = make(world_size, 2)
+    for step in range(3):
+        take_step(model, optimizer, [rank], step)
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)  # the state of this rank's own shard
+    other = {**own, "thinwire": {**own["thinwire"], "shard": [1 - own["thinwire"]["shard"][0], 2]}}
+    with raises(ValueError, "shard", "thinwire.per_rank"):
+        optimizer.load_state_dict(other)
+    with raises(ValueError, "all shards", "thinwire.per_rank"):
+        optimizer.consolidate_state_dict()
+    optimizer.zero_grad()
+    with raises(RuntimeError, "get_optimizer_state_dict", "thinwire.per_rank"):
+        get_optimizer_state_dict(model, optimizer)
+    optimizer.zero_grad()
+    torchs = torch.optim.AdamW(model.parameters())
+    torchs.load_state_dict(optimizer.torch_state_dict())
+    take_step(model, torchs, [rank], 3)
+
+
+def test_other_ways_to_save_say_what_to_do(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(other_ways, 4, tmp_path, timeout=SECONDS)
+
+
+def without_shards(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
+    """DDP loads what a sharded model has saved."""
+    ddp = DistributedDataParallel(make_net())
+    optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK), warmup_steps=2, refresh_every=4)
+    optimizer.load_state_dict(thinwire.load_per_rank(path, "optimizer"))
+    kept = {f"thinwire/residuals/{name}": residual.double() for name, residual in optimizer.sync.residuals.items()}
+    for residual in kept.values():
+        torch.distributed.all_reduce(residual)
+        residual /= world_size
+    take_step(ddp, optimizer, [rank], AT)
+    return kept
+
+
+def test_a_model_without_shards_loads_the_state_of_one_with_shards(ranks: RankPool, tmp_path: Path) -> None:
+    kept, *_ = ranks.run(first_half, 4, tmp_path, "auto", timeout=SECONDS)[0]
+    found = ranks.run(without_shards, 2, tmp_path, timeout=SECONDS)[0]
+    assert len(found) > 3
+    for name, residual in found.items():
+        torch.testing.assert_close(residual, kept[name].flatten(), msg=name)

@@ -1,0 +1,32 @@
+"""Training by Lightning, started as its users start it: the same as a plain loop, bit for bit, also after a resume."""
+
+import pytest
+
+from support.frameworks.like_plain import LikeAPlainLoop
+from support.frameworks.runs import Trained, trained_by
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_by("lightning", tmp_path_factory.mktemp("lightning") / "run")
+
+
+class TestLikeAPlainLoop(LikeAPlainLoop):
+    pass
+
+
+def test_accumulation_and_bfloat16(trained: Trained) -> None:
+    assert trained.result["accumulated_steps"] == 10, "one exchange for two batches"
+    losses = trained.result["accumulated"]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    trained.assert_same("accumulated")
+
+
+def test_clipping_by_lightning_is_refused(trained: Trained) -> None:
+    assert "max_grad_norm=" in trained.result["clipped"]
+
+
+def test_attach_exchanges_and_is_in_checkpoints(trained: Trained) -> None:
+    assert trained.result["attached_bytes"] > 0
+    trained.assert_same("attached")
+    trained.assert_same("attached-resumed", as_name="attached")

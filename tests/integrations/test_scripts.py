@@ -1,0 +1,162 @@
+"""DDP in ordinary scripts: parameter groups beside it, the optimizer before it, compiled, averaged and tied models."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import thinwire
+from support.training import SEVERAL, TOPK, identical, loss_of, make_net, no_sync, policy, raises, weight_bits
+from thinwire.testing import RankPool
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+class Derived(DistributedDataParallel):
+    """As frameworks have it."""
+
+
+def in_groups(rank: int, world_size: int) -> dict[str, bytes]:
+    """Groups of parameters, as for weight decay: DDP is found, and sends nothing by itself."""
+    others = [DistributedDataParallel(make_net(seed)) for seed in (1, 2)]  # they must not be taken
+    ends = []
+    for found in (True, False):
+        module = make_net()
+        model = (Derived if found else DistributedDataParallel)(module, **SEVERAL)
+        decay = [p for p in module.parameters() if p.dim() > 1]
+        rest = [p for p in module.parameters() if p.dim() <= 1]
+        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+        given: dict[str, Any] = {} if found else {"ddp": model}
+        optimizer = thinwire.AdamW(groups, lr=3e-3, compressor=policy(TOPK), warmup_steps=2, **given)
+        assert optimizer.ddp is model
+        assert [group["param_names"][0] for group in optimizer.param_groups] == ["0.weight", "0.bias"]
+        train(model, optimizer, rank, 0, 4)
+        with no_sync(model):  # accumulation, and an evaluation between the two passes
+            loss_of(model, rank, 9).backward()
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, 32))
+        model.train()
+        loss_of(model, rank, 10).backward()
+        optimizer.step()
+        ends.append(weight_bits(model))
+    assert identical(ends)
+    for given in (module.parameters(), module, [p for name, p in module.named_parameters() if name != "0.bias"]):
+        with raises((ValueError, RuntimeError)):  # it has a hook by now; and one is left out
+            thinwire.SGD(given, lr=0.1)
+    with raises(ValueError, "2 DDP models", "an optimizer for each"):
+        thinwire.SGD([p for other in others for p in other.parameters()], lr=0.1)
+    return ends[0]
+
+
+def test_groups_of_parameters_beside_ddp(ranks: RankPool) -> None:
+    assert identical(ranks.run(in_groups, 2))
+
+
+def before_ddp(rank: int, world_size: int) -> None:
+    module = make_net()
+    optimizer = thinwire.SGD(module.parameters(), lr=0.1, compressor=policy(TOPK))
+    model = DistributedDataParallel(module)
+    before = weight_bits(module)
+    loss_of(model, rank, 0).backward()
+    with raises(
+        RuntimeError, "after this optimizer was made", "make thinwire.SGD after DistributedDataParallel(model)"
+    ):
+        optimizer.step()
+    assert weight_bits(module) == before
+    ignored = make_net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignored, ["0.weight", "0.bias"])
+    model = DistributedDataParallel(ignored)
+    optimizer = thinwire.SGD(ignored[0].parameters(), lr=0.1, compressor=policy(TOPK))
+    assert optimizer.ddp is None, "what DDP ignores is for another optimizer"
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_made_before_ddp_is_refused(ranks: RankPool) -> None:
+    ranks.run(before_ddp, 2)
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_net()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+        nn.init.eye_(self.first.weight)
+
+    def forward(self, given: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(self.body(given)))
+        return result
+
+
+def copied(rank: int, world_size: int) -> dict[str, bytes]:
+    """Averages of weights, of the DDP model and of the model inside; of a model with a weight that has two names."""
+    module = Tied()
+    model = DistributedDataParallel(module)
+    optimizer = thinwire.AdamW(model, lr=3e-3, compressor=policy(TOPK), warmup_steps=2)
+    means = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in (model, module)]
+    plain = [p.detach().clone() for p in module.parameters()]
+    for step in range(5):
+        train(model, optimizer, rank, step, step + 1)
+        for mean in means:
+            mean.update_parameters(model if mean is means[0] else module)
+        plain = [
+            p.detach().clone() if step == 0 else old.lerp(p.detach(), 0.5)
+            for old, p in zip(plain, module.parameters(), strict=True)
+        ]
+    for mean in means:
+        for one, other in zip(mean.module.parameters(), plain, strict=True):
+            torch.testing.assert_close(one, other)
+    assert module.first.weight is module.last.weight
+    assert sum(name.endswith("first.weight") for name, _ in optimizer.named_parameters()) == 1
+    with raises(TypeError, "state_dict()"):
+        copy.deepcopy(optimizer)
+    return weight_bits(model)
+
+
+def test_averaged_and_tied_models(ranks: RankPool) -> None:
+    assert identical(ranks.run(copied, 2))
+
+
+def compiled(rank: int, world_size: int) -> None:
+    """torch.compile before or after DDP, or not at all, on either side of a resume."""
+    states, names = [], []
+    for how in ("not", "before", "after"):
+        module = make_net()
+        inner = torch.compile(module, backend="eager") if how == "before" else module
+        model = DistributedDataParallel(inner)
+        given = torch.compile(model, backend="eager") if how == "after" else model
+        optimizer = thinwire.AdamW(given, lr=3e-3, compressor=policy(TOPK), warmup_steps=2)
+        assert optimizer.ddp is model
+        train(model if how == "not" else given, optimizer, rank, 0, 4)
+        names.append([name for name, _ in optimizer.named_parameters()])
+        states.append((module.state_dict(), optimizer.state_dict()))
+    assert identical(names)
+    ends = []
+    for weights, state in states:
+        module = make_net()
+        module.load_state_dict(weights)
+        model = DistributedDataParallel(module)
+        optimizer = thinwire.AdamW(model, lr=3e-3, compressor=policy(TOPK), warmup_steps=2)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, 4, 6)
+        ends.append(weight_bits(model))
+    assert identical(ends)
+    sync = thinwire.attach(DistributedDataParallel(torch.compile(make_net(), backend="eager")), policy(TOPK))
+    assert sync.numels is not None
+    assert list(sync.numels) == names[0]
+
+
+def test_a_compiled_model_is_resumed_without_it(ranks: RankPool) -> None:
+    ranks.run(compiled, 2)

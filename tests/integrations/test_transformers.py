@@ -1,0 +1,41 @@
+"""The Trainer of Transformers, started by torchrun: the same as a plain loop, bit for bit, also after a resume."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.frameworks.like_plain import LikeAPlainLoop
+from support.frameworks.runs import PROGRAMS, Trained, require, trained_by
+from support.training_runs import run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_by("transformers", tmp_path_factory.mktemp("transformers") / "run")
+
+
+class TestLikeAPlainLoop(LikeAPlainLoop):
+    pass
+
+
+def test_a_gpt2_learns_with_the_arguments_that_transformers_has(trained: Trained) -> None:
+    """Clipping by max_grad_norm, which thinwire does, accumulation and bfloat16."""
+    losses, norms = trained.result["gpt2"], trained.result["norms"]
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert trained.result["gpt2_steps"] == 40, "one exchange for two batches"
+    assert trained.result["max"] == 1.0
+    assert all(0.01 < norm < 100 for norm in norms), norms
+    trained.assert_same("gpt2")
+
+
+def test_what_the_trainer_cannot_do_is_refused(trained: Trained) -> None:
+    assert "options of thinwire.AdamW go into optimizer_cls_and_kwargs=" in trained.result["own_optimizer"]
+
+
+@pytest.mark.slow
+def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+    require("transformers")
+    done = run(tmp_path, str(tmp_path / "run"), program=(sys.executable, PROGRAMS["transformers"][-1]))
+    assert done.code == 0, done.err
+    assert "same bits True" in done.out

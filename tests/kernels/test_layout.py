@@ -1,0 +1,87 @@
+"""Layouts: sizes without data, and payloads that can be cut where the tensor is cut."""
+
+import pytest
+import torch
+
+import thinwire
+from support.oracle import bytes_of
+from thinwire.kernels.layout import QuantizeLayout, TopKLayout, residual_dtype, topk_record
+
+CUTTABLE = {
+    "topk:ratio=1/64,bits=2": 4096,
+    "topk:ratio=1%,bits=8": 4096,
+    "topk:ratio=1/16,bits=32": 4096,
+    "topk:ratio=1/4,bits=2,chunk=16": 16,
+    "quantize:bits=8": 16 * 256,
+    "quantize:bits=1": 16 * 256,
+    "quantize:bits=2,block=32": 16 * 32,
+}
+"""Spec -> how many elements a record holds."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", CUTTABLE)
+def test_the_payload_of_a_slice_is_a_slice_of_the_payload(spec: str, dtype: torch.dtype, backend: str) -> None:
+    """A collective sends each share of the tensor to its owner without compressing it again."""
+    compressor, per_record = thinwire.compressor(spec), CUTTABLE[spec]
+    tensor = torch.randn(5 * per_record + per_record // 3, generator=torch.Generator().manual_seed(4)).to(dtype)
+    whole = bytes_of(compressor.compress(tensor).payload)
+    record = compressor.nbytes(per_record, dtype)
+    for first, last in ((0, 1), (1, 3), (2, 5), (4, 5), (0, 5)):
+        part = compressor.compress(tensor[first * per_record : last * per_record].clone())
+        assert bytes_of(part.payload) == whole[first * record : last * record], f"records {first} to {last}"
+    rest = compressor.compress(tensor[3 * per_record :].clone())
+    assert bytes_of(rest.payload) == whole[3 * record :]
+
+
+@pytest.mark.parametrize("spec", CUTTABLE)
+def test_a_decoded_slice_is_a_slice_of_the_decoded(spec: str, backend: str) -> None:
+    compressor, per_record = thinwire.compressor(spec), CUTTABLE[spec]
+    ct = compressor.compress(torch.randn(4 * per_record, generator=torch.Generator().manual_seed(4)))
+    record = compressor.nbytes(per_record)
+    piece = thinwire.CompressedTensor(
+        compressor, 2 * per_record, ct.dtype, ct.key, ct.payload[record : 3 * record], "test"
+    )
+    assert torch.equal(piece.decompress(), ct.decompress()[per_record : 3 * per_record])
+
+
+@pytest.mark.parametrize("spec", [*CUTTABLE, "topk:ratio=1/64,bits=2,chunk=none"])
+@pytest.mark.parametrize("limit", [1, 4096, 10_000, 1 << 30])
+def test_parts_cover_everything_once(spec: str, limit: int) -> None:
+    for numel in (1000, 4096, 4097, 100_003):
+        layout = thinwire.compressor(spec).layout(numel, torch.float32)
+        assert isinstance(layout, TopKLayout | QuantizeLayout)
+        elements = nbytes = 0
+        for _, part in layout.parts(limit):
+            assert (part.elements.start, part.nbytes.start) == (elements, nbytes)
+            elements, nbytes = part.elements.stop, part.nbytes.stop
+        assert (elements, nbytes) == (numel, layout.nbytes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
+def test_a_record_s_fields_follow_each_other(bits: int) -> None:
+    for n in (1, 2, 16, 17, 4095, 4096, 25_000_000):
+        for k in {1, max(1, n // 64), max(1, n // 3), n}:
+            record = topk_record(n, k, bits)
+            assert record.codes_at == {1: 2, 32: 0}.get(bits, 4)
+            assert record.low_at == record.codes_at + (k * bits + 7) // 8
+            assert record.high_at == record.low_at + (k * record.low_bits + 7) // 8
+            assert record.nbytes == record.high_at + (k + ((n - 1) >> record.low_bits) + 7) // 8
+
+
+def test_what_does_not_pay_is_dense() -> None:
+    """Never larger than dense, and never a compressed payload of the same size either."""
+    for numel in range(200):
+        for spec in (*CUTTABLE, "topk:ratio=1,bits=32", "randomk:ratio=1", "randomk:ratio=1/64"):
+            for dtype in (torch.float32, torch.float16):
+                compressor = thinwire.compressor(spec)
+                layout = compressor.layout(numel, dtype)
+                dense = numel * dtype.itemsize
+                assert compressor.nbytes(numel, dtype) <= dense
+                assert (type(layout).__name__ == "DenseLayout") == (compressor.nbytes(numel, dtype) == dense)
+
+
+def test_residual_dtype() -> None:
+    assert residual_dtype(torch.float64) == torch.float64
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert residual_dtype(dtype) == torch.float32

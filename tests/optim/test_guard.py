@@ -1,0 +1,316 @@
+"""Between the exchange and `step` a gradient may not change: what was sent is the gradient as it was."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from support.optimizers import BOTH, make, make_scaler
+from support.training import (
+    SEVERAL,
+    USED,
+    VIEWS,
+    Given,
+    Heads,
+    assert_same,
+    gradients,
+    identical,
+    loss_of,
+    make_net,
+    no_sync,
+    optimizer_bits,
+    plain_module,
+    raises,
+    weight_bits,
+)
+from thinwire.testing import RankPool
+
+
+class Order(NamedTuple):
+    """In which order the calls of a step come."""
+
+    ddp: dict[str, Any] | None = None
+    """The options of DDP; None: a plain loop with exchange()."""
+    parts: int = 1
+    """Backward passes of a step."""
+    scaled: bool = False
+    set_to_none: bool = True
+
+    @property
+    def shares(self) -> bool:
+        """Whether gradients are views of one tensor: then nobody knows which of them was changed."""
+        return self.ddp is None or "gradient_as_bucket_view" in self.ddp
+
+
+ORDERS = {
+    "ddp": Order(SEVERAL),
+    "ddp views": Order(VIEWS),
+    "plain": Order(),
+    "parts": Order(SEVERAL, parts=3),
+    "parts views": Order(VIEWS, parts=2),
+    "parts plain": Order(parts=2),
+    "scaler": Order(SEVERAL, scaled=True),
+    "scaler views": Order(VIEWS, scaled=True),
+    "scaler plain": Order(scaled=True),
+    "scaler parts": Order(SEVERAL, parts=2, scaled=True),
+}
+KEPT = {
+    "kept": Order(SEVERAL, set_to_none=False),
+    "kept views": Order(VIEWS, set_to_none=False),
+    "kept plain": Order(set_to_none=False),
+    "static graph": Order({**SEVERAL, "static_graph": True}),
+}
+
+
+SCALED = pytest.mark.parametrize(
+    ("kind", "name"),
+    [("AdamW", "scaler"), ("SGD", "scaler"), ("AdamW", "scaler views"), ("SGD", "scaler plain")],
+)
+
+
+class Training:
+    """A model, its optimizer and the calls of a step."""
+
+    def __init__(self, rank: int, kind: str, order: Order, module: nn.Module | None = None, **options: Any) -> None:
+        self.rank, self.order = rank, order
+        module = Given() if module is None else module
+        self.model = module if order.ddp is None else DistributedDataParallel(module, **order.ddp)
+        self.scaler = make_scaler() if order.scaled else None
+        self.optimizer = make(kind, self.model, grad_scaler=self.scaler, **{"warmup_steps": 4, **options})
+
+    @property
+    def weights(self) -> nn.ParameterList:
+        found: nn.ParameterList = plain_module(self.model).weights
+        return found
+
+    def backward(self, number: int, spoilt: bool = False) -> None:
+        given = gradients(plain_module(self.model), self.rank, number)
+        if spoilt:
+            given[3][7] = torch.inf
+        loss = self.model(given)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def send(self, number: int, spoilt: bool = False) -> None:
+        self.optimizer.zero_grad(self.order.set_to_none)
+        for part in reversed(range(self.order.parts)):
+            with no_sync(self.model) if part else nullcontext():
+                self.backward(10 * number + part, spoilt)
+        if self.order.ddp is None:
+            self.optimizer.exchange()
+
+    def step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def clip(training: Training) -> None:
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+
+
+def halve(training: Training) -> None:
+    training.weights[3].grad.mul_(0.5)
+
+
+def put_another(training: Training) -> None:
+    training.weights[3].grad = training.weights[3].grad.clone()
+
+
+def take_away(training: Training) -> None:
+    training.weights[3].grad = None
+
+
+def go_on(training: Training) -> None:
+    with no_sync(training.model):
+        training.backward(77)
+
+
+CHANGES: dict[Callable[[Training], None], str] = {
+    clip: "weights.0",
+    halve: "weights.3",
+    put_another: "weights.3",
+    take_away: "weights.3",
+    go_on: "weights.0",
+}
+"""Ways to change gradients, and the first parameter whose gradient they change."""
+
+
+def change(rank: int, world_size: int, kind: str, order: Order) -> dict[str, bytes]:
+    """In the warm-up and after it: refused with everything as before, and the end is that of a run without it, in
+    which nothing is refused."""
+    ends = []
+    for bad_steps in ((3, 6), ()):
+        training = Training(rank, kind, order)
+        for step in range(8):
+            for act, name in CHANGES.items() if step in bad_steps else ():
+                before = optimizer_bits(training.optimizer)
+                training.send(500 + step)
+                act(training)
+                known = not order.shares or act in (put_another, take_away)
+                with raises(RuntimeError, f"'{name}'" if known else "or of one beside it in memory", "max_grad_norm="):
+                    training.step()
+                assert_same(before, optimizer_bits(training.optimizer), f"{act.__name__} at step {step}")
+            training.send(step)
+            training.step()
+        assert (training.optimizer.sync.steps, training.optimizer.skipped) == (8, 0)
+        ends.append(optimizer_bits(training.optimizer))
+    assert_same(*ends, "the ends of the runs")
+    return weight_bits(training.model)
+
+
+@BOTH
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_gradient_that_changes_after_it_was_sent_is_refused(ranks: RankPool, kind: str, order: Order) -> None:
+    assert identical(ranks.run(change, 2, kind, order))
+
+
+def quiet(rank: int, world_size: int, kind: str, order: Order) -> dict[str, bytes]:
+    training = Training(rank, kind, order, max_grad_norm=50.0)
+    for step in range(7):
+        training.send(step)
+        training.step()
+    assert (training.optimizer.sync.steps, training.optimizer.skipped) == (7, 0)
+    assert training.optimizer.sync.residual_norm() > 0
+    return weight_bits(training.model)
+
+
+@BOTH
+@pytest.mark.parametrize("order", KEPT.values(), ids=KEPT)
+def test_a_gradient_that_stays_is_no_false_alarm(ranks: RankPool, kind: str, order: Order) -> None:
+    assert identical(ranks.run(quiet, 2, kind, order))
+
+
+def use_some(rank: int, world_size: int, used: str, kind: str, view: bool, set_to_none: bool) -> dict[str, bytes]:
+    model = DistributedDataParallel(Heads(), **SEVERAL, find_unused_parameters=True, gradient_as_bucket_view=view)
+    optimizer = make(kind, model, warmup_steps=3)
+    for step in range(8):
+        optimizer.zero_grad(set_to_none)
+        given = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(given, USED[used](rank, step) if step else "ab").backward()
+        optimizer.step()
+    assert (optimizer.sync.steps, optimizer.skipped) == (8, 0)
+    return weight_bits(model)
+
+
+@pytest.mark.parametrize("used", ["one rank", "all ranks"])
+@pytest.mark.parametrize(
+    ("kind", "view", "set_to_none"), [("AdamW", False, True), ("SGD", True, True), ("SGD", False, False)]
+)
+def test_a_layer_that_is_not_used_is_no_false_alarm(
+    ranks: RankPool, used: str, kind: str, view: bool, set_to_none: bool
+) -> None:
+    assert identical(ranks.run(use_some, 2, used, kind, view, set_to_none))
+
+
+def overflow(rank: int, world_size: int, kind: str, order: Order) -> tuple[float, dict[str, bytes]]:
+    """An Inf on one rank, in the warm-up and after it: all ranks skip the step, and halve their scale."""
+    training = Training(rank, kind, order)
+    assert training.scaler is not None
+    for step in range(8):
+        if step in (3, 6):
+            before, scale = optimizer_bits(training.optimizer), training.scaler.get_scale()
+            training.send(500 + step, spoilt=rank == 1)
+            training.step()
+            assert_same(before, optimizer_bits(training.optimizer), f"step {step}")
+            assert training.scaler.get_scale() == scale / 2
+        training.send(step)
+        training.step()
+    assert (training.optimizer.sync.steps, training.optimizer.skipped) == (8, 2)
+    return training.scaler.get_scale(), weight_bits(training.model)
+
+
+@SCALED
+def test_a_step_that_a_scaler_skips_is_skipped_by_all(ranks: RankPool, kind: str, name: str) -> None:
+    found = ranks.run(overflow, 3, kind, ORDERS[name])
+    assert identical(found)
+    assert found[0][0] == 256.0
+
+
+def unscale(rank: int, world_size: int, kind: str, order: Order) -> None:
+    """Torch's recipe for clipping under a scaler: refused, again and again, and a step without it goes on."""
+    ends = []
+    for bad_steps in ((3, 5, 6), ()):
+        training = Training(rank, kind, order)
+        for step in range(8):
+            for clips in (True, False) if step in bad_steps else ():
+                before = optimizer_bits(training.optimizer)
+                training.send(500 + step)
+                training.scaler.unscale_(training.optimizer)
+                if clips:
+                    clip(training)
+                with raises((ValueError, RuntimeError), "unscale_", "max_grad_norm"):
+                    training.step()
+                assert_same(before, optimizer_bits(training.optimizer), f"step {step}")
+                training.optimizer.zero_grad()
+                training.scaler.update()
+            training.send(step)
+            training.step()
+            if step in bad_steps:  # what is refused for another reason must not hide the next unscale_
+                training.send(600 + step)
+                clip(training)
+                with raises(RuntimeError, "max_grad_norm="):
+                    training.step()
+        assert training.optimizer.sync.steps == 8
+        ends.append(optimizer_bits(training.optimizer))
+    assert_same(*ends, "the ends of the runs")
+
+
+@SCALED
+def test_unscale_is_refused(ranks: RankPool, kind: str, name: str) -> None:
+    ranks.run(unscale, 2, kind, ORDERS[name])
+
+
+def thaw(rank: int, world_size: int, kind: str, view: bool) -> dict[str, bytes]:
+    """DDP does not know a parameter that was frozen when it was made: its gradients would differ from rank to rank."""
+    module = make_net()
+    module[2].requires_grad_(False)
+    training = Training(rank, kind, Order(VIEWS if view else SEVERAL), module)
+    model, optimizer = training.model, training.optimizer
+    for step in range(8):
+        if step in (2, 6):
+            before = optimizer_bits(optimizer)
+            module[2].requires_grad_(True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, rank, 500 + step).backward()
+                with raises(RuntimeError, "'2.weight'", "not exchanged"):
+                    optimizer.step()
+                assert_same(before, optimizer_bits(optimizer), f"step {step}")
+            module[2].requires_grad_(False)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert optimizer.sync.steps == 8
+    assert_same(weight_bits(module[2]), weight_bits(make_net()[2]), "frozen weights")
+    return weight_bits(model)
+
+
+@BOTH
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_a_gradient_that_was_not_sent_is_refused(ranks: RankPool, kind: str, view: bool) -> None:
+    assert identical(ranks.run(thaw, 2, kind, view))
+
+
+def thaw_plain(rank: int, world_size: int, kind: str) -> dict[str, bytes]:
+    """Without DDP there is nobody who has to know beforehand."""
+    model = make_net()
+    optimizer = make(kind, model, warmup_steps=3)
+    before = weight_bits(model[2])
+    for step in range(8):
+        model[2].requires_grad_(step >= 5)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        assert (before == weight_bits(model[2])) == (step < 5)
+    return weight_bits(model)
+
+
+@BOTH
+def test_a_plain_loop_may_thaw_parameters(ranks: RankPool, kind: str) -> None:
+    assert identical(ranks.run(thaw_plain, 2, kind))

@@ -1,0 +1,257 @@
+"""What an ordinary script does with its optimizer: it works as with torch's, or an error says what to do."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from support.optimizers import BOTH, OPTIONS, make
+from support.training import (
+    TOPK,
+    assert_same,
+    identical,
+    loss_of,
+    make_net,
+    optimizer_bits,
+    policy,
+    weight_bits,
+)
+from thinwire.collectives import LocalGroup
+from thinwire.testing import run_threads
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int, scheduler: Any = None) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@BOTH
+def test_options_that_only_select_an_implementation_are_taken(kind: str) -> None:
+    off: dict[str, Any] = {"maximize": False, "differentiable": False}
+    off |= {"amsgrad": False, "capturable": False} if kind == "AdamW" else {"dampening": 0}
+    ends = []
+    for options in ({}, {"fused": True}, {"foreach": True}, {"fused": False, "foreach": None, **off}):
+        model = make_net()
+        optimizer = getattr(thinwire, kind)(model.parameters(), **OPTIONS[kind], **options)
+        train(model, optimizer, 0, 0, 3)
+        ends.append(weight_bits(model))
+    assert identical(ends)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "words"),
+    [
+        ("AdamW", {"amsgrad": True}, "amsgrad=True.*leave it out"),
+        ("AdamW", {"maximize": True}, "maximize=True.*negative loss"),
+        ("AdamW", {"capturable": True}, "capturable=True.*CUDA graph"),
+        ("AdamW", {"differentiable": True}, "differentiable=True"),
+        ("SGD", {"maximize": True}, "maximize=True.*negative loss"),
+        ("SGD", {"dampening": 0.5}, r"dampening=0\.5"),
+    ],
+)
+def test_options_that_change_the_result_are_refused(kind: str, option: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        getattr(thinwire, kind)(make_net(), **option)
+
+
+def test_arguments_have_torchs_order() -> None:
+    model = make_net()
+    sgd = thinwire.SGD(model.parameters(), 0.1, 0.9, 0, 1e-4, True)
+    adamw = thinwire.AdamW(model.parameters(), 0.1, (0.8, 0.9), 1e-7, 0.2, False)
+    names = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
+    assert {name: sgd.param_groups[0][name] for name in names} == names
+    names = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}
+    assert {name: adamw.param_groups[0][name] for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})],
+)
+def test_one_process_without_a_group_is_torchs_optimizer(kind: str, options: dict[str, Any]) -> None:
+    ends = []
+    for library in (torch.optim, thinwire):
+        model = make_net()
+        named = model.named_parameters()
+        optimizer = getattr(library, kind)(named, lr=1e-2, **options)
+        train(model, optimizer, 0, 0, 20)
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+    again = thinwire.AdamW(make_net()) if kind == "AdamW" else thinwire.SGD(make_net(), **options)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.sync.steps == 20
+
+
+@BOTH
+def test_one_process_of_several_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 4; call torch\.distributed\.init_process_group"):
+        getattr(thinwire, kind)(make_net())
+
+
+@BOTH
+def test_a_complex_parameter_is_named(kind: str) -> None:
+    model = nn.ParameterDict({"real": torch.zeros(3), "phase": torch.zeros(3, dtype=torch.complex64)})
+    with pytest.raises(ValueError, match=r"'phase' is complex.*view_as_complex"):
+        getattr(thinwire, kind)(model)
+    sync = thinwire.Synchronizer("quantize:bits=8")
+    with pytest.raises(ValueError, match="'phase' is complex"):
+        sync.register_parameters(model.named_parameters())
+
+
+def freeze(group: LocalGroup, kind: str) -> dict[str, bytes]:
+    """A frozen parameter has no moments, and none after a resume; it may be trained from then on."""
+    ends = []
+    for resumes in (False, True):
+        model = make_net()
+        model[2].requires_grad_(False)
+        optimizer = make(kind, model, group=group, warmup_steps=2)
+        train(model, optimizer, group.rank, 0, 4)
+        if resumes:
+            weights, state = model.state_dict(), optimizer.state_dict()
+            model = make_net()
+            model.load_state_dict(weights)
+            model[2].requires_grad_(False)
+            optimizer = make(kind, model, group=group, warmup_steps=2)
+            optimizer.load_state_dict(state)
+        train(model, optimizer, group.rank, 4, 6)
+        assert_same(weight_bits(model[2]), weight_bits(make_net()[2]), "frozen weights")
+        model[2].requires_grad_(True)
+        train(model, optimizer, group.rank, 6, 9)
+        assert weight_bits(model[2]) != weight_bits(make_net()[2])
+        ends.append(optimizer_bits(optimizer))
+    assert_same(*ends, "with and without a resume")
+    return weight_bits(model)
+
+
+@BOTH
+def test_a_frozen_parameter_is_resumed_and_may_be_trained_later(kind: str) -> None:
+    assert identical(run_threads(freeze, 2, kind))
+
+
+def compile_some(group: LocalGroup, kind: str) -> None:
+    """Names of a compiled model begin with _orig_mod: a resume with or without it is the same run."""
+    ends = []
+    for before, after in ((False, False), (True, False), (False, True), ("inside", True)):
+        models, optimizers = [], []
+        for compiled in (before, after):
+            model = make_net()
+            if compiled == "inside":
+                model[2] = torch.compile(model[2], backend="eager")
+            given = torch.compile(model, backend="eager") if compiled is True else model
+            models.append(model)
+            optimizers.append(make(kind, given, group=group, warmup_steps=2))
+        plain = [models[0], models[1]]
+        if before == "inside":
+            plain[0] = nn.Sequential(*(getattr(layer, "_orig_mod", layer) for layer in models[0]))
+        train(plain[0], optimizers[0], group.rank, 0, 4)
+        plain[1].load_state_dict(plain[0].state_dict())
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        assert not any("_orig_mod" in name for name, _ in optimizers[1].named_parameters())
+        train(plain[1], optimizers[1], group.rank, 4, 6)
+        ends.append(weight_bits(plain[1]))
+    assert identical(ends)
+
+
+@BOTH
+def test_a_model_may_be_compiled_on_one_side_of_a_resume(kind: str) -> None:
+    run_threads(compile_some, 2, kind)
+
+
+def sync_compiled(group: LocalGroup) -> None:
+    model = make_net()
+    loss_of(model, group.rank, 0).backward()
+    sync = thinwire.Synchronizer(policy(TOPK), group=group)
+    sync.all_reduce_gradients(torch.compile(model, backend="eager"))
+    assert sync.residuals.keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_synchronizer_leaves_the_compilers_name_out() -> None:
+    run_threads(sync_compiled, 2)
+
+
+def cycle(group: LocalGroup, kind: str) -> dict[str, bytes]:
+    """OneCycleLR sets momentum too; while gradients are sent the run is torch's, and replicas stay alike after it."""
+    ends = []
+    for library in (thinwire, torch.optim):
+        model = make_net()
+        if library is thinwire:
+            optimizer = make(kind, model, group=group, warmup_steps=6, warmup="none")
+        else:
+            optimizer = getattr(library, kind)(model.parameters(), **OPTIONS[kind])
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        name = "betas" if kind == "AdamW" else "momentum"
+        start = optimizer.param_groups[0][name]
+        train(model, optimizer, 0, 0, 6, scheduler)
+        assert optimizer.param_groups[0][name] != start
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+        if library is thinwire:
+            mine = model, optimizer, scheduler
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+    train(mine[0], mine[1], group.rank, 6, 12, mine[2])
+    return weight_bits(mine[0])
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:gradients are the same on all ranks")
+def test_a_schedule_that_changes_momentum(kind: str) -> None:
+    assert identical(run_threads(cycle, 2, kind))
+
+
+def reset_gradients(group: LocalGroup, kind: str) -> None:
+    """zero_grad before backward, after step, of the model, or by hand."""
+    ends = []
+    for where in range(4):
+        model = make_net()
+        optimizer = make(kind, model, group=group, warmup_steps=2)
+        for step in range(5):
+            if where == 0:
+                optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            if where == 1:
+                optimizer.zero_grad(set_to_none=False)
+            if where == 2:
+                model.zero_grad()
+            for parameter in model.parameters() if where == 3 else ():
+                parameter.grad = None
+        ends.append(weight_bits(model))
+    assert identical(ends)
+
+
+@BOTH
+def test_gradients_may_be_reset_at_either_place(kind: str) -> None:
+    run_threads(reset_gradients, 2, kind)
+
+
+def save(group: LocalGroup, who: str) -> None:
+    model = make_net()
+    optimizer = make("SGD", model, group=group)
+    optimizer.state_dict()  # before the first step nothing differs
+    for step in range(3):
+        train(model, optimizer, group.rank, step, step + 1)
+        if who == "consolidated":
+            optimizer.consolidate_state_dict()
+        if who == "all" or group.rank == 0:
+            optimizer.state_dict()
+
+
+def warned(who: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(save, 3, who)
+    return [str(one.message) for one in caught if "state_dict" in str(one.message)]
+
+
+def test_rank_0_is_warned_if_it_saves_alone() -> None:
+    (message,) = warned("rank 0")
+    assert "rank 0 called state_dict(), and rank 1 did not" in message
+    assert "consolidate_state_dict()" in message
+    assert warned("all") == warned("consolidated") == []

@@ -1,0 +1,178 @@
+"""A rank is killed in a step of training, after it has encoded: the others get an error, and have changed nothing."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.slow import slow
+from support.training import SEVERAL, TOPK, differing, loss_of, make_net, optimizer_bits, policy, sync_bits, weight_bits
+from thinwire.collectives.transport.link import Buffers, GlooLink, Wait
+from thinwire.sync.buckets import Bucket
+from thinwire.testing import LOST, RankPool, store_barrier
+
+STEPS = 3
+"""That work before."""
+SECONDS, AT_ONCE = 100.0, 15.0
+"""The time-out of every wait, and what an error may take that is not a time-out."""
+
+
+class Failure(NamedTuple):
+    """The error of a rank that is left."""
+
+    error: str
+    message: str
+    ranks: tuple[int, ...]
+    seconds: float
+    changed: list[str]
+    steps: int
+    """That ended well, of those after the first ones."""
+
+
+def try_to(step: Callable[[], object], bits: Callable[[], Mapping[str, Any]], steps: int) -> Failure | None:
+    before, started = bits(), time.monotonic()
+    try:
+        step()
+    except thinwire.CollectiveError as error:
+        changed = differing(before, bits())
+        return Failure(type(error).__name__, str(error), error.ranks, time.monotonic() - started, changed, steps)
+    return None
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_wire(posts: int) -> threading.Event:
+    """The wire of this rank posts so often, and then stands still: set when it does."""
+    whole, reached, left = GlooLink.post, threading.Event(), [posts]
+
+    def post(link: GlooLink, sends: Buffers, receives: Buffers, tag: int) -> Wait:
+        if left[0] == 0:
+            reached.set()
+            threading.Event().wait(SECONDS)
+        left[0] -= 1
+        return whole(link, sends, receives, tag)
+
+    patched: Any = GlooLink
+    patched.post = post
+    return reached
+
+
+def loss_of_matrix(model: nn.Module, rank: int, step: int) -> Tensor:
+    given = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+    loss: Tensor = (model(given) - given.repeat(1, 2)).square().mean()
+    return loss
+
+
+def take_steps(rank: int, world_size: int, victim: int, algorithm: str, posts: int | None) -> Failure | None:
+    """AdamW on one matrix, so one operation a step. The victim dies between backward and step().
+
+    posts   of the victim: 0, its payload is encoded and not sent; 1, it is sent. None: it has all that it waited for.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(32, 64, bias=False))
+    optimizer = thinwire.AdamW(
+        model, lr=1e-2, compressor=policy(TOPK), warmup_steps=1, algorithm=algorithm, timeout=SECONDS
+    )
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of_matrix(model, rank, step).backward()
+
+    for step in range(STEPS):
+        backward(step)
+        optimizer.step()
+    optimizer.state_dict()  # of all ranks, or rank 0 would be warned that it saves alone
+    store_barrier("all have begun", world_size)
+    if rank == victim:
+        reached = None if posts is None else stop_wire(posts)
+        backward(STEPS)
+        assert optimizer.sync.is_pending
+        if reached is not None:
+            assert reached.wait(SECONDS)
+        elif optimizer.sync._step is not None:
+            optimizer.sync._step.wait()
+        die()
+    backward(STEPS)  # which waits for no rank
+
+    def next_step() -> None:
+        backward(STEPS + 1)
+        optimizer.step()
+
+    def bits() -> Mapping[str, Any]:
+        return optimizer_bits(optimizer)
+
+    return try_to(optimizer.step, bits, 0) or try_to(next_step, bits, 1)
+
+
+def check(found: list[Any], victim: int, steps: int) -> None:
+    for rank, failure in enumerate(found):
+        if rank == victim:
+            assert failure is LOST
+            continue
+        assert failure is not None, f"rank {rank} did not notice"
+        assert failure.error == "PeerError", failure
+        assert failure.ranks == (victim,), failure
+        assert f"rank {victim}" in failure.message, failure
+        assert failure.seconds < AT_ONCE, failure
+        assert not failure.changed, failure
+        assert failure.steps <= steps, failure
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "algorithm", "posts"),
+    [(2, 0, "gather", 0), slow(3, 2, "gather", 0), slow(3, 0, "sharded", 0), (3, 1, "sharded", 1)],
+)
+def test_between_backward_and_step(ranks: RankPool, world_size: int, victim: int, algorithm: str, posts: int) -> None:
+    """Something of it is missing: step() of the others is not taken."""
+    found = ranks.run(take_steps, world_size, victim, algorithm, posts, lost=[victim], timeout=150)
+    check(found, victim, 0)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", slow("sharded")])
+def test_when_all_is_exchanged(ranks: RankPool, algorithm: str) -> None:
+    """The others may have what they need of it, and take the step; then it is the next one that is not taken."""
+    check(ranks.run(take_steps, 3, 1, algorithm, None, lost=[1], timeout=150), 1, 1)
+
+
+def go_backward(rank: int, world_size: int, victim: int, algorithm: str) -> Failure | None:
+    """attach: the victim dies when all buckets but the last are exchanged."""
+    model = DistributedDataParallel(make_net(), **SEVERAL)
+    sync = thinwire.attach(model, policy(TOPK), algorithm=algorithm, timeout=SECONDS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    store_barrier("all have begun", world_size)
+    if rank == victim:
+        whole, sent = sync.send, [0]
+
+        def send_or_die(bucket: Bucket, *, last: bool) -> None:
+            if last:
+                assert sent[0], "this is the first bucket"
+                assert sync._step is not None
+                sync._step.wait()  # so that the others have them, too
+                die()
+            sent[0] += 1
+            whole(bucket, last=last)
+
+        sync.send = send_or_die  # type: ignore[method-assign]
+    optimizer.zero_grad()
+    return try_to(loss_of(model, rank, STEPS).backward, lambda: weight_bits(model) | sync_bits(sync), 0)
+
+
+@pytest.mark.parametrize(("world_size", "victim", "algorithm"), [(2, 0, "gather"), (3, 1, "sharded")])
+def test_in_the_last_bucket_of_attach(ranks: RankPool, world_size: int, victim: int, algorithm: str) -> None:
+    """Residuals stay as they were, too: buckets that were exchanged are not applied."""
+    check(ranks.run(go_backward, world_size, victim, algorithm, lost=[victim], timeout=150), victim, 0)

@@ -1,0 +1,228 @@
+"""c, which turns AdamW's second moments of a rank's own gradient into those of the average: by its definition."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from support.group import run_group
+from support.training import Given, policy
+from thinwire.optim.second_moment import for_ranks
+from thinwire.testing import RankPool
+
+SIZES = (200, 250, 30_000)
+"""Of the first two all elements are sampled."""
+NOISE = (0.1, 2.0, 1.0)
+TOPK = "topk:ratio=1/16,bits=4,chunk=512"
+
+
+def parts(rank: int, step: int) -> list[Tensor]:
+    """A signal that all ranks have, and noise of each rank's own: more of it in some tensors than in others."""
+    made = []
+    for number, (size, noise) in enumerate(zip(SIZES, NOISE, strict=True)):
+        signal = torch.randn(size, generator=torch.Generator().manual_seed(number))
+        own = torch.randn(size, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + number + 100))
+        made.append(signal + noise * own)
+    return made
+
+
+def defined(gradients: Sequence[Sequence[Tensor]]) -> list[float]:
+    """mean(ḡ²) / mean over ranks of mean(gᵢ²), for every tensor, from the gradients of all ranks."""
+    found = []
+    for tensors in zip(*gradients, strict=True):
+        together = torch.stack(tensors).double()
+        c = float(together.mean(dim=0).square().mean() / together.square().mean())
+        found.append(min(1.0, max(1 / len(tensors), c)))
+    return found
+
+
+def measure(
+    rank: int, world_size: int, steps: Sequence[int], options: dict[str, Any], group: Any = None
+) -> dict[int, list[float]]:
+    """c after some steps, in the order of the tensors."""
+    model, given = Given(SIZES), dict(options)
+    passes, scale = given.pop("passes", 1), given.pop("scale", None)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    if given.pop("mesh", False):
+        group = init_device_mesh("cpu", (2, world_size // 2))
+    optimizer = thinwire.AdamW(
+        model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, grad_scaler=scaler, group=group, **given
+    )
+    found = {}
+    for step in range(1, max(steps) + 1):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss = model([part / passes for part in parts(rank, step)])
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            optimizer.exchange()
+            scaler.step(optimizer)
+            scaler.update()
+        if step in steps:
+            found[step] = [optimizer.second_moment_scale[f"weights.{number}"] for number in range(len(SIZES))]
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "GradScaler": {"scale": 256.0},
+    "accumulation": {"passes": 3},
+}
+
+
+@pytest.mark.parametrize(("world_size", "how"), [(2, "plain"), (3, "plain"), (2, "GradScaler"), (2, "accumulation")])
+def test_it_is_what_it_is_defined_to_be(world_size: int, how: str) -> None:
+    """At the end of the warm-up as measured, at a refresh half of it."""
+    for found in run_group(measure, world_size, (2, 3, 16), OPTIONS[how]):
+        first, later = (defined([parts(rank, step) for rank in range(world_size)]) for step in (2, 16))
+        assert found[2] == found[3], "it changes at refreshes only"
+        for number in (0, 1):
+            assert found[2][number] == pytest.approx(first[number], rel=1e-4)
+            assert found[16][number] == pytest.approx((first[number] + later[number]) / 2, rel=1e-4)
+        assert found[2][2] == pytest.approx(first[2], rel=0.25), "of a sample"
+        assert found[2][0] > 0.9, "hardly any noise"
+        assert found[2][1] < 0.7, "mostly noise"
+
+
+def test_a_dense_warm_up_ends_with_it_too() -> None:
+    for found in run_group(measure, 2, (2,), {"warmup": "none"}):
+        assert found[2][:2] == pytest.approx(defined([parts(rank, 2) for rank in range(2)])[:2], rel=1e-4)
+
+
+def test_gradients_count_as_they_are_clipped() -> None:
+    clipped = []
+    for rank in range(2):
+        given = parts(rank, 2)
+        norm = float(torch.cat(given).double().norm())
+        clipped.append([part * min(1.0, 2**0.5 * 20.0 / norm) for part in given])
+    for found in run_group(measure, 2, (2,), {"max_grad_norm": 20.0}):
+        assert found[2][:2] == pytest.approx(defined(clipped)[:2], rel=1e-4)
+
+
+def test_all_ranks_of_all_nodes_are_averaged(ranks: RankPool) -> None:
+    for found in ranks.run(measure, 4, (2,), {"mesh": True}):
+        assert found[2][:2] == pytest.approx(defined([parts(rank, 2) for rank in range(4)])[:2], rel=1e-4)
+        assert found[2][1] < 0.5, "below what two nodes could have"
+
+
+def cancel(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
+    """c of gradients that nearly cancel each other."""
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model([(-1.0 if rank else 1.001) * part for part in parts(0, step)]).backward()
+        optimizer.step()
+    return optimizer.second_moment_scale
+
+
+def test_it_is_at_least_that_of_noise() -> None:
+    """Steps would have no limit if it could come near 0."""
+    for found in run_group(cancel, 2):
+        assert set(found.values()) == {0.5}
+
+
+def frozen(rank: int, world_size: int, group: Any = None) -> tuple[list[str], list[str]]:
+    """Names with a scale; a parameter without a gradient, and one whose gradient is 0, have none."""
+    model = Given(SIZES)
+    model.weights[0].requires_grad_(False)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        given = parts(rank, step)
+        model([given[0], torch.zeros_like(given[1]), given[2]]).backward()
+        optimizer.step()
+    loaded = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.second_moment_scale == optimizer.second_moment_scale
+    return [name for name, c in optimizer.second_moment_scale.items() if c < 1], list(loaded.second_moment_scale)
+
+
+def test_frozen_parameters() -> None:
+    assert run_group(frozen, 2) == [(["weights.2"], ["weights.1", "weights.2"])] * 2
+
+
+def save(rank: int, world_size: int, group: Any = None) -> dict[str, Any]:
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        model(parts(rank, step)).backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def go_on(rank: int, world_size: int, saved: list[dict[str, Any]], group: Any = None) -> list[dict[str, float]]:
+    """c after loading, and after the next step."""
+    model = Given(SIZES)
+    model.load_state_dict(saved[0]["model"])
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    optimizer.load_state_dict([state["optimizer"] for state in saved])
+    found = [optimizer.second_moment_scale]
+    optimizer.zero_grad()
+    model(parts(rank, 5)).backward()
+    optimizer.step()
+    return [*found, optimizer.second_moment_scale]
+
+
+def test_another_number_of_ranks_measures_again_at_once() -> None:
+    saved = run_group(save, 2)
+    before = saved[0]["optimizer"]["thinwire"]["scales"]
+    for loaded, after in run_group(go_on, 3, saved):
+        assert loaded == {name: for_ranks(c, 2, 3) for name, c in before.items()}
+        found = defined([parts(rank, 5) for rank in range(3)])
+        for number in (0, 1):
+            name = f"weights.{number}"
+            assert after[name] == pytest.approx((loaded[name] + found[number]) / 2, rel=1e-4)
+    for loaded, after in run_group(go_on, 2, saved):
+        assert loaded == after == before
+
+
+def test_more_ranks_average_more_of_the_noise_away() -> None:
+    """All noise, all signal, and half of each."""
+    assert for_ranks(0.5, 2, 8) == pytest.approx(1 / 8)
+    assert for_ranks(1.0, 2, 8) == 1.0
+    assert for_ranks(0.75, 2, 4) == pytest.approx(0.5 + 0.5 / 4)
+    assert for_ranks(for_ranks(0.6, 2, 16), 16, 2) == pytest.approx(0.6)
+
+
+def unfreeze(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
+    """Train the first tensor from the fifth step on."""
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
+    model.weights[0].requires_grad_(False)
+    for step in range(1, 17):
+        model.weights[0].requires_grad_(step >= 5)
+        optimizer.zero_grad()
+        model(parts(rank, step)).backward()
+        optimizer.step()
+    return optimizer.second_moment_scale
+
+
+def test_a_parameter_that_is_trained_later_has_its_own() -> None:
+    for found in run_group(unfreeze, 2):
+        assert found["weights.0"] == pytest.approx(defined([parts(rank, 16) for rank in range(2)])[0], rel=1e-4)
+
+
+def drop_an_exchange(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
+    """Leave out `step` once in the warm-up: `zero_grad` drops what was exchanged."""
+    model = Given(SIZES)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=3, group=group)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(parts(rank, step)).backward()
+        optimizer.exchange()
+        if step != 2:
+            optimizer.step()
+    return optimizer.second_moment_scale
+
+
+def test_the_end_of_the_warm_up_is_seen_though_a_step_was_left_out() -> None:
+    for found in run_group(drop_an_exchange, 2):
+        assert found["weights.1"] == pytest.approx(defined([parts(rank, 4) for rank in range(2)])[1], rel=1e-4)

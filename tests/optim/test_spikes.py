@@ -1,0 +1,110 @@
+"""A gradient that is finite, but far too large, on one rank at one step; and steps that are skipped again and again."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.training import SEVERAL, Given, identical, loss_of, make_net, policy, weight_bits
+from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
+from thinwire.testing import RankPool
+
+SPARSE = "topk:ratio=1/16,bits=4,chunk=512"
+STEPS, WARMUP = 40, 10
+
+
+def spike(rank: int, world_size: int, ddp: bool, at: int, small: int, max_grad_norm: float | None) -> dict[str, Any]:
+    """Multiply the loss of the last rank by 1e30 once."""
+    module = make_net()
+    model: nn.Module = DistributedDataParallel(module, **SEVERAL) if ddp else module
+    optimizer = thinwire.AdamW(
+        model,
+        lr=3e-3,
+        compressor=policy(SPARSE, min_numel=small),
+        warmup_steps=WARMUP,
+        refresh_every=16,
+        max_grad_norm=max_grad_norm,
+    )
+    losses, moved = [], 0.0
+    for step in range(STEPS):
+        before = torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        (loss * 1e30 if step == at and rank == world_size - 1 else loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == at:
+            moved = float((torch.cat([p.detach().flatten() for p in module.parameters()]) - before).abs().max())
+    moments = [kept["exp_avg_sq"] for kept in optimizer.state_dict()["state"].values()]
+    return {
+        "bits": weight_bits(model),
+        "finite": all(bool(v.isfinite().all()) for v in moments),
+        "steps": (optimizer.sync.steps, optimizer.skipped),
+        "moved": moved,
+        "losses": losses,
+    }
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+@pytest.mark.parametrize(
+    ("at", "small", "max_grad_norm", "skipped"),
+    [
+        (WARMUP // 2, 100, None, 1),
+        (WARMUP - 1, 100, None, 1),
+        (WARMUP + 5, 100, None, 1),
+        (WARMUP + 5, 0, None, 1),
+        (WARMUP // 2, 100, 1.0, 0),
+        (WARMUP + 5, 100, 1.0, 0),
+        (WARMUP + 5, 0, 1.0, 0),
+    ],
+    ids=[
+        "in the warm-up",
+        "the last of the warm-up",
+        "later",
+        "later, all compressed",
+        "in the warm-up, clipped",
+        "later, clipped",
+        "later, all compressed, clipped",
+    ],
+)
+def test_a_spike_is_skipped_or_clipped_and_training_goes_on(
+    ranks: RankPool, ddp: bool, at: int, small: int, max_grad_norm: float | None, skipped: int
+) -> None:
+    """Whether a tensor's gradient or its update is sent, its square would be infinite."""
+    found = ranks.run(spike, 2, ddp, at, small, max_grad_norm)
+    assert identical(one["bits"] for one in found)
+    for one in found:
+        assert one["finite"]
+        assert one["steps"] == (STEPS - skipped, skipped)
+        assert (one["moved"] == 0) == (skipped == 1)
+        assert one["moved"] < 1.0
+        losses = one["losses"]
+        assert sum(losses[-5:]) / 5 < 0.8 * sum(losses[:5]) / 5, "it does not learn any more"
+
+
+def skip(rank: int, world_size: int, kind: str, value: float) -> list[int]:
+    """Steps at which a warning came, of which the last rank's gradient was large in all."""
+    model = Given((5000, 10))
+    optimizer = getattr(thinwire, kind)(model, compressor=SPARSE, warmup_steps=100)
+    warned = []
+    for step in range(1, 3 * SKIPPED_IN_A_ROW):
+        optimizer.zero_grad()
+        model([torch.full((size,), value if rank and step != 10 else 1.0 + rank) for size in (5000, 10)]).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        warned += [step for one in caught if "steps in a row were skipped" in str(one.message)]
+        assert not [str(one.message) for one in caught if "in a row" not in str(one.message)]
+    assert (optimizer.sync.steps, optimizer.skipped) == (1, 3 * SKIPPED_IN_A_ROW - 2)
+    assert sum(float(weight.detach().abs().sum()) for weight in model.weights) > 0
+    return warned
+
+
+@pytest.mark.parametrize(("kind", "value"), [("AdamW", 1e25), ("SGD", 1e25), ("AdamW", float("nan"))])
+def test_more_than_twenty_skipped_steps_in_a_row_are_warned_of_once(ranks: RankPool, kind: str, value: float) -> None:
+    """Step 10 is taken, so that the row begins behind it."""
+    assert ranks.run(skip, 2, kind, value) == [[10 + SKIPPED_IN_A_ROW + 1]] * 2

@@ -1,0 +1,46 @@
+"""The worked examples of docs/wire-format.md are made again, byte by byte; tests that docs name are there.
+
+A block ```hex frame holds bytes in hex, with `# comments`; the ```python block before it leaves the same in `frame`.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire import CompressedTensor, kernels
+
+PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
+TESTS = re.compile(r"`(tests/[\w/]+\.py)`")
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def examples() -> list[tuple[str, bytes]]:
+    """(Python that makes a frame, the bytes that the page shows)."""
+    found, code = [], None
+    for info, body in FENCE.findall(PAGE.read_text()):
+        if info.strip() == "python":
+            code = body
+        elif info.strip() == "hex frame":
+            assert code is not None, "a hex frame without a python block before it"
+            found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in body.splitlines()))))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_worked_examples(backend: str) -> None:
+    shown = examples()
+    assert shown, f"{PAGE.name} shows no frame in hex"
+    for code, expected in shown:
+        names: dict[str, bytes] = {}
+        with kernels.force(backend):
+            exec(code, names)
+        assert names["frame"].hex(" ") == expected.hex(" ")
+        assert CompressedTensor.from_bytes(expected).to_bytes() == expected
+
+
+def test_tests_that_are_named_are_there() -> None:
+    root = PAGE.parents[1]
+    named = {name: page.name for page in (root / "docs").glob("*.md") for name in TESTS.findall(page.read_text())}
+    assert len(named) > 15
+    assert not {name: page for name, page in named.items() if not (root / name).is_file()}

@@ -1,0 +1,138 @@
+"""The examples and the README's code run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.frameworks.runs import require
+from support.slow import slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def finish(*command: str) -> str:
+    """Standard output of a command; its exit code must be 0."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # two ranks share what cores there are
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_file(path: Path) -> str:
+    """Standard output of a script, which may not warn."""
+    return finish(sys.executable, "-W", "error::DeprecationWarning", "-W", "error::FutureWarning", str(path))
+
+
+@pytest.mark.alone
+def test_all_reduce_example_counts_the_bytes() -> None:
+    """The kernel's own counter of the loopback interface must show a reduction of 190x against a dense all-reduce."""
+    output = run_file(ROOT / "examples" / "all_reduce.py")
+    assert re.search(r"replicas identical +True", output), output
+    if Path("/proc/net/dev").exists():
+        times_less = re.search(r"(\d+) times less", output)
+        assert times_less, output
+        assert 190 <= int(times_less[1]) <= 196, output
+
+
+def torchrun(example: str, ranks: int, *args: str) -> str:
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return finish(*start, str(ROOT / "examples" / example), *args)
+
+
+@pytest.mark.parametrize("example", ["ddp.py", slow("plain_loop.py")])
+def test_training_examples_learn_with_few_bytes(example: str) -> None:
+    lines = re.findall(r"step (\d+): loss ([\d.]+), reduction (\d+)x", torchrun(example, 2))
+    assert [int(step) for step, _, _ in lines] == [50, 100, 150, 200]
+    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
+    assert int(lines[-1][2]) >= 20, lines
+
+
+def test_the_sharded_example_learns_and_sends_few_bytes() -> None:
+    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB/step", torchrun("fsdp.py", 4))
+    assert [int(step) for step, _, _ in lines] == [50, 100]
+    assert float(lines[1][1]) < 0.6 * float(lines[0][1]), lines
+    assert float(lines[1][2]) < 10, lines  # of 541 kB, half of the gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
+def test_examples_of_frameworks_learn_and_go_on(package: str, tmp_path: Path) -> None:
+    require(package)
+    example, folder = f"with_{package}.py", str(tmp_path / "run")
+    losses = []
+    for first in (0, 200):
+        if package == "lightning":  # which starts the other rank itself
+            output = finish(sys.executable, str(ROOT / "examples" / example), folder)
+        else:
+            output = torchrun(example, 2, folder)
+        lines = re.findall(r"^step (\d+): loss ([\d.]+), reduction (\d+)x", output, re.MULTILINE)
+        assert [int(step) for step, _, _ in lines] == [first + step for step in (50, 100, 150, 200)], output
+        assert all(int(reduction) >= 20 for _, _, reduction in lines), output
+        losses += [float(loss) for _, loss, _ in lines]
+    assert losses[3] < 0.6 * losses[0], losses
+    assert losses[-1] < losses[3], "it goes on from where it was"
+
+
+@pytest.mark.slow
+def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    first, again = (torchrun("resume.py", ranks, str(tmp_path)) for ranks in (2, 3))
+    assert "steps 1 to 100" in first
+    assert "steps 101 to 200" in again
+    losses = [float(re.findall(r"loss ([\d.]+)", text)[0]) for text in (first, again)]
+    assert losses[0] > losses[1], losses
+
+
+def test_the_example_of_tests_passes() -> None:
+    lines = run_file(ROOT / "examples" / "testing.py").splitlines()
+    assert len(lines) == 3, lines
+    assert all(line.endswith(" passed") for line in lines), lines
+
+
+def test_examples_are_short() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, f"{path.name} is too long for an example"
+
+
+def test_code_in_the_readme_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks, "README.md has no Python code"
+    for block in blocks:
+        script = tmp_path / "readme.py"
+        script.write_text(block)
+        assert "bytes instead of 4000000" in run_file(script)
+
+
+@pytest.mark.alone
+def test_commands_in_the_readme_run(tmp_path: Path) -> None:
+    """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n")[1].strip()
+    assert demo == f"$(BIN)/{commands[0]}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outputs = []
+    for command in commands:
+        done = subprocess.run(
+            command.split(), capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**os.environ, "PATH": path}
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        outputs.append(done.stdout)
+    assert re.search(r"^300 steps, 2 ranks +default +none *$", outputs[0], re.MULTILINE), outputs[0]
+    accuracy = re.search(r"^accuracy +([\d.]+)% +([\d.]+)%", outputs[0], re.MULTILINE)
+    assert accuracy, outputs[0]
+    assert min(map(float, accuracy.groups())) >= 97, outputs[0]
+    for counted in ("MB sent per rank", "MB on the interface")[: 2 if Path("/proc/net/dev").exists() else 1]:
+        megabytes = re.search(rf"^{counted} +([\d,.]+) +([\d,.]+)", outputs[0], re.MULTILINE)
+        assert megabytes, outputs[0]
+        ours, dense = (float(text.replace(",", "")) for text in megabytes.groups())
+        assert dense > 30 * ours, outputs[0]
+    assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -1,0 +1,1 @@
+"""What tests share: cases, naive answers, models, faults. A test says `from support.cases import ALL_SPECS`."""

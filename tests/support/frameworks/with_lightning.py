@@ -1,0 +1,88 @@
+"""The training by Lightning, which starts the second process itself.    python with_lightning.py FOLDER STEPS"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import thinwire
+from support.frameworks.task import OPTIONS, Meter, Net, batches, loss_of, save, write
+from thinwire.frameworks.lightning import Attach
+
+
+class Module(L.LightningModule):
+    """Half of the steps are an epoch, after which there is a checkpoint."""
+
+    def __init__(self, steps: int, ours: bool = True) -> None:
+        super().__init__()
+        self.half, self.ours, self.meter = steps // 2, ours, Meter()
+        self.layers = Net().layers  # with the names of `Net`, on which positions that ranks draw depend
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        first = self.trainer.current_epoch * self.half
+        return batches(first, first + self.half)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = loss_of(self.layers, **batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.ours:
+            return thinwire.AdamW(self.parameters(), **OPTIONS)
+        return torch.optim.AdamW(self.parameters(), lr=OPTIONS["lr"], weight_decay=0.0)
+
+    def on_train_start(self) -> None:
+        self.meter.begin()
+
+    def on_train_end(self) -> None:
+        self.meter.end()
+
+
+def trainer(**more: Any) -> L.Trainer:
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": "callbacks" in more} | more
+    return L.Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", use_distributed_sampler=False, enable_progress_bar=False,
+        enable_model_summary=False, reload_dataloaders_every_n_epochs=1, **options,
+    )  # fmt: skip
+
+
+def twice(folder: Path, name: str, steps: int, ours: bool = True) -> tuple[Module, int]:
+    """Train all steps; then from the checkpoint in their middle. Returns the first model, and the bytes it sent."""
+    made: list[tuple[Module, int]] = []
+    for ckpt in (None, folder / name / "epoch=0.ckpt"):
+        module = Module(steps, ours)
+        keep = ModelCheckpoint(dirpath=folder / name, filename="{epoch}", save_top_k=-1)
+        callbacks = [keep] if ours else [keep, Attach("quantize:bits=1")]
+        trainer(callbacks=callbacks).fit(module, ckpt_path=ckpt)
+        save(folder, f"{name}{'-resumed' if ckpt else ''}", module)
+        sync = module.optimizers().sync if ours else callbacks[1].sync
+        made.append((module, sync.stats.bytes_sent))
+    return made[0]
+
+
+def main(folder: Path, steps: int) -> None:
+    torch.set_num_threads(1)
+    whole, sent = twice(folder, "whole", steps)
+    result: dict[str, Any] = {"loss": whole.losses[-1], "bytes": sent, "interface_bytes": whole.meter.interface_bytes}
+    result["attached_bytes"] = twice(folder, "attached", 20, ours=False)[1]
+    accumulated = Module(20)
+    trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(accumulated)
+    save(folder, "accumulated", accumulated)
+    result |= {"accumulated_steps": accumulated.optimizers().sync.steps, "accumulated": accumulated.losses}
+    try:
+        trainer(gradient_clip_val=1.0).fit(Module(steps))
+    except RuntimeError as error:
+        result["clipped"] = str(error)
+    write(folder, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,152 @@
+""" "auto" after it has chosen dense: nothing is lost on the way back, and steps are those of torch."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thinwire
+from support.auto import force
+from support.training import Given, gradients
+from thinwire.collectives import LocalGroup
+from thinwire.sync.auto import GRADIENTS, updates
+from thinwire.sync.trials import BEFORE, STEPS, TURNS
+from thinwire.testing import run_threads
+
+SIZES = (6000, 8192)
+OVER = BEFORE + TURNS * STEPS * len(GRADIENTS)
+OVER_UPDATES = BEFORE + TURNS * STEPS * len(updates(2))
+OF_SUMS = "topk:ratio=1/512"
+"""The compressor of sums leaves much to owners."""
+
+
+def averages(model: Given, step: int, ranks: int) -> list[Tensor]:
+    """The average gradients, from those of all ranks."""
+    parts = zip(*(gradients(model, rank, step) for rank in range(ranks)), strict=True)
+    return [torch.stack(part).double().mean(dim=0) for part in parts]
+
+
+def go_back(group: LocalGroup, sends_updates: bool) -> None:
+    """Weights of SGD are minus the sum of all averages once dense is chosen, however they were sent before."""
+    model, options = Given(SIZES), {"group": group, "algorithm": "sharded", "shard_compressor": OF_SUMS}
+    if sends_updates:
+        optimizer: Any = thinwire.SGD(model, lr=0.5, compressor="auto", warmup_steps=2, warmup="none", **options)
+        sync, steps = optimizer.sync, OVER_UPDATES + 2
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        sync, steps = thinwire.Synchronizer("auto", **options), OVER + 2
+    force(sync, 0)
+    came_in = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        if not sends_updates:
+            sync.all_reduce_gradients(model)
+        optimizer.step()
+        for total, average in zip(came_in, averages(model, step, group.size), strict=True):
+            total += average
+    assert sync.choice is not None
+    assert not sync.residuals
+    # An optimizer tries 8 bits without a residual: in 8 steps an element errs by 0.02 or so.
+    close = 0.15 if sends_updates else 1e-3
+    for weight, total in zip(model.weights, came_in, strict=True):
+        torch.testing.assert_close(weight.detach().double(), -0.5 * total, rtol=1e-5, atol=close)
+
+
+def test_auto_sends_what_owners_have_when_it_goes_back_to_dense() -> None:
+    run_threads(go_back, 2, False)
+
+
+def test_auto_applies_what_owners_have_when_it_goes_back_to_dense() -> None:
+    run_threads(go_back, 2, True)
+
+
+def follow_torch(group: LocalGroup) -> None:
+    """From the choice on, the moments and weights are those that torch's AdamW makes of them."""
+    ours, theirs = Given(SIZES), Given(SIZES)
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    mine = thinwire.AdamW(ours, compressor="auto", group=group, **options)
+    force(mine.sync, 0)
+    reference = torch.optim.AdamW(theirs.parameters(), **options)
+    for step in range(OVER_UPDATES + 6):
+        if step == OVER_UPDATES + 1:
+            assert mine.sync.choice is not None
+            theirs.load_state_dict(ours.state_dict())
+            kept = copy.deepcopy(mine.state_dict()["state"])  # torch would use the same memory
+            reference.load_state_dict({**reference.state_dict(), "state": kept})
+        mine.zero_grad()
+        ours(gradients(ours, group.rank, step)).backward()
+        mine.step()
+        if step > OVER_UPDATES:
+            for weight, average in zip(theirs.weights, averages(theirs, step, group.size), strict=True):
+                weight.grad = average.float()
+            reference.step()
+            for one, other in zip(ours.weights, theirs.weights, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_auto_leaves_dense_is_torchs_adamw() -> None:
+    run_threads(follow_torch, 2)
+
+
+def second_moments_after(group: LocalGroup) -> list[float]:
+    """The second moment that dense steps go on with, divided by the mean square of averaged gradients."""
+    model, betas = Given(SIZES), (0.9, 0.99)
+    optimizer = thinwire.AdamW(model, compressor="auto", betas=betas, compressed_betas=(0.5, 0.99), group=group)
+    force(optimizer.sync, 0)
+    for step in range(OVER_UPDATES):
+        optimizer.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        optimizer.step()
+    assert optimizer.sync.choice is not None
+    found = []
+    for number, state in optimizer.state_dict()["state"].items():
+        squares = [averages(model, step, group.size)[number].square() for step in range(OVER_UPDATES)]
+        mean = torch.stack(squares).mean()
+        found.append(float(state["exp_avg_sq"].mean() / (1 - betas[1] ** OVER_UPDATES) / mean))
+    return found
+
+
+def test_second_moments_are_those_of_the_average_again() -> None:
+    """All is noise here, so those of single ranks would be twice as large."""
+    for found in run_threads(second_moments_after, 2):
+        assert all(0.8 < ratio < 1.25 for ratio in found), found
+
+
+def miss_a_time(group: LocalGroup) -> tuple[str, list[str]]:
+    """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
+    model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
+    seconds = [2.0, float("nan") if group.rank == 1 else 3.0]
+    force(sync, 0)
+    sync.assignment._trials.numbers = lambda layout: seconds + [0.0, *seconds] * len(layout)  # type: ignore[attr-defined]
+    for step in range(OVER + 1):
+        model.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        sync.all_reduce_gradients(model)
+    assert sync.choice is not None
+    return sync.choice.reason, [bucket.compressor for bucket in sync.choice.buckets]
+
+
+def test_a_time_that_one_rank_lacks_is_not_averaged() -> None:
+    """A missing time counted as 0 would make the average of 8 bits 1.5 s."""
+    for reason, chosen in run_threads(miss_a_time, 2):
+        assert chosen == ["none"]
+        assert "not every compressor could be measured" in reason
+
+
+def test_a_finite_gradient_whose_sum_overflows_is_no_reason_to_skip() -> None:
+    """Gradients of 2 ** 27, times a loss scale of 2 ** 100: three of them have a sum beyond float32."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(torch.zeros(3))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=1000)
+        optimizer = thinwire.SGD([weight], lr=2.0**-27, compressor="auto", grad_scaler=scaler)
+        scaler.scale((weight * 2.0**27).sum()).backward()
+        optimizer.exchange()
+        scaler.step(optimizer)
+        assert optimizer.skipped == 0
+        assert weight.tolist() == [-1.0] * 3
+    finally:
+        dist.destroy_process_group()

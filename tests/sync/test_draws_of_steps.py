@@ -1,0 +1,62 @@
+"""Random draws of training steps: new ones at every step, of each slice, and where a rank rounds, of each rank."""
+
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from thinwire.collectives import LocalGroup
+from thinwire.testing import run_threads
+
+NUMEL = 8192
+RANDOMK = thinwire.Policy("randomk:ratio=1/8", min_numel=0)
+STOCHASTIC = thinwire.Policy("quantize:bits=2,rounding=stochastic", min_numel=0)
+
+
+def averaged(sync: thinwire.Synchronizer, **gradients: Tensor) -> dict[str, Tensor]:
+    """Send these gradients, and return what came back."""
+    named = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+    for name, parameter in named.items():
+        parameter.grad = gradients[name].clone()
+    sync.all_reduce_gradients(named.items())
+    return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
+
+def reached(group: LocalGroup) -> float:
+    """The share of elements that 40 steps have sent."""
+    sync, total = thinwire.Synchronizer(RANDOMK, group=group), torch.zeros(NUMEL)
+    for _ in range(40):
+        total += averaged(sync, weight=torch.ones(NUMEL))["weight"]
+    return float(total.count_nonzero()) / NUMEL
+
+
+def test_random_k_reaches_nearly_all_elements() -> None:
+    """One of eight is left out by all 40 steps with a probability of (7/8) ** 40 = 0.5 %."""
+    for share in run_threads(reached, 2):
+        assert 0.985 < share < 1.0
+
+
+def error_of_average(group: LocalGroup) -> float:
+    """All ranks have the same gradient, so that the average errs by the rounding alone."""
+    gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    found = averaged(thinwire.Synchronizer(STOCHASTIC, group=group), weight=gradient)["weight"]
+    return float((found - gradient).norm() / gradient.norm())
+
+
+def test_ranks_round_by_draws_of_their_own() -> None:
+    """Independent errors of 9 ranks average to a third of one rank's."""
+    alone, together = run_threads(error_of_average, 1)[0], run_threads(error_of_average, 9)[0]
+    assert alone > 0.5
+    assert 0.25 < together / alone < 0.42
+
+
+def positions(group: LocalGroup) -> tuple[Tensor, Tensor]:
+    """The elements sent of two tensors of one size, which are not in one slice because of their dtypes."""
+    sync = thinwire.Synchronizer(RANDOMK, group=group)
+    found = averaged(sync, one=torch.ones(NUMEL), other=torch.ones(NUMEL, dtype=torch.float64))
+    return found["one"] != 0, found["other"] != 0
+
+
+def test_slices_draw_on_their_own() -> None:
+    for one, other in run_threads(positions, 2):
+        assert int(one.sum()) == int(other.sum()) == NUMEL // 8
+        assert 0.05 < float((one & other).sum()) / int(one.sum()) < 0.25, "one in eight is in both by chance"

@@ -1,0 +1,157 @@
+"""Vectors by name: whatever company they are asked for in, values stay."""
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.sync.residuals import NamedVectors
+
+CPU = torch.device("cpu")
+SIZES = {"a": 3, "b": 1, "c": 0, "d": 7, "e": 4}
+
+
+def slice_of(
+    vectors: NamedVectors, names: list[str | None], gaps: int = 2, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return vectors.slice(names, [gaps if name is None else SIZES[name] for name in names], dtype, CPU)
+
+
+def test_zero_at_first_and_a_view_from_then_on() -> None:
+    vectors = NamedVectors()
+    flat = slice_of(vectors, ["a", "b"])
+    assert flat.tolist() == [0.0] * 4
+    flat.copy_(torch.arange(4.0))
+    assert vectors["a"].tolist() == [0.0, 1.0, 2.0]
+    assert vectors["b"].tolist() == [3.0]
+    assert slice_of(vectors, ["a", "b"]).data_ptr() == flat.data_ptr()
+    assert "a" in vectors
+    assert "d" not in vectors
+    assert list(vectors) == ["a", "b"]
+
+
+def test_the_size_of_a_gap_counts() -> None:
+    """DDP's rebuild may put another bias between the same two weights."""
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", None, "b"], gaps=2).copy_(torch.tensor([1.0, 2, 3, 9, 9, 4]))
+    flat = slice_of(vectors, ["a", None, "b"], gaps=5)
+    assert flat.numel() == 9
+    assert flat[:3].tolist() == [1.0, 2.0, 3.0]
+    assert flat[-1] == 4.0
+
+
+def test_a_gap_starts_empty_and_has_no_owner() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", None, "b"]).fill_(5.0)
+    assert sorted(vectors.named()) == ["a", "b"]
+    flat = slice_of(vectors, ["b", None, "a"])
+    assert flat.tolist() == [5.0, 0.0, 0.0, 5.0, 5.0, 5.0]
+
+
+def test_an_older_company_does_not_come_back_to_life() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", "b"]).fill_(1.0)
+    slice_of(vectors, ["b", "d"]).fill_(2.0)
+    assert slice_of(vectors, ["a", "b"]).tolist() == [1.0, 1.0, 1.0, 2.0]
+    slice_of(vectors, ["a", "b"]).fill_(3.0)
+    assert slice_of(vectors, ["b", "d"]).tolist() == [3.0] + [2.0] * 7
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.permutations(list(SIZES)).flatmap(lambda p: st.integers(1, 5).map(lambda n: p[:n])), max_size=8))
+def test_any_companies(companies: list[list[str]]) -> None:
+    """Against a dict of plain tensors."""
+    vectors, expected = NamedVectors(), {name: torch.zeros(size) for name, size in SIZES.items()}
+    for number, names in enumerate(companies):
+        flat = slice_of(vectors, list(names))
+        assert torch.equal(flat, torch.cat([expected[name] for name in names]))
+        flat.add_(torch.arange(flat.numel()) + 10.0 * number + 1)
+        for name, part in zip(names, flat.split([SIZES[name] for name in names]), strict=True):
+            expected[name] = part.clone()
+        for name in vectors:
+            assert torch.equal(vectors[name], expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_short_dtypes_are_kept_in_float32(dtype: torch.dtype) -> None:
+    vectors = NamedVectors()
+    assert slice_of(vectors, ["a"], dtype=dtype).dtype == torch.float32
+    assert slice_of(vectors, ["b"], dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_parameter_of_another_size_is_refused_and_changes_nothing() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a"]).fill_(1.0)
+    with pytest.raises(ValueError, match=r"'a' has 4 elements.* 3.*another model"):
+        vectors.slice(["d", "a"], [7, 4], torch.float32, CPU)
+    assert vectors["a"].tolist() == [1.0] * 3
+    assert "d" not in vectors
+
+
+def test_load_copies_and_replaces_everything() -> None:
+    vectors, saved = NamedVectors(), {"d": torch.ones(7), "a": torch.arange(3.0)}
+    slice_of(vectors, ["b"]).fill_(1.0)
+    vectors.load(saved)
+    saved["d"].fill_(9.0)
+    assert sorted(vectors) == ["a", "d"]
+    assert slice_of(vectors, ["a", "d", "b"]).tolist() == [0.0, 1.0, 2.0] + [1.0] * 7 + [0.0]
+
+
+def test_scale_reaches_everything_once() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", "b"]).fill_(1.0)
+    slice_of(vectors, ["d"]).fill_(1.0)
+    slice_of(vectors, ["b", "d"])
+    vectors.load(vectors.named())
+    vectors.scale(0.5, lambda name: True)
+    assert {value for name in vectors for value in vectors[name].tolist()} == {0.5}
+
+
+def test_scale_leaves_names_alone_that_are_not_chosen() -> None:
+    vectors = NamedVectors()
+    slice_of(vectors, ["a", "b"]).fill_(1.0)
+    slice_of(vectors, ["d"]).fill_(1.0)
+    vectors.scale(0.5, lambda name: name != "b")
+    assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_may_ask_at_the_same_time() -> None:
+    """Optimizers ask from the threads of the collectives, bucket by bucket."""
+    errors: list[BaseException] = []
+    for _ in range(15):
+        vectors = NamedVectors()
+        companies = [[f"{number}.{index}" for index in range(6)] for number in range(100)]
+
+        def work(mine: list[list[str]], vectors: NamedVectors = vectors) -> None:
+            try:
+                for names in mine:
+                    first = vectors.slice(names, [4] * 6, torch.float32, CPU)
+                    second = vectors.slice(names, [4] * 6, torch.float32, CPU)
+                    assert first.data_ptr() == second.data_ptr(), "a slice was lost"
+                    first.fill_(1.0)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(companies[index::4],)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors, errors
+        kept = {vectors.slice(names, [4] * 6, torch.float32, CPU).data_ptr() for names in companies}
+        assert len(kept) == 100
+        assert all(float(vectors[name].sum()) == 4.0 for names in companies for name in names)

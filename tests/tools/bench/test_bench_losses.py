@@ -1,0 +1,286 @@
+"""`thinwire bench results` of rows of bench recipe: tables and a plot of loss over bytes, of rows that are known."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from support.processes import run_python
+from thinwire.tools import cli
+from thinwire.tools.bench.results import MARKS
+
+SAMPLES, PARAMETERS = 64, 10_000_000
+CONDITIONS = {
+    "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "device": "A GPU", "model": "gpt",
+    "config": {"layers": 6, "width": 384}, "parameters": PARAMETERS, "steps": 1000, "warmup_steps": 10,
+    "lr": {"adamw": 0.001, "sgd": 0.2}, "simulate": True,
+}  # fmt: skip
+SVG = "{http://www.w3.org/2000/svg}"
+(BEGIN, END), (LOSS_BEGIN, LOSS_END) = MARKS["link"], MARKS["recipe"]
+
+
+def conditions(ranks: int, **changed: object) -> dict[str, object]:
+    return {**CONDITIONS, "workers": ranks, "batch": SAMPLES // ranks, **changed}
+
+
+def row(method: str, ranks: int, loss: float | None, reduction: float = 1.0, **changed: object) -> dict[str, object]:
+    dense = 2 * (ranks - 1) / ranks * 4 * PARAMETERS * 1000
+    values = {
+        "kind": "recipe", "method": method, "family": method.split()[0], "seed": 0, "loss": loss, "accuracy": 0.5,
+        "bytes_total": dense / reduction, "dense_total": dense,
+        "warmup_steps": 0 if method.split(";")[0].endswith((" dense", " fp16 hook")) else 10,
+    }  # fmt: skip
+    return {**values, **changed}
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Dense at 2 ranks only; the best dense has other betas and another learning rate than most rows."""
+    two = [
+        row("adamw dense", 2, 1.25),
+        row("adamw dense", 2, 1.15, seed=1),
+        row("adamw dense;lr=2e-3", 2, 1.5),
+        row("adamw dense;betas=0.9,0.95;lr=5e-4", 2, 1.1),
+        row("adamw fp16 hook", 2, 1.21, 2.0),
+        row("adamw powersgd rank 4", 2, None, 50.0),
+        row("adamw thinwire", 2, 1.08, 80.0),
+        row("adamw thinwire;lr=2e-3", 2, 1.05, 80.0),
+        row("adamw thinwire;lr=2e-3", 2, 1.06, 80.0, seed=1),
+        row("adamw thinwire;lr=2e-3", 2, 1.08, 80.0, seed=1),
+    ]
+    eight = [row("adamw thinwire;lr=0.003", 8, 1.21, 40.0), row("adamw thinwire;lr=1e-3", 8, 1.32, 40.0)]
+    return [
+        write(tmp_path / "recipe-2.jsonl", conditions(2), *two),
+        write(tmp_path / "recipe-8.jsonl", conditions(8), *eight),
+    ]
+
+
+def results(*arguments: object) -> int:
+    return cli.main(["bench", "results", *map(str, arguments)])
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each line, by method and ranks."""
+    lines = [[cell.strip(" *") for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {f"{method}, {ranks}": cells for method, ranks, *cells in lines}
+
+
+def test_cells_have_loss_and_both_differences(files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert results(*files) == 0
+    text = capsys.readouterr().out
+    cells = table(text)
+    assert cells[", ranks"] == ["lr 0.0005", "lr 0.001", "lr 0.002", "lr 0.003", "seeds", "reduction"]
+    # Dense stands for 8 ranks too: the mean of seeds 1.25 and 1.15.
+    assert cells["adamw dense, any"] == ["", "1.200", "1.500", "", "1 to 2", "1.0x"]
+    assert cells["adamw dense; betas=0.9,0.95, any"][:2] == ["1.100", ""]
+    assert cells["adamw fp16 hook, any"] == ["", "1.210 (+0.8 % / +10.0 %)", "", "", "1", "2.0x"]
+    assert cells["adamw powersgd rank 4, 2"] == ["", "diverged", "", "", "1", "50x"]
+    # A seed that ran twice counts once: (1.05 + (1.06 + 1.08) / 2) / 2.
+    assert cells["adamw thinwire, 2"] == [
+        "", "1.080 (-10.0 % / -1.8 %)", "1.060 (-29.3 % / -3.6 %)", "", "1 to 2", "80x",
+    ]  # fmt: skip
+    assert cells["adamw thinwire, 8"] == ["", "1.320 (+10.0 % / +20.0 %)", "", "1.210 (- / +10.0 %)", "1", "40x"]
+    assert "| **adamw thinwire** |" in text
+    assert "the best dense of all (1.100: betas=0.9,0.95; lr 0.0005)" in text
+    assert "gpt (layers=6, width=384), 10 M parameters, adamw, 1,000 steps of 64 samples: validation loss" in text
+    assert "(40,000 MB with 2 ranks, 70,000 MB with 8 ranks)" in text
+    assert text.count("A GPU, ranks are threads of one process, torch 2.9, 2026-01-02.") == 1
+
+
+def test_the_tables_stand_between_their_own_marks(files: list[Path], tmp_path: Path) -> None:
+    readme, plot = tmp_path / "README.md", tmp_path / "loss.svg"
+    links = f"{BEGIN}\nof links\n{END}"
+    readme.write_text(f"before\n{links}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
+    arguments = ["bench", "results", *map(str, files), "--readme", str(readme), "--plot", str(plot)]
+    assert cli.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{links}\n{LOSS_BEGIN}\n![")
+    assert text.endswith(f"\n{LOSS_END}\nafter\n")
+    assert "old" not in text
+    assert "](loss.svg)" in text
+    assert "Rows: [recipe-2.jsonl](recipe-2.jsonl), [recipe-8.jsonl](recipe-8.jsonl)." in text
+    assert f"`thinwire {' '.join(arguments)}`" in text
+    assert cli.main(arguments) == 0
+    assert readme.read_text() == text, "a second time changes nothing"
+
+
+def drawn(path: Path) -> list[str]:
+    """The texts of a plot."""
+    return [str(text.text) for text in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def test_the_plot_has_every_method_that_did_not_diverge(files: list[Path], tmp_path: Path) -> None:
+    assert results(*files, "--plot", tmp_path / "loss.svg") == 0
+    texts = drawn(tmp_path / "loss.svg")
+    for label in (
+        "adamw dense",
+        "adamw dense; betas=0.9,0.95",
+        "adamw fp16 hook",
+        "adamw thinwire",
+        "2 ranks",
+        "8 ranks",
+    ):
+        assert texts.count(label) == 1, label
+    assert "adamw powersgd rank 4" not in texts
+    first = (tmp_path / "loss.svg").read_bytes()
+    assert results(*files, "--plot", tmp_path / "loss.svg") == 0
+    assert (tmp_path / "loss.svg").read_bytes() == first, "a second time changes nothing"
+
+
+def test_what_is_far_from_dense_is_on_the_edge_with_its_value(tmp_path: Path) -> None:
+    rows = [row("adamw dense", 2, 1.0), row("adamw textbook topk", 2, 9.0, 80.0), row("adamw thinwire", 2, 1.1, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", conditions(2), *rows), "--plot", tmp_path / "loss.svg") == 0
+    texts = drawn(tmp_path / "loss.svg")
+    assert "adamw textbook topk, 9.000 with 2 ranks" in texts
+    assert "adamw thinwire" in texts
+    assert "9" not in texts
+
+
+def test_without_matplotlib_it_is_said_what_to_install(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert results(*files, "--plot", tmp_path / "loss.svg") == 2
+    assert "pip install 'thinwire[plot]'" in capsys.readouterr().err
+
+
+def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row("sgd dense", 2, 0.9, accuracy=0.70),
+        row("sgd dense;lr=0.1", 2, 0.8, accuracy=0.75),
+        row("sgd thinwire", 2, 0.7, 20.0, accuracy=0.76),
+        row("sgd thinwire;lr=0.1", 2, None, 20.0, accuracy=0.1),
+    ]
+    path = write(tmp_path / "rows.jsonl", conditions(2, model="cnn", config={}), *rows)
+    assert results(path, "--plot", tmp_path / "loss.svg") == 0
+    text = capsys.readouterr().out
+    assert "| **sgd thinwire** | 2 | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
+    assert "validation accuracy" in text
+    assert "the best dense of all (75.0 %: lr 0.1)" in text
+    assert "validation accuracy" in drawn(tmp_path / "loss.svg")
+
+
+def test_dense_of_the_same_world_size_counts_if_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With batch norms it depends on the number of ranks."""
+    lines = [conditions(2), row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.2, 80.0)]
+    lines += [conditions(8), row("adamw dense", 8, 1.5), row("adamw thinwire", 8, 1.2, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
+    cells = table(capsys.readouterr().out)
+    assert [cells[f"adamw dense, {ranks}"][0] for ranks in (2, 8)] == ["1.200", "1.500"]
+    assert cells["adamw thinwire, 2"][0] == "1.200 (+0.0 % / +0.0 %)"
+    assert cells["adamw thinwire, 8"][0] == "1.200 (-20.0 % / -20.0 %)"
+
+
+def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
+    others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, config={"layers": 1})]
+    others += [conditions(2, bf16=True)]
+    joined = [line for given in (conditions(2), *others) for line in (given, *both)]
+    sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", *joined, *sgd)) == 0
+    text = capsys.readouterr().out
+    assert text.count("the best dense of all (1.200: lr 0.001)") == 5
+    assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
+    assert text.count("the best dense of all (1.300: lr 0.2)") == 1
+    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
+    assert results(write(tmp_path / "rows.jsonl", conditions(2), *both, both[1] | {"seed": 1}, *warmup)) == 0
+    cells = table(capsys.readouterr().out)
+    assert cells["adamw thinwire, 2"][0] == "1.100 (-8.3 % / -8.3 %)"
+    assert cells["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
+
+
+RECIPE = "expected what thinwire bench recipe --out wrote"
+ONE = row("adamw thinwire", 2, 1.1, 80.0)
+
+
+def without(line: dict[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in line.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([ONE], "rows.jsonl:1: a line of kind 'recipe' before any conditions"),
+        ([without(conditions(2), "workers"), ONE], f"conditions without workers, {RECIPE}"),
+        ([conditions(2), without(ONE, "bytes_total")], f"a row without bytes_total, {RECIPE}"),
+        ([conditions(2), ONE, {"kind": "prototype"}], f"a line of kind 'prototype', {RECIPE}"),
+        (
+            [conditions(2), ONE],
+            "no training by 'adamw dense' that ended in a number, for gpt (layers=6, width=384), 1000 steps of 64 "
+            "samples, to compare with: adamw thinwire; add its file, or run thinwire bench recipe --methods "
+            "'adamw dense'",
+        ),
+        ([conditions(2), ONE, row("adamw dense", 2, None)], "no training by 'adamw dense' that ended in a number"),
+        ([conditions(2), ONE, row("sgd dense", 2, 1.0)], "no training by 'adamw dense' that ended in a number"),
+        (
+            [conditions(2), row("adamw dense;lr=high", 2, 1.0)],
+            "learning rate 'high' of 'adamw dense;lr=high', expected a",
+        ),
+    ],
+)
+def test_broken_rows_are_one_line(
+    lines: list[dict[str, Any]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "loss.svg"
+    assert results(write(tmp_path / "rows.jsonl", *lines), "--plot", plot) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "rows.jsonl" in error
+    assert error.count("\n") == 1
+    assert not plot.exists()
+
+
+def test_an_empty_file_beside_others(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, alone = tmp_path / "empty.jsonl", write(tmp_path / "alone.jsonl", conditions(2))
+    empty.write_text("")
+    for path in (empty, alone):
+        assert results(*files, path) == 2
+        assert f"{path}: no rows, {RECIPE}" in capsys.readouterr().err
+
+
+def test_rows_of_both_benchmarks(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = write(tmp_path / "link.jsonl", {"kind": "conditions"}, {"kind": "link"})
+    assert results(*files, link) == 2
+    error = capsys.readouterr().err
+    assert f"has rows of bench recipe and {link} rows of bench link, expected one of both: call it twice" in error
+
+
+def test_a_readme_without_marks_stays_as_it_is(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert results(*files, "--readme", readme) == 2
+    assert f"has no line {LOSS_BEGIN}" in capsys.readouterr().err
+    assert readme.read_text() == f"{BEGIN}\n{END}\n"
+
+
+def test_rows_as_bench_recipe_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "rows.jsonl")
+    small = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "4", "--simulate"]
+    assert cli.main(["bench", "recipe", *small, "--methods", "adamw dense", "adamw fp16 hook", "--out", path]) == 0
+    capsys.readouterr()
+    assert results(path) == 0
+    cells = table(capsys.readouterr().out)
+    assert cells["adamw dense, 2"][-1] == "1.0x"
+    assert cells["adamw fp16 hook, 2"][-1] == "2.0x"
+
+
+def test_torch_is_not_loaded(files: list[Path]) -> None:
+    script = (
+        "import sys\n"
+        "from thinwire.tools.cli import main\n"
+        f"code = main(['bench', 'results', *{[str(file) for file in files]!r}])\n"
+        "print('loaded:', code, [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
+    )
+    assert run_python(script).endswith("loaded: 0 []")

@@ -1,0 +1,40 @@
+"""What holds for links by namespaces and by a relay: the rate, and bytes that are those of the compressor."""
+
+import pytest
+import torch
+
+import thinwire
+from support.link_ranks import TestedRank
+from support.transfer import Build, Transfer
+from thinwire.tools.workers import Workers
+
+
+def test_bytes_are_counted_and_no_faster_than_the_rate(build: Build) -> None:
+    nbytes = 1_000_000
+    with build(2, None) as net:
+        net.shape(40e6)
+        done = Transfer(net, nbytes)
+    assert done.received == nbytes
+    assert nbytes <= done.counted < 1.1 * nbytes  # TCP's and Ethernet's headers take 6 %
+    assert done.seconds >= 0.9 * 8 * nbytes / 40e6  # a busy machine can only make it longer
+
+
+def test_counted_bytes_are_those_of_the_compressor(build: Build) -> None:
+    """Two ranks gather: each sends one payload to the other, of the size that the compressor computes beforehand."""
+    numel, times = 300_000, 8
+    with build(2, None) as net, Workers(2) as workers:
+        workers.make(2, TestedRank, net.links, 60.0)
+        workers.ask("join", workers.ask("host")[0])
+        for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/16"):
+            workers.ask("reduce", spec, numel, 2)  # ranks compare their calls the first time
+            before = net.sent_bytes()
+            workers.ask("reduce", spec, numel, times)
+            payload = times * thinwire.compressor(spec).nbytes(numel, torch.float32)
+            for sent, first in zip(net.sent_bytes(), before, strict=True):
+                assert payload < sent - first < 1.08 * payload + 1000 * times, spec
+
+
+@pytest.mark.parametrize(("ranks", "message"), [(0, "0 ranks, expected 1 to 64"), (65, "65 ranks, expected 1 to 64")])
+def test_nonsense_is_refused(build: Build, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(ranks, 1e9)

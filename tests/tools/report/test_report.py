@@ -1,0 +1,430 @@
+"""The report: what it reads, what it leaves out, what it refuses; its page in a browser is in tests/browser."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.processes import run_python
+from thinwire.tools import cli, report
+from thinwire.tools.report.content import bytes_per_step, content
+from thinwire.tools.report.runs import Run, read
+from thinwire.tools.report.series import curve, stack, thin
+from thinwire.tools.report.sources import find
+
+Line = dict[str, Any]
+
+
+def conditions(first_step: int = 0, **config: object) -> Line:
+    return {
+        "kind": "conditions",
+        "date": f"2026-01-01T12:00:{first_step % 60:02}+00:00",
+        "config": {"compressor": "topk:ratio=1/64,bits=2", "steps": 40, **config},
+        "world_size": 2,
+        "parameters": 1000,
+        "first_step": first_step,
+    }
+
+
+def step(number: int, loss: float | None = 1.0, **more: object) -> Line:
+    split = {"compute": 0.01, "compress": 0.001, "wait": 0.002, "decode": 0.0005}
+    sent = {"bytes_sent": 100 * number, "bytes_dense": 8000 * number}
+    return {"kind": "step", "step": number, "loss": loss, "seconds": 0.1 * number, "split": split, **sent, **more}
+
+
+def evaluation(number: int, loss: float | None = 0.5, **more: object) -> Line:
+    sent = {"bytes_sent": 100 * number, "bytes_dense": 8000 * number}
+    return {"kind": "evaluation", "step": number, "loss": loss, "seconds": 0.1 * number, **sent, **more}
+
+
+def write(folder: Path, lines: Iterable[Line], *, cut: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+    return folder
+
+
+def run_of(tmp_path: Path, lines: Iterable[Line], *, cut: str = "") -> Run:
+    return read(write(tmp_path / "run", lines, cut=cut) / "metrics.jsonl", "run")
+
+
+def embedded(page: Path) -> Any:
+    """The data of a page, found as a browser finds it."""
+
+    class Scripts(HTMLParser):
+        found: str | None = None
+        inside = False
+
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            self.inside = tag == "script" and ("type", "application/json") in attributes
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                self.found, self.inside = data, False
+
+    parser = Scripts()
+    parser.feed(page.read_text(encoding="utf-8"))
+    assert parser.found is not None
+    return json.loads(parser.found)
+
+
+END = {"kind": "end", "step": 40, "reason": "finished", "seconds": 4.5}
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path,
+        [
+            conditions(),
+            step(10, 2.0),
+            {"kind": "of a later version", "step": "whatever"},
+            evaluation(10, 2.1, accuracy=0.4, of_a_later_version=[1]),
+            step(20, None, reduction_after_warmup=150.5),
+            evaluation(20, 1.0, accuracy=None),
+            evaluation(40, 0.9),
+            END,
+        ],
+    )
+    assert [(row.step, row.loss) for row in run.steps] == [(10, 2.0), (20, None)]
+    assert [(row.step, row.loss, row.accuracy) for row in run.evaluations] == [
+        (10, 2.1, 0.4),
+        (20, 1.0, None),
+        (40, 0.9, None),
+    ]
+    assert run.steps[0].split == (0.01, 0.001, 0.002, 0.0005)
+    assert (run.status, run.step, run.seconds, run.resumes) == ("finished", 40, 4.5, 0)
+    summary = content(run)["summary"]
+    assert (summary["bytes"], summary["dense"]) == (4000, 320_000)
+    assert summary["reduction_after_warmup"] == 150.5
+    assert (summary["training"], summary["validation"], summary["accuracy"]) == ([None], [0.9], 0.4)
+    assert (summary["ranks"], summary["parameters"], summary["compressor"]) == ("2", 1000, "topk:ratio=1/64,bits=2")
+
+
+def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path,
+        [
+            conditions(),
+            step(10, 1.0),
+            evaluation(10),
+            step(20, 2.0),
+            evaluation(20),
+            {"kind": "end", "step": 20, "reason": "stopped", "seconds": 2.0},
+            conditions(first_step=10),
+            step(20, 3.0),
+        ],
+    )
+    assert [(row.step, row.loss) for row in run.steps] == [(10, 1.0), (20, 3.0)]
+    assert [row.step for row in run.evaluations] == [10]
+    assert (run.status, run.resumes, run.step) == ("unfinished", 1, 20)
+    assert run.started.endswith(":00+00:00")
+    assert run.conditions["first_step"] == 10
+
+
+def test_a_run_from_step_0_is_another_one(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [conditions(), evaluation(0), step(30), END, conditions(lr=2), evaluation(0), step(10)])
+    assert [row.step for row in run.rows] == [10, 0]
+    assert (run.status, run.resumes, run.step, run.config["lr"]) == ("unfinished", 0, 10, 2)
+
+
+@pytest.mark.parametrize("reason", ["finished", "stopped"])
+def test_status(reason: str, tmp_path: Path) -> None:
+    lines = [conditions(), step(10), {"kind": "end", "step": 10, "reason": reason, "seconds": 1.0}]
+    assert run_of(tmp_path, lines).status == reason
+    assert run_of(tmp_path, lines[:-1]).status == "unfinished"
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    whole = json.dumps(step(20))
+    for length in range(len(whole)):
+        run = run_of(tmp_path, [conditions(), step(10)], cut=whole[:length])
+        assert [row.step for row in run.steps] == [10]
+    assert len(run_of(tmp_path, [conditions(), step(10)], cut=whole).steps) == 2
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "null"])
+def test_what_is_not_finite_is_a_gap(value: str, tmp_path: Path) -> None:
+    text = json.dumps(step(10)).replace('"loss": 1.0', f'"loss": {value}')
+    run = run_of(tmp_path, [conditions(), step(5)], cut=text + "\n")
+    assert run.steps[1].loss is None
+    assert content(run)["loss"]["value"] == [1, None]
+    json.dumps(content(run), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"kind": "step", "st\n{"kind": "end"}\n', r":2: not a line of JSON"),
+        ("\0\0\0\n", r":2: not a line of JSON"),
+        ("[" * 100_000 + "\n", r":2: not a line of JSON"),
+        ("[1, 2]\n", r":2: expected an object with a kind, given \[1, 2\]"),
+        ('{"step": 3}\n', r":2: expected an object with a kind"),
+        ('{"kind": "step"}\n', r":2: step None, expected a whole number"),
+        ('{"kind": "step", "step": -1}\n', r":2: step -1, expected a whole number, from 0"),
+        ('{"kind": "step", "step": 1, "loss": "low"}\n', r":2: loss 'low', expected a number or null"),
+        ('{"kind": "step", "step": 1, "split": 3}\n', r":2: split 3, expected an object with compute"),
+        ('{"kind": "step", "step": 1' + "0" * 400 + "}\n", r":2: step 10+\.\.\.0+, expected a whole number"),
+        ('{"kind": "step", "step": true}\n', r":2: step True, expected a whole number"),
+        ('{"kind": "step", "step": [[[[[[[[7]]]]]]]]}\n', r":2: step \[.*, expected a whole number"),
+        ('{"kind": "step", "step": ' + "9" * 10_000 + "}\n", r":2: not a line of JSON"),
+        ('{"kind": ["step"], "step": 1}\n', r":2: expected an object with a kind"),
+        ('{"kind": "conditions", "first_step": "0"}\n', r":2: first_step '0', expected a whole number"),
+    ],
+)
+def test_a_damaged_line_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl" + message):
+        run_of(tmp_path, [conditions()], cut=text)
+
+
+BIG = 10**400
+NESTED = "[" * 400 + "]" * 400
+ODD: dict[str, Line] = {
+    "huge numbers": {"loss": BIG, "seconds": -BIG, "bytes_sent": BIG, "bytes_dense": 1e308, "accuracy": BIG},
+    "large numbers": {"loss": 1e299, "seconds": 1e299, "bytes_sent": 1e299, "bytes_dense": 1e299},
+    "huge parts": {"split": {"compute": BIG, "compress": 1e308, "wait": -1e308, "decode": None}},
+    "no parts": {"split": {}},
+    "nothing": {"loss": None, "seconds": None, "bytes_sent": None, "bytes_dense": None, "split": None},
+    "more": {"other": [[{}]], "": "", "NaN": {"a": [1e5]}},
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_numbers_of_any_size_make_a_page(what: str, tmp_path: Path) -> None:
+    odd = ODD[what]
+    lines = [conditions(), step(1), {**step(2), **odd}, {**evaluation(2), **odd}, step(3), {**END, **odd}]
+    report.write([write(tmp_path / "run", lines)], tmp_path / "page.html")
+    assert embedded(tmp_path / "page.html")["runs"][0]["loss"]["step"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"parameters": BIG, "world_size": BIG, "config": {"steps": BIG}},
+        {"parameters": "many", "world_size": [2], "config": "as before", "date": [[7]]},
+        {"config": {"a": {"b": {"c": {"d": {"e": {"f": {"g": {"h": 1}}}}}}}}, "date": None},
+        {"config": {"deep": json.loads(NESTED)}, "date": json.loads(NESTED)},
+        {"config": {"long": "x" * 10**6, "steps": -1}},
+    ],
+    ids=["huge", "types", "nested", "deep", "long"],
+)
+def test_conditions_of_any_content_make_a_page(odd: Line, tmp_path: Path) -> None:
+    report.write([write(tmp_path / "run", [{**conditions(), **odd}, step(1)])], tmp_path / "page.html")
+    assert embedded(tmp_path / "page.html")["runs"][0]["loss"]["step"] == [1]
+    assert (tmp_path / "page.html").stat().st_size < 300_000
+
+
+def test_rows_need_conditions(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: a line of kind 'step' before any conditions"):
+        run_of(tmp_path, [step(10)])
+
+
+def test_bytes_per_step_are_differences(tmp_path: Path) -> None:
+    rows = [step(10, bytes_sent=1000), step(20, bytes_sent=None), step(40, bytes_sent=7000), step(40, bytes_sent=7000)]
+    assert bytes_per_step(run_of(tmp_path, [conditions(), *rows])) == [100, None, 200, None]
+
+
+def test_a_step_takes_the_mean_over_steps_not_lines(tmp_path: Path) -> None:
+    rows = [step(1, split={"compute": 1.0}), step(11, split={"compute": 0.1}), step(12, split=None)]
+    assert content(run_of(tmp_path, [conditions(), *rows]))["step_seconds"] == {
+        "mean": pytest.approx(2 / 11),
+        "longest": 1,
+    }
+
+
+def test_thinned_curves_keep_ends_extremes_and_gaps() -> None:
+    values: list[float | None] = [float(n % 7) for n in range(100_000)]
+    values[0], values[-1], values[4321], values[54_321], values[77_777] = 3.5, 2.5, 99.0, -99.0, None
+    kept = thin(values)
+    assert {0, 99_999, 4321, 54_321, 77_777} <= set(kept)
+    assert kept == sorted(set(kept))
+    assert 1000 < len(kept) < 2100
+    drawn = curve([(n, None, None) for n in range(100_000)], values)
+    assert drawn["step"] == kept
+    assert drawn["value"][kept.index(4321)] == 99
+    assert drawn["mean"][kept.index(77_777)] is None
+    near = drawn["mean"][kept.index(4321)]
+    assert near is not None
+    assert 3 < near < 5
+
+
+def test_short_curves_are_kept_whole() -> None:
+    drawn = curve([(n, n / 10, 3 * n) for n in range(2000)], [float(n) for n in range(2000)])
+    assert drawn["value"] == list(range(2000))
+    assert (drawn["seconds"][15], drawn["bytes"][15]) == (1.5, 45)
+    assert "mean" not in drawn
+    assert thin([]) == []
+
+
+def test_stacks_are_means_so_that_their_areas_are_right() -> None:
+    rows = [(float(n % 10), 1.0) if n % 3 else None for n in range(30_000)]
+    drawn = stack([(n, n, n) for n in range(30_000)], rows, 2)
+    assert len(drawn["part0"]) <= 100
+    assert all(value == pytest.approx(4.5, abs=0.1) for value in drawn["part0"])
+    assert set(drawn["part1"]) == {1}
+    assert drawn["step"][-1] == 29_999
+    assert stack([], [], 2)["part1"] == []
+
+
+def test_runs_are_found_with_their_dense_reference(tmp_path: Path) -> None:
+    first = write(tmp_path / "monday" / "a", [conditions()])
+    second = write(tmp_path / "tuesday" / "a", [conditions()])
+    dense = write(first / "dense", [conditions()])
+    assert [source.name for source in find([first])] == ["a", "a dense"]
+    found = [source.name for source in find([first / "metrics.jsonl", second])]
+    assert found == ["monday/a", "monday/a dense", "tuesday/a"]
+    assert [source.name for source in find([dense, first])] == ["a dense", "a"]
+    write(second / "dense", [conditions()])
+    assert [source.name for source in find([first, second])] == [
+        "monday/a",
+        "monday/a dense",
+        "tuesday/a",
+        "tuesday/a dense",
+    ]
+
+
+def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "here", [conditions()]))
+    assert [source.name for source in find([Path()])] == ["here"]
+
+
+def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "a run", [conditions(), step(10), evaluation(10, accuracy=0.9), END])
+    out = tmp_path / "page.html"
+    out.write_text("an older one")
+    assert cli.main(["report", str(run), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{out}: ")
+    assert printed.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a run", "page.html"]
+    data = embedded(out)
+    assert data["command"] == f"thinwire report '{run}' --out {out}"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", data["date"])
+    assert [run["name"] for run in data["runs"]] == ["a run"]
+    assert ["compressor", "topk:ratio=1/64,bits=2"] in data["runs"][0]["config"]
+    assert oct(out.stat().st_mode & 0o777) == oct((run / "metrics.jsonl").stat().st_mode & 0o777)
+
+
+def test_the_page_refers_to_nothing_outside(tmp_path: Path) -> None:
+    report.write([write(tmp_path / "run", [conditions(), step(10)])], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert set(re.findall(r"https?://[^\s\"'<>]*", text)) == {
+        "http://www.w3.org/2000/svg",  # a name, not a place
+        "https://github.com/leeoniya/uPlot",  # in a comment
+    }
+    assert not re.search(r"@import|url\(|<link(?! rel=\"icon\" href=\"data:)|<img|<iframe|src=", text)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy
+    assert "default-src 'none'" in policy[1]
+    for name, body in (("style", r"<style>(.*?)</style>"), ("script", r"<script>(.*?)</script>")):
+        found = re.search(body, text, re.DOTALL)
+        assert found
+        digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy[1]
+
+
+HOSTILE = "<!--<script>\u2028&lt;\ud800$style ${data} </SCRIPT ><script>alert(1)</script>"
+
+
+def test_no_string_gets_out_of_its_json(tmp_path: Path) -> None:
+    # A folder's name holds no slash, but runs of the same name are distinguished by the path before it.
+    inner = Path("script><script>alert(1)<") / "script>"
+    run = write(
+        tmp_path / "<" / inner,
+        [conditions(recipe=HOSTILE, compressor=HOSTILE, nested={HOSTILE: [HOSTILE]}), step(10)],
+    )
+    out = tmp_path / "page.html"
+    report.write([run, write(tmp_path / "other" / inner, [conditions()])], out)
+    text = out.read_text(encoding="utf-8")
+    assert text.count("<script") == 2
+    assert text.lower().count("</script") == 2
+    assert "alert(1)<" not in text
+    first, _ = embedded(out)["runs"]
+    assert first["name"] == "</script><script>alert(1)</script>"
+    assert first["summary"]["recipe"] == HOSTILE
+    assert [f"nested.{HOSTILE}", json.dumps([HOSTILE], ensure_ascii=False)] in first["config"]
+
+
+def test_one_run_of_only_conditions(tmp_path: Path) -> None:
+    report.write([write(tmp_path / "run", [conditions()])], tmp_path / "page.html")
+    (run,) = embedded(tmp_path / "page.html")["runs"]
+    assert run["status"] == "unfinished"
+    assert run["summary"]["training"] == []
+
+
+def test_long_runs_make_small_pages(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [conditions(), *(step(n, 1 / n) for n in range(1, 50_001))])
+    started = time.monotonic()
+    size = report.write([run], tmp_path / "page.html")
+    assert time.monotonic() - started < 30
+    assert size == (tmp_path / "page.html").stat().st_size < 500_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no run given, expected folders with a metrics.jsonl"),
+        (["nowhere"], "there is no run nowhere, expected a folder with a metrics.jsonl, or that file itself"),
+        (["folder"], "folder is not a run: it has no metrics.jsonl"),
+        (["empty"], "metrics.jsonl is empty, expected JSON lines"),
+        (["damaged"], "metrics.jsonl:2: not a line of JSON"),
+        (["run", "run/metrics.jsonl"], "is given 2 times"),
+        (["run", "--out", "folder"], "--out folder is a folder, expected a file: try --out folder/report.html"),
+        (["run", "--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere; create it"),
+        (["run", "--out", "run/metrics.jsonl"], "is a run's own record"),
+        (["run", "--out", "x" * 300], "File name too long"),
+        (["run", "--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", [conditions(), step(10)])
+    write(tmp_path / "empty", [])
+    write(tmp_path / "damaged", [conditions()], cut='{"kind"\n{"kind": "end"}\n')
+    (tmp_path / "folder").mkdir()
+    assert cli.main(["report", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("thinwire report: error: ")
+    assert message in output.err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_cannot_be_written_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run", [conditions(), step(10)])
+    out = tmp_path / "page.html"
+    out.write_text("an older one")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=r"cannot write .*page\.html: No space left on device; give another place"):
+        report.write([run], out)
+    assert out.read_text() == "an older one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_a_report_does_not_load_torch(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [conditions(), step(10)])
+    script = (
+        "import sys\n"
+        "from thinwire.tools.cli import main\n"
+        f"code = main(['report', {str(run)!r}, '--out', {str(tmp_path / 'page.html')!r}])\n"
+        "print('loaded:', [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
+        "sys.exit(code)\n"
+    )
+    assert run_python(script).endswith("loaded: []")

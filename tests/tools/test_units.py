@@ -1,0 +1,83 @@
+"""Numbers as people write them, and the refusal of what is none."""
+
+import pytest
+
+from thinwire.tools.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_rate,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2s", 2.0), ("150ms", 0.15), ("50 us", 5e-5), ("50µs", 5e-5), ("1e-3s", 1e-3), ("2min", 120)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds("--latency", text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "2", "s", "-2s", "0s", "2 hours", "nan s", "inf s", "1e99s", "two s", "2s3"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--latency .*, expected a time above 0 with its unit, such as 2s") as error:
+        parse_seconds("--latency", text)
+    assert repr(text) in str(error.value)
+
+
+def test_a_latency_may_be_zero() -> None:
+    assert parse_seconds("--latency", "0us", zero=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7e9", 7 * 10**9), ("350M", 350 * 10**6), ("7B", 7 * 10**9), ("12", 12), ("1.5k", 1500)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count("--params", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-7e9", "many", "1.5", "nan", "inf", "1e99", "7e9x", "0x10", "1__0"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a whole number from 1"):
+        parse_count("--params", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("1gbit", 1e9), ("1Gbps", 1e9), ("1 Gbit/s", 1e9), ("1Gb/s", 1e9), ("100M", 1e8), ("100mbit", 1e8),
+        ("2.5gbit", 2.5e9), ("54Mbps", 54e6), ("1e9", 1e9), ("0.1G", 1e8),
+    ],
+)  # fmt: skip
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1", "-1gbit", "0gbit", "1e99gbit", "1GB/s", "125MBps", "nan", "1 parsec"]
+)
+def test_what_is_no_rate(text: str) -> None:
+    """Bytes per second are refused too: eight times the rate would be a different plan."""
+    with pytest.raises(ValueError, match="expected bits per second from 100kbit to 1000gbit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("16GiB", 16 << 30), ("512 mb", 512 * 10**6)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes("--memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "80", "GB", "-1GB", "0GB", "1e99GB", "much"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--memory .*, expected bytes with their unit, such as 80GB"):
+        parse_bytes("--memory", text)
+
+
+def test_numbers_for_a_person() -> None:
+    assert [format_seconds(value) for value in (3e-6, 0.0021, 0.5, 12.345, 1234.5)] == [
+        "3 µs", "2.1 ms", "500 ms", "12.3 s", "1,234 s",
+    ]  # fmt: skip
+    assert [format_bytes(value) for value in (0, 999, 123_456, 5e12)] == ["0", "999 B", "123 kB", "5 TB"]
+    assert format_rate(5e5) == "500 kbit/s"

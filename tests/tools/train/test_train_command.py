@@ -1,0 +1,264 @@
+"""`thinwire train` as a user runs it: what it shows, and what lies in the folder afterwards."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import select
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from support.training_runs import (
+    COMMAND,
+    LIMIT,
+    PARAMETERS,
+    SMALL,
+    Done,
+    arguments,
+    assert_same_weights,
+    changed,
+    checkpoints,
+    environment,
+    lines,
+    logged_steps,
+    run,
+    train,
+    weights,
+)
+from thinwire.collectives.cost import ring
+from thinwire.compressors import format_spec
+from thinwire.sync.policy import default_compressor
+from thinwire.testing import RankPool
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.models import model_config
+from thinwire.tools.train.view import PHASES
+
+HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+CONFIG = changed(SMALL, eval_every=10, log_to=("auto",), compare_dense=True)
+
+
+class Ran(NamedTuple):
+    cwd: Path
+    folder: Path
+    done: Done
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A whole command, with the dense reference and what is logged if nothing is said."""
+    cwd = tmp_path_factory.mktemp("command")
+    done = run(cwd, *arguments(CONFIG))
+    assert done.code == 0, done.err
+    return Ran(cwd, cwd / "runs" / "digits-cnn", done)
+
+
+@pytest.fixture(scope="module", params=["topk", "dense"])
+def folder(ran: Ran, request: pytest.FixtureRequest) -> Path:
+    return ran.folder / "dense" if request.param == "dense" else ran.folder
+
+
+def test_the_folder_holds_the_run(ran: Ran, folder: Path) -> None:
+    common = {"checkpoints", "config.json", "metrics.jsonl", "weights.pt", *(["tensorboard"] * HAS_TENSORBOARD)}
+    own = {"dense", "report.html"} if folder == ran.folder else set()
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == common | own
+    assert checkpoints(folder) == [25, 30]
+    left = [path for path in folder.rglob("*") if "partial" in path.name or "new" in path.name or "disk" in path.name]
+    assert not left, "nothing that was only needed on the way"
+
+
+def test_the_config_has_every_option_resolved(ran: Ran, folder: Path) -> None:
+    out = folder.relative_to(ran.cwd)
+    dense = {"compressor": "none", "compare_dense": False} if folder != ran.folder else {}
+    expected = changed(CONFIG, out=out, **dense).record()
+    assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(expected))
+
+
+def test_metrics_are_lines_of_known_kinds_in_order(folder: Path) -> None:
+    kinds = [line["kind"] for line in lines(folder)]
+    assert kinds[0] == "conditions"
+    assert kinds[-1] == "end"
+    assert kinds.count("evaluation") == 3
+    assert kinds.count("step") == len(kinds) - 5
+    assert logged_steps(folder) == list(range(1, 31))
+    assert [line["step"] for line in lines(folder, "evaluation")] == [10, 20, 30]
+    assert lines(folder, "end")[0]["reason"] == "finished"
+    conditions = lines(folder)[0]
+    assert (conditions["world_size"], conditions["parameters"], conditions["first_step"]) == (2, PARAMETERS, 0)
+    assert conditions["config"] == json.loads((folder / "config.json").read_text())
+    assert all(json.dumps(line, allow_nan=False) for line in lines(folder))
+
+
+def test_times_of_a_step_add_up(folder: Path) -> None:
+    """What is waited for is never more than the step; the phases add up to it, and the speed is computed from it."""
+    steps, before = lines(folder, "step"), 0.0
+    for line in steps:
+        assert set(line["split"]) == set(PHASES)
+        assert all(part >= 0 for part in line["split"].values())
+        whole = sum(line["split"].values())
+        assert 0 < whole <= line["seconds"] - before
+        assert line["samples_per_second"] * whole == pytest.approx(2 * CONFIG.batch)
+        before = line["seconds"]
+    assert lines(folder, "end")[0]["seconds"] >= before
+
+
+def test_bytes_are_counted(ran: Ran, folder: Path) -> None:
+    steps = lines(folder, "step")
+    dense = ring(4 * PARAMETERS, 2)
+    assert [line["bytes_dense"] for line in steps] == [step * dense for step in range(1, 31)]
+    sent = [line["bytes_sent"] for line in steps]
+    each = [after - before for before, after in zip([0, *sent], sent, strict=False)]
+    assert ["reduction_after_warmup" in line for line in steps] == [
+        step > (folder == ran.folder) * 5 for step in range(1, 31)
+    ]
+    pulse = ring(16, 2)
+    if folder != ran.folder:
+        assert sorted(each)[15] == dense + pulse
+        assert all(0 <= part - dense - pulse < 0.02 * dense for part in each), "and a little to agree, and to evaluate"
+    else:
+        assert all(pulse < part < dense for part in each)
+        later = lines(folder, "end")[0]["reduction_after_warmup"]
+        assert later == pytest.approx(25 * dense / sum(part - pulse for part in each[5:]), rel=0.05)
+        assert max(each[12:]) < min(each[:5]) < dense / 2, "few bytes after the warm-up of 5 steps, a quarter before"
+
+
+def test_it_learns(folder: Path) -> None:
+    losses = [line["loss"] for line in lines(folder, "step")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    evaluations = lines(folder, "evaluation")
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    assert 0 < evaluations[-1]["accuracy"] <= 1
+    assert all(line["skipped"] == 0 for line in lines(folder, "step"))
+
+
+def test_the_weights_are_those_of_the_model(folder: Path) -> None:
+    model = model_config(CONFIG.model).build(0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights(folder))
+    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_dense_reference_began_with_the_same_weights_and_data(ran: Ran) -> None:
+    first, other = (lines(folder, "step")[0]["loss"] for folder in (ran.folder, ran.folder / "dense"))
+    assert first == pytest.approx(other)
+
+
+def test_the_table_shows_both(ran: Ran) -> None:
+    out, folders = ran.done.out, (ran.folder, ran.folder / "dense")
+    losses = [f"{lines(folder, 'evaluation')[-1]['loss']:.4f}" for folder in folders]
+    accuracies = [f"{lines(folder, 'evaluation')[-1]['accuracy']:.2%}" for folder in folders]
+    sent = [f"{lines(folder, 'end')[-1]['bytes_sent'] / 1e6:.2f}" for folder in folders]
+    assert re.search(r"^30 steps, 2 ranks +default +none *$", out, re.MULTILINE), out
+    for name, values in {"validation loss": losses, "accuracy": accuracies, "MB sent per rank": sent}.items():
+        assert re.search(rf"^{name} +{' +'.join(values)} *$", out, re.MULTILINE), (name, values, out)
+    assert re.search(r"^reduction +[\d.]+x +1\.0x *$", out, re.MULTILINE), out
+    assert out.splitlines()[-1] == "run runs/digits-cnn, report runs/digits-cnn/report.html"
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(ran: Ran) -> None:
+    text = ran.done.err
+    assert "\x1b" not in text + ran.done.out
+    assert "\r" not in text
+    lines = [line for line in text.splitlines() if line.startswith("step ") and "samples/s" in line]
+    assert [line.split()[1] for line in lines] == 2 * [f"{step}/30" for step in range(1, 31)]
+    assert text.count("validation loss") == 6
+    chosen = f"default ({format_spec(default_compressor(2))})"
+    assert text.startswith(f"digits-cnn: {CONFIG.model}, {PARAMETERS:,} parameters, {chosen}, 2 ranks")
+    assert "Warning" not in text
+
+
+def test_the_report_shows_both(ran: Ran) -> None:
+    page = (ran.folder / "report.html").read_text()
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert "digits-cnn dense" in page
+
+
+def test_the_pool_trains_to_the_same_weights(ran: Ran, ranks: RankPool, tmp_path: Path) -> None:
+    """Which is what other tests compare the command with."""
+    ended = train(ranks, 2, changed(SMALL, out=Path("run")), tmp_path)
+    assert ended.finished, ended
+    assert_same_weights(tmp_path / "run", ran.folder)
+
+
+def test_a_terminal_has_a_bar_that_lives(ran: Ran) -> None:
+    """Beside the first run: the next one of the recipe gets the next name."""
+    ours, theirs = os.openpty()
+    given = arguments(changed(SMALL, workers=1, steps=10, eval_every=5))
+    process = subprocess.Popen(
+        [COMMAND, "train", *given], cwd=ran.cwd, stdin=theirs, stdout=theirs, stderr=theirs,
+        env=environment(TERM="xterm-256color"), start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown, deadline = b"", time.monotonic() + LIMIT
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    piece = os.read(ours, 65536)
+                except OSError:  # Linux says so when nobody holds the other end
+                    break
+                if not piece:
+                    break
+                shown += piece
+        assert process.wait(LIMIT) == 0, shown.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    text = shown.decode()
+    assert "Traceback" not in text
+    assert "━" in text, "a bar"
+    assert "/10 " in text, "how many steps are done"
+    assert "\x1b[2K" in text, "which is drawn over"
+    assert "samples/s" not in "".join(re.findall(r"^step.*", text, re.MULTILINE)), "and no lines of progress"
+    assert text.count("validation loss") >= 2, "but those of evaluations stay"
+    assert "run runs/digits-cnn-2, report runs/digits-cnn-2/report.html" in text
+    assert logged_steps(ran.cwd / "runs" / "digits-cnn-2") == list(range(1, 11))
+
+
+# Options.
+
+
+def test_there_are_few_options_and_each_has_help(tmp_path: Path) -> None:
+    names = [field.name for field in dataclasses.fields(Config)]
+    assert len(names) <= 25
+    done = run(tmp_path, "--help")
+    assert (done.code, done.err) == (0, "")
+    shown = [line.strip("│ ") for line in done.out.splitlines()]
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        at = next(n for n, line in enumerate(shown) if line.startswith(flag))
+        text = " ".join(shown[at : at + 3]).removeprefix(flag)
+        assert len(re.findall(r"[a-z]{2,}", text)) > 2, f"{flag} has no help"
+    assert not list(tmp_path.glob("[!.]*")), "help makes no folder"
+
+
+@pytest.mark.parametrize("given", [["--recipe", "text-gpt"], ["--recipe=text-gpt"]])
+def test_help_shows_the_defaults_of_the_recipe(tmp_path: Path, given: list[str]) -> None:
+    done = run(tmp_path, *given, "--help")
+    assert done.code == 0
+    text = "".join(done.out.replace("│", " ").split())  # lines are broken at commas too
+    for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "600", "text"):
+        assert f"(default:{default})" in text, default
+
+
+# Recipes.
+
+
+def test_the_fashion_recipe_trains_on_the_real_images(fashion_package: Path, tmp_path: Path) -> None:
+    """A few steps of a small model: that the package's files reach the ranks, and that it learns."""
+    done = run(
+        tmp_path, "--recipe", "fashion-cnn", "--model", "cnn:width=4,size=28", "--steps", "40", "--warmup-steps", "5",
+        "--lr", "0.01", "--log-to", "none", "--device", "cpu",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    folder = tmp_path / "runs" / "fashion-cnn"
+    assert lines(folder, "step")[-1]["step"] == 40
+    (evaluation,) = lines(folder, "evaluation")
+    assert evaluation["accuracy"] > 0.4
+    assert json.loads((folder / "config.json").read_text())["data"] == "fashion-mnist"

@@ -1,0 +1,427 @@
+"""A run that goes on from a checkpoint is the run that never stopped, bit for bit; and what it may change."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.slow import slow, some_slow
+from support.training_runs import (
+    PARAMETERS,
+    SMALL,
+    Ended,
+    assert_same_weights,
+    changed,
+    checkpoints,
+    copy_run,
+    lines,
+    logged_steps,
+    newest,
+    sign,
+    train,
+    weights,
+)
+from thinwire.testing import RankPool
+from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
+from thinwire.tools.train.config import Config, load_config
+from thinwire.tools.train.recipes import defaults
+
+RUN = Path("run")
+CUT = changed(SMALL, out=RUN, steps=16, checkpoint_every=1, keep=100, eval_every=8)
+CONFIGS: dict[str, tuple[int, Config]] = {
+    "topk adamw": (2, CUT),
+    "topk sgd, three": (3, changed(CUT, optimizer="sgd", lr=0.01)),
+    "dense adamw": (2, changed(CUT, compressor="none")),
+    "quantize sgd": (2, changed(CUT, compressor="quantize:bits=8", optimizer="sgd", lr=0.01)),
+    "randomk bfloat16": (2, changed(CUT, compressor="randomk:ratio=1/8", precision="bfloat16")),
+    "batch norm": (2, changed(CUT, model="resnet18:width=4", data="cifar10", data_dir=Path("images"), batch=4)),
+    "text": (2, changed(CUT, model="gpt:layers=1,width=16,heads=2,context=16", data="text", batch=4)),
+    "sharded": (4, changed(CUT, model="gpt:layers=1,width=32,heads=2,context=16", data="text", batch=4, shard=2)),
+}
+
+
+def put_images(cwd: Path) -> None:
+    """Files of the form of CIFAR-10, with noise in them."""
+    (cwd / "images").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for name in (*TRAIN, TEST):
+        records = torch.randint(256, (20, RECORD), generator=generator, dtype=torch.uint8)
+        records[:, 0] %= 10
+        (cwd / "images" / name).write_bytes(records.numpy().tobytes())
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """The run as it was when it was killed a little after a checkpoint; metrics were further."""
+    for later in checkpoints(folder):
+        if later > step:
+            shutil.rmtree(folder / "checkpoints" / f"step-{later:08}")
+    (folder / "weights.pt").unlink()
+    path = folder / "metrics.jsonl"
+    texts = path.read_text().splitlines(keepends=True)
+    ahead = next(n for n, text in enumerate(texts) if json.loads(text).get("step") == min(step + 3, 16))
+    path.write_text("".join(texts[:ahead]) + texts[ahead][:40])  # and the last line was cut off
+
+
+def assert_whole(folder: Path, steps: int = 16) -> None:
+    assert logged_steps(folder) == list(range(1, steps + 1))
+    assert [line["kind"] for line in lines(folder)].count("end") == 1
+    assert lines(folder)[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize("name", some_slow(CONFIGS, "batch norm", "dense adamw", "text", "topk sgd, three"))
+def test_a_resumed_run_is_the_run_that_never_stopped(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """From the first step on: there DDP has not yet put its buckets in order."""
+    size, config = CONFIGS[name]
+    if config.data == "cifar10":
+        put_images(tmp_path)
+    assert train(ranks, size, config, tmp_path).finished
+    whole = lines(tmp_path / RUN, "step")
+    for step in (1, 11):
+        cut = copy_run(tmp_path / RUN, tmp_path / f"from-{step}")
+        forget_after(cut, step)
+        ended = train(ranks, size, changed(config, out=cut, resume="auto"), tmp_path)
+        assert ended.finished, ended
+        assert f"resuming from step {step}\n" in ended.err
+        assert_same_weights(cut, tmp_path / RUN)
+        assert_whole(cut)
+        for line, other in zip(lines(cut, "step"), whole, strict=True):
+            same = ("step", "loss", "lr", "bytes_dense", "skipped")
+            assert [line[name] for name in same] == [other[name] for name in same]
+        evaluated, before = (lines(folder, "evaluation") for folder in (cut, tmp_path / RUN))
+        assert [line["loss"] for line in evaluated] == [line["loss"] for line in before]
+        seconds = [line["seconds"] for line in lines(cut) if "seconds" in line]
+        assert seconds == sorted(seconds), "time goes on too"
+        sent = [line["bytes_sent"] for line in lines(cut, "step")]
+        assert sent == sorted(sent)
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, 16 steps, with checkpoints of steps 4, 8, 12 and 16."""
+    cwd = tmp_path_factory.mktemp("whole")
+    assert train(ranks, 2, changed(CUT, checkpoint_every=4), cwd).finished
+    assert checkpoints(cwd / RUN) == [4, 8, 12, 16]
+    return cwd / RUN
+
+
+@pytest.fixture
+def cut(whole: Path, tmp_path: Path) -> Path:
+    """A run that was killed after step 14, with checkpoints of steps 4, 8 and 12."""
+    folder = copy_run(whole, tmp_path / RUN)
+    forget_after(folder, 12)
+    return folder
+
+
+def go_on(ranks: RankPool, folder: Path, size: int = 2, **more: object) -> Ended:
+    """As the command would: options that are not given are those of the run."""
+    config = defaults(["--resume", "auto", "--out", str(folder)])
+    return train(ranks, size, changed(config, **more), folder.parent)
+
+
+# Damage.
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _not_json(path: Path) -> None:
+    path.write_text('["a list"]')
+
+
+def _manifest(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _state(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change what a file says, and its SHA-256 in the manifest with it."""
+
+    def change(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        edit(state)
+        torch.save(state, path)
+        sign(path)
+
+    return change
+
+
+def _content(content: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(content)
+        sign(path)
+
+    return change
+
+
+class _Opens:
+    """What a pickle can do to those who load it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch broken-into",)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+DAMAGES = {
+    "no ranks": ("manifest.json", _manifest(world_size=0)),
+    "less than none": ("manifest.json", _manifest(world_size=-3)),
+    "a thousand million ranks": ("manifest.json", _manifest(world_size=10**9)),
+    "ranks in words": ("manifest.json", _manifest(world_size="two")),
+    "half a rank": ("manifest.json", _manifest(world_size=1.5)),
+    "a list of files": ("manifest.json", _manifest(files=["model.pt"])),
+    "a file in words": ("manifest.json", _manifest(files={"model.pt": "good", "rank0.pt": 1, "rank1.pt": []})),
+    "sizes in words": ("manifest.json", _manifest(files={f"rank{r}.pt": {"bytes": "many"} for r in (0, 1)})),
+    "another format": ("manifest.json", _manifest(format={"a": [1] * 1000})),
+    "a deep manifest": ("manifest.json", lambda path: path.write_text(DEEP)),
+    "digits without end": ("manifest.json", lambda path: path.write_text('{"format": ' + "9" * 10_000 + "}")),
+    "a pickle": ("model.pt", _content(pickle.dumps(_Opens()))),
+    "a pickle of rank 0": ("rank0.pt", _content(pickle.dumps({"learner": _Opens()}))),
+    "no zip": ("model.pt", _content(b"PK\x03\x04 and nothing else")),
+    "weights without a run": ("model.pt", _state(lambda state: state.clear())),
+    "counts in words": ("model.pt", _state(lambda state: state.update(counts="many"))),
+    "a count in words": ("model.pt", _state(lambda state: state["counts"].update(samples="many"))),
+    "counts of another step": ("model.pt", _state(lambda state: state["counts"].update(step=11))),
+    "a split without parts": ("model.pt", _state(lambda state: state["counts"].update(split={}))),
+    "an evaluation in words": ("model.pt", _state(lambda state: state.update(evaluated={"loss": "low"}))),
+    "a config in words": ("model.pt", _state(lambda state: state.update(config="as before"))),
+    "no weights": ("model.pt", _state(lambda state: state.update(learner={}))),
+    "weights in words": ("model.pt", _state(lambda state: state["learner"].update(model="heavy"))),
+    "a weight in words": ("model.pt", _state(lambda state: state["learner"]["model"].update({"head.bias": "heavy"}))),
+    "a weight of another shape": (
+        "model.pt",
+        _state(lambda state: state["learner"]["model"].update({"head.bias": torch.zeros(3)})),
+    ),
+    "another model in rank 1": (
+        "rank1.pt",
+        _state(lambda state: state["learner"]["exchange"]["thinwire"]["entries"].update(more=7)),
+    ),
+    "a rank in words": ("rank1.pt", _state(lambda state: state.update(learner="me"))),
+    "no exchange": (
+        "rank0.pt",
+        _state(lambda state: state["learner"].update(exchange={"thinwire": 7, "param_groups": 1})),
+    ),
+    "steps in words": ("rank1.pt", _state(lambda state: state["learner"]["exchange"]["thinwire"].update(steps="all"))),
+    "residuals in words": (
+        "rank0.pt",
+        _state(lambda state: state["learner"]["exchange"]["thinwire"].update(residuals=3)),
+    ),
+    "a huge world in rank 0": (
+        "rank0.pt",
+        _state(lambda state: state["learner"]["exchange"]["thinwire"].update(world_size=0)),
+    ),
+    "no random numbers": (
+        "rank0.pt",
+        _state(lambda state: state["learner"].update(random={"python": (3, (1,), None)})),
+    ),
+    "shortened weights": ("model.pt", _truncate),
+    "a bit of the weights": ("model.pt", _flip),
+    "a bit of rank 1": ("rank1.pt", _flip),
+    "shortened rank 0": ("rank0.pt", _truncate),
+    "no file of rank 1": ("rank1.pt", Path.unlink),
+    "empty manifest": ("manifest.json", lambda path: os.truncate(path, 0)),
+    "other manifest": ("manifest.json", _not_json),
+    "no manifest": ("manifest.json", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
+    damage: str, cut: Path, whole: Path, ranks: RankPool
+) -> None:
+    name, break_it = DAMAGES[damage]
+    break_it(newest(cut) / name)
+    left = {path.name for path in newest(cut).iterdir()}
+    ended = go_on(ranks, cut)
+    assert ended.finished, ended
+    lines = [line for line in ended.err.splitlines() if "is damaged" in line]
+    assert len(lines) == 1, ended.err
+    assert "step-00000012" in lines[0]
+    if name != "manifest.json":  # which may lead to another file
+        assert name in lines[0] or "step-00000012 cannot be read as a checkpoint" in lines[0], "which file it is"
+    assert "Error(" not in lines[0], "in words, not as Python shows it"
+    assert len(lines[0]) < 700
+    assert not list(cut.parent.rglob("broken-into")), "no pickle was run"
+    assert "resuming from step 8" in ended.err
+    assert_same_weights(cut, whole)
+    assert_whole(cut)
+    kept = {path.name for path in (cut / "checkpoints" / "damaged-00000012").iterdir()}
+    assert kept == left, "somebody may want to look at it"
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_used(cut: Path, whole: Path, ranks: RankPool) -> None:
+    """Killed after the old checkpoint of a step lost its name, and before the new one had it."""
+    newest(cut).rename(cut / "checkpoints" / ".step-00000012.replaced.partial")
+    ended = go_on(ranks, cut)
+    assert ended.finished, ended
+    assert "resuming from step 12" in ended.err
+    assert_same_weights(cut, whole)
+    assert_whole(cut)
+
+
+def test_folders_of_others_are_left_alone(cut: Path, whole: Path, ranks: RankPool) -> None:
+    """Names that look like those of checkpoints, in a folder that only --resume and --keep touch."""
+    others = [cut / "checkpoints" / name for name in ("step-5", "step-99999999999999999999", "step-٠٠٠٠٠٠١٣", "step-x")]
+    for other in others:
+        other.mkdir()
+    (cut / "checkpoints" / "step-00000014").write_text("a file")
+    ended = go_on(ranks, cut, keep=1)
+    assert ended.finished, ended
+    assert "resuming from step 12" in ended.err
+    assert "is damaged" not in ended.err
+    assert_same_weights(cut, whole)
+    assert all(other.is_dir() for other in others)
+
+
+def test_if_all_are_damaged_it_is_an_error_and_all_is_left_as_it_was(cut: Path, ranks: RankPool) -> None:
+    for step, damage in zip(checkpoints(cut), ("a bit of rank 1", "empty manifest", "shortened weights"), strict=True):
+        name, break_it = DAMAGES[damage]
+        break_it(cut / "checkpoints" / f"step-{step:08}" / name)
+    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+    ended = go_on(ranks, cut)
+    assert ended.error is not None
+    assert ended.error.startswith(f"none of the checkpoints in {cut / 'checkpoints'} can be used: ")
+    assert "another --out" in ended.error
+    assert ended.err.count("is damaged and not used") == 3
+    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+
+
+# What a run may change, and what not.
+
+
+@pytest.mark.parametrize(("before", "after"), [slow(2, 3), (3, 2)])
+def test_another_number_of_workers_goes_on_from_the_same_step(
+    before: int, after: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = changed(SMALL, out=RUN, steps=60, keep=2, checkpoint_every=20)
+    assert train(ranks, before, config, tmp_path).finished
+    kept, cut = tmp_path / RUN, copy_run(tmp_path / RUN, tmp_path / "other")
+    shutil.rmtree(newest(cut))
+    ended = go_on(ranks, cut, after)
+    assert ended.finished, ended
+    assert "resuming from step 40" in ended.err
+    assert f"{after} rank" in ended.err
+    assert logged_steps(cut) == list(range(1, 61))
+    old, new = ([line["loss"] for line in lines(folder, "step")[40:]] for folder in (kept, cut))
+    first = lines(kept, "step")[0]["loss"]
+    assert sum(new) / 20 == pytest.approx(sum(old) / 20, abs=0.15 * first), "it goes on learning from where it was"
+    assert max(new) < first
+    score, other = (lines(folder, "evaluation")[-1]["loss"] for folder in (kept, cut))
+    assert other == pytest.approx(score, rel=0.25)
+
+
+def test_as_many_checkpoints_are_kept_as_was_asked_for(ranks: RankPool, tmp_path: Path) -> None:
+    for keep, expected in ((1, [16]), (3, [14, 15, 16])):
+        out = Path(f"keep-{keep}")
+        assert train(ranks, 1, changed(CUT, out=out, keep=keep), tmp_path).finished
+        assert checkpoints(tmp_path / out) == expected
+    out = Path("end")
+    assert train(ranks, 1, changed(CUT, out=out, checkpoint_every=0), tmp_path).finished
+    assert checkpoints(tmp_path / out) == [16], "the end is always one"
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(whole: Path, ranks: RankPool, tmp_path: Path) -> None:
+    folder = copy_run(whole, tmp_path / RUN)
+    for _ in range(2):
+        ended = go_on(ranks, folder)
+        assert ended.finished, ended
+        assert "resuming from step 16" in ended.err
+        assert_same_weights(folder, whole)
+        assert_whole(folder)
+        assert [line["step"] for line in lines(folder, "evaluation")] == [8, 16]
+        assert lines(folder, "evaluation")[-1]["loss"] == lines(whole, "evaluation")[-1]["loss"]
+        assert "16 steps, 2 ranks" in ended.out
+
+
+def test_more_steps_can_be_asked_for_but_not_fewer(whole: Path, ranks: RankPool, tmp_path: Path) -> None:
+    folder = copy_run(whole, tmp_path / RUN)
+    ended = go_on(ranks, folder, steps=10)
+    assert ended.error == "--steps 10, but the run has done 16: give more, or another --out"
+    ended = go_on(ranks, folder, steps=20)
+    assert ended.finished, ended
+    assert_whole(folder, 20)
+    assert load_config(folder).steps == 20
+    assert any(not torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(folder).items())
+
+
+def test_a_comparison_goes_on_where_it_was(whole: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """Asked for after the run was finished, and killed in its middle: the run itself is not trained again."""
+    folder = copy_run(whole, tmp_path / RUN)
+    ended = go_on(ranks, folder, compare_dense=True)
+    assert ended.finished, ended
+    assert_same_weights(folder, whole)
+    dense, expected = folder / "dense", copy_run(folder / "dense", tmp_path / "expected")
+    assert_whole(dense)
+    forget_after(dense, 8)
+    ended = go_on(ranks, folder)
+    assert ended.finished, ended
+    assert "resuming from step 8" in ended.err
+    assert_same_weights(dense, expected)
+    assert_whole(dense)
+    assert_whole(folder)
+    assert re.search(r"default +none ", ended.out), "both are in the table"
+
+
+@pytest.mark.parametrize(
+    ("change", "flag", "here", "saved"),
+    [
+        ({"model": "cnn:width=12,size=8"}, "--model", "cnn:width=12,size=8", SMALL.model),
+        ({"compressor": "topk:ratio=1/32,bits=2"}, "--compressor", "topk:ratio=1/32,bits=2", SMALL.compressor),
+        ({"seed": 3}, "--seed", "3", "0"),
+        ({"optimizer": "sgd"}, "--optimizer", "sgd", "adamw"),
+        ({"warmup_steps": 2}, "--warmup-steps", "2", "5"),
+    ],
+    ids=["model", "compressor", "seed", "optimizer", "warmup"],
+)
+def test_what_a_run_cannot_change_is_refused_with_both_values(
+    change: dict[str, object], flag: str, here: str, saved: str, cut: Path, ranks: RankPool
+) -> None:
+    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+    ended = go_on(ranks, cut, **change)
+    assert ended.error is not None
+    assert f"{flag} {here}, but the run that is resumed has {saved}" in ended.error
+    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_without_checkpoints_begins_anew(whole: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """It was killed before the first one."""
+    folder = copy_run(whole, tmp_path / RUN)
+    shutil.rmtree(folder / "checkpoints")
+    ended = go_on(ranks, folder)
+    assert ended.finished, ended
+    assert_same_weights(folder, whole)
+    assert_whole(folder)
+
+
+def test_a_folder_with_a_run_is_not_written_over(whole: Path, ranks: RankPool, tmp_path: Path) -> None:
+    folder = copy_run(whole, tmp_path / RUN)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ended = train(ranks, 2, changed(CUT, out=folder), tmp_path)
+    assert ended.error == f"--out {folder} holds a run: add --resume auto to go on with it, or give another folder"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_holds_what_it_says(whole: Path) -> None:
+    manifest = json.loads((newest(whole) / "manifest.json").read_text())
+    assert (manifest["step"], manifest["world_size"]) == (16, 2)
+    assert set(manifest["files"]) == {"model.pt", "rank0.pt", "rank1.pt"}
+    assert {path.name for path in newest(whole).iterdir()} == {*manifest["files"], "manifest.json"}
+    model = torch.load(newest(whole) / "model.pt", weights_only=True)
+    assert sum(tensor.numel() for tensor in model["learner"]["model"].values()) == PARAMETERS
+    assert (model["counts"]["step"], model["counts"]["samples"]) == (16, 16 * 2 * 8)
+    own = [torch.load(newest(whole) / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert all(state["learner"]["random"]["torch"].numel() for state in own)
