@@ -57,7 +57,7 @@ def sums(mesh: Any, optimizer: thinwire.AdamW) -> dict[str, Tensor]:
     for number, (name, _) in enumerate(optimizer.named_parameters()):
         for path in (f"thinwire/residuals/{name}", f"state/{number}/exp_avg"):
             kept: Any = state.get(path)
-            if kept is None:  # not by zeros_like, which may find the mesh of an earlier test in torch's caches
+            if kept is None:
                 kept = shards.distributed(name, torch.zeros_like(shards.shard(name)))
             mean = kept.full_tensor().double()
             torch.distributed.all_reduce(mean, group=mesh.get_group("replicate"))

@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.testing import LOST, RankError, RankPool
 
@@ -85,3 +87,17 @@ def test_a_rank_that_hangs_is_reported_with_where_it_stood(ranks: RankPool) -> N
         ranks.run(hang_on, 2, 1, timeout=2)
     assert "in hang_on" in str(caught.value)
     assert ranks.run(add_ranks, 2, 0) == [1, 1]
+
+
+def gather_shards(rank: int, world_size: int, groups_before: int) -> list[float]:
+    """DTensors on a mesh whose groups have other names if there were other groups before them."""
+    for _ in range(groups_before):
+        dist.new_group(list(range(world_size)))
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    shard = DTensor.from_local(torch.tensor([float(rank)]), mesh, [Shard(0)], run_check=False)
+    return [float(value) for value in torch.zeros_like(shard).full_tensor()]
+
+
+def test_a_later_run_does_not_find_the_meshes_of_an_earlier_one(ranks: RankPool) -> None:
+    for groups_before in (0, 3, 1):
+        assert ranks.run(gather_shards, 4, groups_before) == [[0.0, 0.0]] * 4

@@ -48,6 +48,8 @@ PRELOAD = [
 
 
 T = TypeVar("T")
+_FunctionCache = type(cache(len))
+"""What `functools.cache` returns."""
 
 
 class RankError(Exception):
@@ -374,7 +376,22 @@ def _work(pipe: Connection, job: Job) -> Any:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor, which find a mesh by its shape: they would return one whose groups are destroyed."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for value in list(vars(module).values()):
+                if isinstance(value, _FunctionCache):
+                    value.cache_clear()
 
 
 def loopback_store(timeout: timedelta) -> Any:
