@@ -42,8 +42,12 @@ HOST = "127.0.0.1"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """With it, glibc gives freed memory back at once. Otherwise a test of peak memory sees what earlier tests left."""
 PRELOAD = [
-    "thinwire.testing.processes", "thinwire.optim", "thinwire.integrations", "thinwire.kernels.cpu", "torch._dynamo",
-]  # fmt: skip
+    "thinwire.testing.processes",
+    "thinwire.optim",
+    "thinwire.integrations",
+    "thinwire.kernels.cpu.ready",
+    "torch._dynamo",
+]
 """What the server of ranks loads. DDP imports torch._dynamo, which takes every process more than a second."""
 
 
@@ -339,6 +343,7 @@ def _serve(pipe: Connection, log: str, on_warning: Any) -> None:
     faulthandler.enable()
     warnings.simplefilter(on_warning)  # after the imports: torch's own warnings while it loads do not count
     torch.set_num_threads(1)
+    gc.freeze()  # what was loaded stays: or each run would search it for garbage at its end, for a third of a second
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host's name up, which may take seconds
     with suppress(EOFError, ConnectionError):  # the parent has ended

@@ -19,10 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -33,12 +32,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..collectives import CollectiveError
 from ..testing.processes import HOST, loopback_store
+from . import fork_server
 
 LIMIT_SECONDS = 300.0
 """Default time limit for a result. First calls load torch, and may compile the kernels, in all processes at once."""
 GRACE_SECONDS = 3.0
 """Time limit for the other results once one rank has failed. One of them may name the cause."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 RankClass = Callable[..., object]
 Rendezvous = tuple[int, str]
@@ -77,12 +76,12 @@ class Workers:
 
     def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
-        context = _context()
+        context = fork_server.context()
         self._pipes: list[Connection] = []
         self._processes = []
         self._size = 0
         self._store: Any = None
-        with _signals_wait():
+        with fork_server.signals_wait():
             for _ in range(count):
                 pipe, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
@@ -175,48 +174,6 @@ class Workers:
             pipe.close()
 
 
-def _context() -> Any:
-    """Return the multiprocessing context that starts the processes.
-
-    On Linux, a server process loads torch once and forks the ranks, so that many start as fast as one. On other systems
-    each process loads torch itself. Nothing is forked from this process, because it may have threads or have used a
-    GPU.
-    """
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["thinwire.tools.workers", "thinwire.optim"])
-    return context
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM until all processes are started.
-
-    The processes start with these signals blocked and unblock them when they are ready. They ignore SIGINT: a Ctrl-C on
-    the terminal is for the parent alone, which ends them. A thread of a library that has the signals unblocked may
-    still receive one for this process. So the handler is delayed too, because it would leave a process half started.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # else the first process starts it, and unblocks the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    came: list[int] = []
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        heard = [one for one in _SIGNALS if callable(signal.getsignal(one))]
-        handlers = {one: signal.signal(one, lambda number, _: came.append(number)) for one in heard}
-    try:
-        yield
-    finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in came:
-            signal.raise_signal(number)
-
-
 def is_consequence(error: BaseException) -> bool:
     """Return whether a rank raises this error only because another rank failed.
 
@@ -245,7 +202,7 @@ def _serve(pipe: Connection, threads: int) -> None:
     """Receive a call, send its result, and repeat until the process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     if sys.platform == "linux":

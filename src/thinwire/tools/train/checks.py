@@ -9,9 +9,9 @@ from thinwire.tools.links import LARGEST_WORLD
 
 from .config import Config
 from .datasets import check_fit
+from .device import pick_device
 from .metrics import chosen_sinks
 from .models import model_config
-from .place import pick_device
 
 LARGEST_SEED = 1 << 62
 LARGEST_BATCH = 1 << 20

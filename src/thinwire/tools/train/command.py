@@ -6,7 +6,10 @@ It is not in `__init__.py`, because a model must not need the packages of the co
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.tools import fork_server
+
 from .config import Config
+from .place import Place
 from .recipes import defaults
 
 
@@ -27,8 +30,9 @@ def run(options: Options) -> int:
 
     After an error it is 1 or 2.
     """
-    from .launch import join, launch  # imports torch, which --help and wrong options do not need
-    from .place import Place
-
     place, config = Place.of_torchrun(), Config(**vars(options))
+    if place is None:
+        fork_server.start()  # before torch is imported here
+    from .launch import join, launch  # imports torch, which --help and wrong options do not need
+
     return launch(config) if place is None else join(config, place)

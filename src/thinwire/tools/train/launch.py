@@ -22,10 +22,11 @@ from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
 from .config import Config
+from .device import pick_backend, pick_device
 from .download import SOURCES, fetch
 from .fashion import find_folder
 from .fresh_store import fresh_store
-from .place import Place, pick_backend, pick_device
+from .place import Place
 from .rank import Rank
 
 LIMIT_SECONDS = 600.0

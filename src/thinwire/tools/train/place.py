@@ -1,11 +1,9 @@
-"""The place of a rank: its number, the other ranks of its node, and its device."""
+"""The place of a rank: its number, and the other ranks of its node."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -41,19 +39,3 @@ class Place:
             if found[name] >= found[size]:
                 raise ValueError(f"{name}={found[name]} with {size}={found[size]}, expected 0 to {found[size] - 1}")
         return cls(*found.values())
-
-
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """Return the device for a rank of this node; raise ValueError if there is no device of the requested kind."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    kind = next(kind for kind, there in available.items() if there) if name == "auto" else name
-    if not available[kind]:
-        raise ValueError(f"--device {kind}, but torch finds no {kind.upper()} device here; use --device cpu, or auto")
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
-
-
-def pick_backend(device: torch.device, local_world_size: int) -> str:
-    """Return the backend of the process group. NCCL needs a GPU for each rank; ranks that share a GPU use gloo."""
-    if device.type == "cuda" and local_world_size <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"

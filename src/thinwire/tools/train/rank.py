@@ -17,10 +17,11 @@ from .config import Config
 from .control import Control
 from .data import Data
 from .datasets import load_data
+from .device import pick_device
 from .folder import choose_folder, locked
 from .loop import Ended, train
 from .models import model_config
-from .place import Place, pick_device
+from .place import Place
 from .view import print_results
 
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
