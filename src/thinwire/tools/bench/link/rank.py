@@ -1,16 +1,15 @@
-"""Runs on each rank: enters the link, joins the process group and takes timed steps."""
+"""Runs on each rank behind its link: takes timed steps."""
 
 import gc
 import time
 import warnings
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from thinwire.tools.links import Links
+from thinwire.tools.links.rank import RankBehindLink
 
 from ..methods import parse
 from ..training import Setup, Training, build
@@ -19,32 +18,14 @@ from .settings import Model
 from .timeline import Marks, Timeline, recorded, timeline
 
 
-class LinkRank:
-    """A rank behind a link.
-
-    timeout   time limit of any exchange in seconds.
-    """
+class LinkRank(RankBehindLink):
+    """A rank behind a link that takes steps by one method after the other."""
 
     def __init__(self, rank: int, size: int, links: Links, timeout: float) -> None:
-        self._rank, self._size, self._links, self._timeout = rank, size, links, timedelta(seconds=timeout)
-        links.enter(rank)
+        super().__init__(rank, size, links, timeout)
         # The time is measured here, and not the loss.
         warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
-        self._store: TCPStore | None = None
         self._training: Training | None = None
-
-    def host(self) -> int:
-        """Start the store on rank 0 and return its port. Return 0 on all other ranks."""
-        if self._rank:
-            return 0
-        self._store = TCPStore(self._links.address(0), 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return int(self._store.port)
-
-    def join(self, port: int) -> None:
-        """Connect to the store of rank 0 and create the process group."""
-        host, port = self._links.reach(self._rank, 0, port)
-        store = self._store or TCPStore(host, port, is_master=False, timeout=self._timeout)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
 
     def start(self, name: str, model: Model) -> None:
         """Build the model and start to train it by the method of this name."""
