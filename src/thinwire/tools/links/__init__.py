@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from thinwire.tools.loopback import Counter
+
 LARGEST_WORLD = 64
 """Largest number of ranks on one machine."""
 
@@ -12,6 +14,10 @@ class Links(Protocol):
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
+
+    @property
+    def counter(self) -> Counter:
+        """Return the counter of the bytes that a rank sends; it is read in the process of the rank."""
 
     def enter(self, rank: int) -> None:
         """Make the calling process rank `rank`, before it opens a socket. What it sends then goes through its link."""

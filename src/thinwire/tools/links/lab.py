@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from thinwire.tools.loopback import Counter
+
 from . import LARGEST_WORLD
 
 _FOLDER = Path("/run/netns")
@@ -58,6 +60,11 @@ class Links:
     def namespaces(self) -> list[str]:
         """Return the name of the switch's namespace, then those of the ranks."""
         return [f"{self.prefix}switch", *(f"{self.prefix}{rank}" for rank in range(self.ranks))]
+
+    @property
+    def counter(self) -> Counter:
+        """Return the counter of the interface that the namespace of a rank has."""
+        return Counter("eth0", times=1)
 
     def address(self, rank: int) -> str:
         """Return the IP address of a rank."""

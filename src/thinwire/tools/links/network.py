@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -38,25 +39,19 @@ def network(ranks: int, rate: float | None, *, relay: bool) -> Network:
     return Relay(ranks, rate) if relay else Lab(ranks, rate)
 
 
-def prepare() -> None:
-    """Check that namespaces can be created, with or without root.
+def prepare() -> str | None:
+    """Prepare this process to create namespaces, with or without root. Return why it cannot, or None if it can.
 
-    Without root, the process moves into a user namespace. Raises ValueError with an alternative if it cannot.
+    Without root, the process moves into a user namespace. It must have one thread only, so this comes before torch.
     """
+    reason = lab.what_is_missing()
     try:
-        reason = lab.what_is_missing()
-        if reason is not None:
-            raise ValueError(reason)
-        if os.geteuid():
+        if reason is None and os.geteuid():
             become_root()
-        with Lab(1, None):  # root in a container may lack the rights
-            pass
+        with Lab(1, None) if reason is None else nullcontext():  # root in a container may lack the rights
+            return reason
     except (ValueError, OSError) as error:
-        raise ValueError(
-            f"no links by network namespaces: {error}; "
-            "--relay needs no rights and no tools: ranks on the loopback interface, through a relay that holds their "
-            "bytes back"
-        ) from None
+        return str(error)
 
 
 def become_root() -> None:

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
+from thinwire.tools.loopback import Counter
+
 from . import LARGEST_WORLD
 
 T = TypeVar("T")
@@ -52,6 +54,11 @@ class RelayLinks:
     control: int
     """Port at which the relay accepts requests for other ports."""
     ranks: int
+
+    @property
+    def counter(self) -> Counter:
+        """Return the counter of the loopback interface, on which all ranks send to the relay, and the relay to them."""
+        return Counter("lo", times=2 * self.ranks)
 
     def enter(self, rank: int) -> None:
         """Make this process rank `rank`. Its gloo groups then connect through the relay."""

@@ -6,6 +6,7 @@ import thinwire
 from thinwire.collectives.plan import max_bytes
 from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
+from thinwire.tools.units import parse_rate
 
 from .config import Config
 from .datasets import check_fit
@@ -41,6 +42,10 @@ def check(config: Config) -> None:
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
+    if config.link is not None:
+        parse_rate(config.link)
+        if config.device == "cuda" or config.shard > 1:
+            raise ValueError("--link with --device cuda or --shard, expected ranks on the CPU with DDP")
     _check_shard(config)
     max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)

@@ -3,10 +3,12 @@
 It is not in `__init__.py`, because a model must not need the packages of the command line.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.tools import fork_server
+from thinwire.tools.links.network import prepare
 
 from .config import Config
 from .place import Place
@@ -31,8 +33,16 @@ def run(options: Options) -> int:
     After an error it is 1 or 2.
     """
     place, config = Place.of_torchrun(), Config(**vars(options))
+    why_relay = None
+    if place is not None and config.link is not None:
+        raise ValueError(
+            "--link under torchrun, expected ranks that thinwire train starts itself: leave out one of them"
+        )
     if place is None:
+        if config.link is not None:
+            why_relay = prepare()
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
         fork_server.start()  # before torch is imported here
     from .launch import join, launch  # imports torch, which --help and wrong options do not need
 
-    return launch(config) if place is None else join(config, place)
+    return launch(config, why_relay) if place is None else join(config, place)

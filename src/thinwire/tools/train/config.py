@@ -56,6 +56,8 @@ class Config:
     """bfloat16: forward and backward pass under autocast."""
     workers: int = 2
     """Ranks, which are processes on this machine; under torchrun, torchrun gives their number."""
+    link: Annotated[str | None, arg(metavar="RATE")] = None
+    """Rate of each rank's link on this machine, such as 100mbit: network namespaces, or a relay if there are none."""
     shard: int = 1
     """Ranks of each replica, over which FSDP shards a gpt; what is compressed is sent between replicas. 1: DDP."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

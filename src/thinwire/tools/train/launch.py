@@ -10,14 +10,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
+from thinwire.tools.links.network import Network, network
 from thinwire.tools.record import cores
+from thinwire.tools.units import parse_rate
 from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
@@ -27,7 +30,7 @@ from .download import SOURCES, fetch
 from .fashion import find_folder
 from .fresh_store import fresh_store
 from .place import Place
-from .rank import Rank
+from .rank import LinkedRank, Rank
 
 LIMIT_SECONDS = 600.0
 """Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
@@ -41,17 +44,27 @@ _claim: socket.socket | None = None
 """Name that the rank of a node has claimed that reports an error without a store."""
 
 
-def launch(config: Config) -> int:
+def launch(config: Config, why_relay: str | None = None) -> int:
     """Train with ranks on this machine and return the exit code.
 
     It is 0 if training finished, 128 plus the number of the signal that stopped it, and 1 or 2 after an error.
+
+    why_relay   why links of a given rate need a relay; None if they can be network namespaces.
     """
     check(config)
     _fetch(config)
     signals = _Signals()
     try:
-        with signals, Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers:
-            workers.form(config.workers, Rank, config)
+        with (
+            signals,
+            _links(config, why_relay) as net,
+            Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers,
+        ):
+            if net is None:
+                workers.form(config.workers, Rank, config)
+            else:
+                workers.make(config.workers, LinkedRank, net.links, LIMIT_SECONDS, config)
+                workers.ask("join", workers.ask("host")[0])
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
     except _Stop:
@@ -60,6 +73,18 @@ def launch(config: Config) -> int:
         if signals.received is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
     return 0 if signals.received is None else 128 + signals.received
+
+
+@contextmanager
+def _links(config: Config, why_relay: str | None) -> Iterator[Network | None]:
+    """Make links of the rate that `--link` gives; None without it."""
+    if config.link is None:
+        yield None
+        return
+    how = "network namespaces, shaped by tc" if why_relay is None else f"a relay, since {why_relay}"
+    print(f"links of {config.link} for each rank: {how}", file=sys.stderr, flush=True)
+    with network(config.workers, parse_rate(config.link), relay=why_relay is not None) as net:
+        yield net
 
 
 class _Stop(BaseException):

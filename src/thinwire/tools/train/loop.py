@@ -13,6 +13,7 @@ import torch
 from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 from thinwire.tools import loopback
+from thinwire.tools.loopback import Counter
 
 from .checkpoints import Checkpoints, Loaded, write_file
 from .config import Config
@@ -62,12 +63,24 @@ def train(
     control: Control,
     device: torch.device,
     data: Data,
+    counter: Counter | None,
+    compile_seconds: float,
     should_stop: Callable[[], bool],
 ) -> Ended:
     """Train from the first step, or from a checkpoint. The call is collective: all ranks pass the same config."""
     view = View(config.steps, shown=place.rank == 0)
     try:
-        run = _Run(config, folder, place=place, control=control, device=device, data=data, view=view)
+        run = _Run(
+            config,
+            folder,
+            place=place,
+            control=control,
+            device=device,
+            data=data,
+            counter=counter,
+            compile_seconds=compile_seconds,
+            view=view,
+        )
         try:
             return run.train(should_stop)
         except BaseException:
@@ -90,6 +103,8 @@ class _Run:
         control: Control,
         device: torch.device,
         data: Data,
+        counter: Counter | None,
+        compile_seconds: float,
         view: View,
     ) -> None:
         self.config, self.folder, self.place, self.control = config, folder, place, control
@@ -105,7 +120,12 @@ class _Run:
         if self.checkpoints.leads:
             write_config(folder, config)
         if place.rank == 0:
-            facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device)}
+            facts = {
+                "world_size": place.world_size,
+                "parameters": parameters,
+                "device": str(device),
+                "compile_seconds": compile_seconds,
+            }
             self.metrics = Metrics(folder=folder, config=config, first_step=self.counts.step, more=facts)
         view.say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
@@ -113,7 +133,8 @@ class _Run:
         )
         if loaded is not None:
             view.say(f"resuming from step {loaded.step}")
-        self.interface_bytes = loopback.sent_bytes()
+        self.counter = counter if loopback.is_counted() and not self.resumed else None
+        self.interface_bytes = self.counter.sent_bytes() if self.counter is not None else 0
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
         self.last_loss, self.not_finite = 0.0, 0
@@ -137,7 +158,7 @@ class _Run:
             counts.samples += config.batch * self.place.world_size
             seconds = time.perf_counter() - started
             if first:
-                self.view.first(counts.step, message.loss, seconds)
+                self.view.first(counts.step, message.loss)
                 first = False
             self._count(seconds)
             self._show_choice()
@@ -301,8 +322,7 @@ class _Run:
 
     def _result(self) -> Result:
         counts, score = self.counts, self.evaluated or {"loss": math.nan, "accuracy": None}
-        counted = self.place.on_one_machine and loopback.is_counted() and not self.resumed
-        interface = (loopback.sent_bytes() - self.interface_bytes) // self.place.world_size if counted else None
+        interface = None if self.counter is None else self.counter.sent_bytes() - self.interface_bytes
         split = {phase: counts.split[phase] / max(1, counts.step) for phase in PHASES}
         return Result(
             name=self.config.compressor,

@@ -12,6 +12,9 @@ from types import FrameType
 import torch
 
 from thinwire.tools import report
+from thinwire.tools.links import Links
+from thinwire.tools.links.rank import RankBehindLink
+from thinwire.tools.loopback import Counter
 
 from .config import Config
 from .control import Control
@@ -22,16 +25,30 @@ from .folder import choose_folder, locked
 from .loop import Ended, train
 from .models import model_config
 from .place import Place
+from .rehearsal import compile_kernels
 from .view import print_results
 
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
 
 
 class Rank:
-    """A rank of `thinwire train`, in a process that has joined the default process group."""
+    """A rank of `thinwire train`, in a process that has joined the default process group.
 
-    def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
+    counter   counts the bytes that this rank sends; by default on the loopback interface, if all ranks are here.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        config: Config,
+        place: Place | None = None,
+        counter: Counter | None = None,
+    ) -> None:
         self._place = place or Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+        if counter is None and self._place.on_one_machine:
+            counter = Counter("lo", times=world_size)
+        self._counter = counter
         self._config, self._stops = config, False
         self._device = pick_device(config.device, self._place.local_rank)
         if self._device.type == "cuda":
@@ -46,6 +63,9 @@ class Rank:
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
             config = self._with_folder(control, stack)
             assert config.out is not None
+            self._compile_seconds = compile_kernels(config, self._place, control, self._device)
+            if self._place.rank == 0:
+                print(f"kernels compiled or loaded in {self._compile_seconds:.1f} s", file=sys.stderr, flush=True)
             ended = [self._train(config, folder=config.out, control=control, data=data)]
             if config.compare_dense and ended[0].finished:
                 dense = dataclasses.replace(config, compressor="none", compare_dense=False)
@@ -65,6 +85,8 @@ class Rank:
             control=control,
             device=self._device,
             data=data,
+            counter=self._counter,
+            compile_seconds=self._compile_seconds,
             should_stop=lambda: self._stops,
         )
 
@@ -111,6 +133,18 @@ class Rank:
 
     def _stop(self) -> None:
         self._stops = True
+
+
+class LinkedRank(RankBehindLink):
+    """A rank of `thinwire train --link`."""
+
+    def __init__(self, rank: int, size: int, links: Links, timeout: float, config: Config) -> None:
+        super().__init__(rank, size, links, timeout)
+        self._config = config
+
+    def run(self) -> bool:
+        """Train and return whether training finished; False if a signal stopped it."""
+        return Rank(self._rank, self._size, self._config, counter=self._links.counter).run()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
@@ -28,7 +28,7 @@ class Result:
     reduction_after_warmup: float | None
     """That of the steps after the warm-up, since the start or the last resume; None if there were none."""
     interface_bytes: int | None
-    """Bytes counted on the loopback interface, per rank; None if they were not counted."""
+    """Bytes counted on the interface, per rank; None if they were not counted."""
     seconds: float
     split: dict[str, float]
     """Seconds per step, by phase."""
@@ -42,7 +42,7 @@ class View:
         console = Console(stderr=True)
         self._live: Live | None = None
         if shown and console.is_terminal:
-            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"), TimeRemainingColumn())
             self._task = self._bar.add_task("", total=steps)
             self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4)
             self._live.start()
@@ -54,10 +54,10 @@ class View:
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def first(self, step: int, loss: float, seconds: float) -> None:
-        """Show the first step of a process, which may have compiled kernels, before the first figures come."""
+    def first(self, step: int, loss: float) -> None:
+        """Show the first step of a process, before the first figures come."""
         if self._live is None:
-            self.say(f"step {step}/{self._steps}  loss {loss:.4f}  after {seconds:.1f} s, kernels compiled or loaded")
+            self.say(f"step {step}/{self._steps}  loss {loss:.4f}")
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show the figures of a step."""
@@ -118,6 +118,24 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
     for name, cells in rows.items():
         table.add_row(name, *cells)
     Console().print(table)
+    if len(results) == 2:
+        print(compare(*results))
+
+
+def compare(ours: Result, dense: Result) -> str:
+    """Return the result of a training beside that of dense training, as one sentence."""
+    parts = [f"{_factor(dense.seconds / ours.seconds)} as fast"]
+    if ours.bytes_sent:
+        parts.append(f"{100 * ours.bytes_sent / dense.bytes_sent:.2g} % of the bytes")
+    if ours.accuracy is not None and dense.accuracy is not None:
+        parts.append(f"accuracy {ours.accuracy:.1%} (dense {dense.accuracy:.1%})")
+    else:
+        parts.append(f"loss {ours.loss:.3f} (dense {dense.loss:.3f})")
+    return f"Compared with dense training: {', '.join(parts)}."
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _figures(line: Mapping[str, Any]) -> str:

@@ -21,7 +21,12 @@ def run(options: Options) -> int:
 
     given = settings(options)
     if not given.relay:
-        prepare()  # before torch is loaded: a process with threads cannot enter a user namespace
+        reason = prepare()
+        if reason is not None:
+            raise ValueError(
+                f"no links by network namespaces: {reason}; --relay needs no rights and no tools: ranks on the "
+                "loopback interface, through a relay that holds their bytes back"
+            )
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
     from ..training import check
     from .rounds import measure

@@ -1,0 +1,54 @@
+"""Some steps before the clock starts, so that no step of the training waits for a kernel to be compiled.
+
+Two ranks that are threads train one small layer with the optimizer and the compressor of the run. A CPU kernel is
+compiled once on a machine, which takes some seconds, and kept on disk. So the first rank of a node compiles, and the
+others load what it has compiled.
+"""
+
+import time
+
+import torch
+from torch import nn
+
+import thinwire
+from thinwire.collectives import LocalGroup, LocalWorld
+from thinwire.sync.policy import AUTO, DEFAULT
+
+from .config import Config
+from .control import Control
+from .place import Place
+
+_STEPS = 4
+"""Among them one of the warm-up and a refresh of the second moment."""
+
+
+def compile_kernels(config: Config, place: Place, control: Control, device: torch.device) -> float:
+    """Compile or load the kernels that a run needs. All ranks call this. Return the seconds that it took."""
+    started = time.perf_counter()
+    for leads in (True, False):
+        if (place.local_rank == 0) == leads:
+            LocalWorld(2).run(_rehearse, config, device)
+        control.gather(None)
+    return time.perf_counter() - started
+
+
+def _rehearse(group: LocalGroup, config: Config, device: torch.device) -> None:
+    # Draws no random number, since a run with the same seed must draw the same ones.
+    model = nn.utils.skip_init(nn.Linear, 64, 256, device=device)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    sparse = config.compressor in (AUTO, DEFAULT) or thinwire.compressor(config.compressor).sparse
+    optimizer: thinwire.AdamW | thinwire.SGD | None = None
+    if sparse and config.optimizer == "adamw":
+        optimizer = thinwire.AdamW(model, compressor=config.compressor, warmup_steps=1, refresh_every=2, group=group)
+    elif sparse:
+        optimizer = thinwire.SGD(model, lr=0.1, momentum=0.9, compressor=config.compressor, group=group)
+    sync = thinwire.Synchronizer(config.compressor, group=group) if optimizer is None else None
+    for step in range(_STEPS):
+        model.zero_grad()
+        given = torch.arange(64.0, device=device) + step + group.rank
+        model(given).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+        elif sync is not None:
+            sync.all_reduce_gradients(model)

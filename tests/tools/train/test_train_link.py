@@ -1,0 +1,80 @@
+"""`thinwire train --link`: links of a rate between ranks of this machine, and what it says of dense training."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.training_runs import SMALL, TORCHRUN, Done, arguments, changed, lines, run
+
+CONFIG = changed(SMALL, link="20mbit", compare_dense=True, checkpoint_every=0, out=Path("run"))
+
+
+def last_line(folder: Path) -> dict[str, float]:
+    (end,) = lines(folder, "end")
+    return end
+
+
+def assert_sentence_is_that_of_the_metrics(done: Done, folder: Path) -> None:
+    """The last sentence, from what metrics.jsonl has of both trainings."""
+    ours, dense = last_line(folder), last_line(folder / "dense")
+    found = re.search(r"dense training: ([\d.]+)x as fast, ([\d.]+) % of the bytes, accuracy ([\d.]+)% \(", done.out)
+    assert found, done.out
+    assert float(found[1]) == pytest.approx(dense["seconds"] / ours["seconds"], rel=0.06)
+    assert float(found[2]) == pytest.approx(100 * ours["bytes_sent"] / dense["bytes_sent"], rel=0.06)
+    assert float(found[3]) == pytest.approx(100 * lines(folder, "evaluation")[-1]["accuracy"], abs=0.06)
+    assert done.out.index("dense training") > done.out.index("MB on the interface")
+
+
+def assert_bytes_are_those_of_the_interface(done: Done, folder: Path) -> None:
+    row = re.search(r"MB on the interface +([\d.]+) +([\d.]+)", done.out)
+    assert row, done.out
+    for counted, run_folder, most in ((row[1], folder, 2.5), (row[2], folder / "dense", 1.2)):
+        sent = last_line(run_folder)["bytes_sent"]
+        assert 0.95 < float(counted) * 1e6 / sent < most, (counted, sent)  # headers: many of them on small packets
+
+
+@pytest.mark.usefixtures("lab_can_be_built")
+def test_ranks_are_in_namespaces_and_dense_training_waits_for_the_link(tmp_path: Path) -> None:
+    done = run(tmp_path, *arguments(CONFIG))
+    assert done.code == 0, done.err
+    assert done.err.startswith("links of 20mbit for each rank: network namespaces, shaped by tc\n")
+    assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
+    assert_bytes_are_those_of_the_interface(done, tmp_path / "run")
+    dense = last_line(tmp_path / "run" / "dense")
+    assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6, "no more passes than the link carries"
+    conditions = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
+    assert conditions["compile_seconds"] > 0
+
+
+def test_without_tools_or_rights_there_is_a_relay(tmp_path: Path) -> None:
+    done = run(tmp_path, *arguments(CONFIG), PATH=str(Path(sys.executable).parent))
+    assert done.code == 0, done.err
+    assert "links of 20mbit for each rank: a relay, since ip and tc not found" in done.err
+    assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
+    dense = last_line(tmp_path / "run" / "dense")
+    assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--link", "fast"], "rate 'fast', expected bits per second"),
+        (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
+    ],
+)
+def test_wrong_links_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
+    done = run(tmp_path, *given)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_torchrun_has_links_of_its_own(tmp_path: Path) -> None:
+    start = (*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "thinwire", "train")
+    done = run(tmp_path, "--link", "1gbit", program=start)
+    assert done.code != 0
+    assert "--link under torchrun" in done.err
