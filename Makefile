@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-all lint types packages unit soak bench clean
 
 help:
-	@echo "make demo   train a small CNN between two ranks on this machine, beside dense training; with its bytes"
+	@echo "make demo   train a small CNN between two ranks over links of 100 Mbit/s, and again dense: time, bytes, accuracy"
 	@echo "make test   lint, types and tests"
 	@echo "make test-all  the same with slow variants"
 	@echo "make soak   attacks, for MINUTES=30 from SEED=0; goes on where it was stopped"
@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/thinwire train --compare-dense
+	$(BIN)/thinwire train --link 100mbit --steps 200 --compare-dense
 
 test: lint types packages unit
 
