@@ -9,6 +9,7 @@ import thinwire
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.links.network import network
+from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 GRACE = 4.0
@@ -44,8 +45,7 @@ def disturb(
     """Cut or drop the link of a rank when `nbytes` of a step are sent: what each rank raises, and after how long."""
     net = network(world_size, None, relay=relay)
     with net, Workers(world_size) as workers, ThreadPoolExecutor(1) as pool:
-        workers.make(world_size, TestedRank, net.links, timeout)
-        workers.ask("join", workers.ask("host")[0])
+        form(workers, net.links, world_size, TestedRank, timeout=timeout)
         if method == OURS:
             workers.ask("load_kernels", OURS.split()[1])
         workers.ask("start", method, Model("gpt", 3e5, 2))

@@ -6,6 +6,7 @@ import torch
 import thinwire
 from support.link_ranks import TestedRank
 from support.transfer import Build, Transfer
+from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 
@@ -23,8 +24,7 @@ def test_counted_bytes_are_those_of_the_compressor(build: Build) -> None:
     """Two ranks gather: each sends one payload to the other, of the size that the compressor computes beforehand."""
     numel, times = 300_000, 8
     with build(2, None) as net, Workers(2) as workers:
-        workers.make(2, TestedRank, net.links, 60.0)
-        workers.ask("join", workers.ask("host")[0])
+        form(workers, net.links, 2, TestedRank, timeout=60.0)
         for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/16"):
             workers.ask("reduce", spec, numel, 2)  # ranks compare their calls the first time
             before = net.sent_bytes()

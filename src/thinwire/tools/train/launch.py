@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from thinwire.tools.links.network import Network, network
+from thinwire.tools.links.rank import form
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_rate
 from thinwire.tools.workers import WorkerError, Workers, is_consequence
@@ -30,7 +31,7 @@ from .download import SOURCES, fetch
 from .fashion import find_folder
 from .fresh_store import fresh_store
 from .place import Place
-from .rank import LinkedRank, Rank
+from .rank import Rank
 
 LIMIT_SECONDS = 600.0
 """Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
@@ -63,8 +64,8 @@ def launch(config: Config, why_relay: str | None = None) -> int:
             if net is None:
                 workers.form(config.workers, Rank, config)
             else:
-                workers.make(config.workers, LinkedRank, net.links, LIMIT_SECONDS, config)
-                workers.ask("join", workers.ask("host")[0])
+                args = (config, None, net.links.counter)
+                form(workers, net.links, config.workers, Rank, *args, timeout=LIMIT_SECONDS)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
     except _Stop:

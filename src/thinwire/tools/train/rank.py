@@ -12,8 +12,6 @@ from types import FrameType
 import torch
 
 from thinwire.tools import report
-from thinwire.tools.links import Links
-from thinwire.tools.links.rank import RankBehindLink
 from thinwire.tools.loopback import Counter
 
 from .config import Config
@@ -133,18 +131,6 @@ class Rank:
 
     def _stop(self) -> None:
         self._stops = True
-
-
-class LinkedRank(RankBehindLink):
-    """A rank of `thinwire train --link`."""
-
-    def __init__(self, rank: int, size: int, links: Links, timeout: float, config: Config) -> None:
-        super().__init__(rank, size, links, timeout)
-        self._config = config
-
-    def run(self) -> bool:
-        """Train and return whether training finished; False if a signal stopped it."""
-        return Rank(self._rank, self._size, self._config, counter=self._links.counter).run()
 
 
 @contextmanager

@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from thinwire.tools.links import Links
-from thinwire.tools.links.rank import RankBehindLink
-
 from ..methods import parse
 from ..training import Setup, Training, build
 from . import models
@@ -18,11 +15,11 @@ from .settings import Model
 from .timeline import Marks, Timeline, recorded, timeline
 
 
-class LinkRank(RankBehindLink):
+class LinkRank:
     """A rank behind a link that takes steps by one method after the other."""
 
-    def __init__(self, rank: int, size: int, links: Links, timeout: float) -> None:
-        super().__init__(rank, size, links, timeout)
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
         # The time is measured here, and not the loss.
         warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         self._training: Training | None = None

@@ -11,6 +11,7 @@ from statistics import fmean, median
 
 from thinwire.sync.policy import AUTO
 from thinwire.tools.links.network import Network, network
+from thinwire.tools.links.rank import form
 from thinwire.tools.workers import WorkerError, Workers
 
 from ..harness import Progress, Row
@@ -64,8 +65,7 @@ def measure(settings: Settings, progress: Progress, timelines: dict[str, Timelin
     for world in settings.worlds:
         first = next(iter(settings.rates.values()))
         with network(world, first, relay=settings.relay) as net, Workers(world) as workers:
-            workers.make(world, LinkRank, net.links, timeout(settings))
-            workers.ask("join", workers.ask("host")[0])
+            form(workers, net.links, world, LinkRank, timeout=timeout(settings))
             workers.ask("start", NO_COMMUNICATION, settings.model, limit=timeout(settings))
             # Otherwise fresh memory and idle cores would slow the first method down.
             workers.ask("steps", _COLD, limit=_COLD * timeout(settings))
