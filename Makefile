@@ -53,12 +53,12 @@ unit: $(READY)
 test-all:
 	$(MAKE) test WHICH="slow or not slow"
 
-# One case again: make soak CASE=kill:0/17. docs/reliability.md says more.
+# Some kinds: make soak ONLY="kill nan". One case again: make soak CASE=kill:0/17. docs/reliability.md says more.
 MINUTES := 30
 SEED := 0
 
 soak: $(READY) packages
-	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED) $(if $(CASE),--case $(CASE))
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
 
 bench: $(READY)
 	$(BIN)/thinwire bench codec

@@ -23,13 +23,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long; each kind has a case at least")
     parser.add_argument("--seed", default="0", help="what all cases are drawn from")
     parser.add_argument("--state", type=Path, help="file to write and to resume from; default: soak-SEED.json")
+    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
     parser.add_argument("--case", metavar="KIND:SEED/NUMBER", help="run this case alone")
     given = parser.parse_args()
     ranks().run(warm_up, 2, timeout=900, group_timeout=900)
     if given.case:
         print(run_case(KINDS, given.case))
         return 0
-    campaign = Campaign(KINDS, given.seed, given.state or Path(f"soak-{given.seed}.json"))
+    kinds = {kind: KINDS[kind] for kind in given.only or KINDS}
+    campaign = Campaign(kinds, given.seed, given.state or Path(f"soak-{given.seed}.json"))
     try:
         campaign.run(60 * given.minutes)
     except KeyboardInterrupt:
