@@ -37,6 +37,7 @@ from ..sync.shards import local_of
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
+from .families import Families, Family
 from .guard import GradientGuard
 from .parameters import Params, ddp_of, find_parameters
 from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
@@ -46,9 +47,9 @@ _AT_ONCE = 1 << 20
 
 
 class Piece(NamedTuple):
-    """Some parameters of one group, and a tensor for each of them: its averaged gradient or update."""
+    """Some parameters of one family, and a tensor for each of them: its averaged gradient or update."""
 
-    group: int
+    family: int
     names: list[str]
     parameters: list[Tensor]
     tensors: list[Tensor]
@@ -89,17 +90,16 @@ class CompressedOptimizer(Optimizer):
         if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
             raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
         self.max_grad_norm = max_grad_norm
-        self._families = {
-            name: number for number, group in enumerate(self.param_groups) for name in group["param_names"]
-        }
+        self._families = Families([group["param_names"] for group in self.param_groups])
         self._given = dict(self.named_parameters())
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
         """Parameters by name; of a sharded model, this rank's shards."""
         shards = None if self._sharded is None else self._sharded.group
-        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=self._families, shards=shards, **options)
+        families = self._families.number_of
+        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=families, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
-        self._gradients_in_phase: dict[int, set[str]] = {}
+        self._gradients_in_phase: dict[Hashable, set[str]] = {}
         self._count = 0
         """Number of steps taken."""
         self._guard = GradientGuard(self._given, type(self).__name__)
@@ -231,7 +231,7 @@ class CompressedOptimizer(Optimizer):
         warms_up = self._warms_up(number)
         return Updates(
             warms_up=warms_up,
-            rules=[self._rule(number) for number in range(len(self.param_groups))],
+            rules=[self._rule(family) for family in self._families.all],
             moments=list(self._vectors.values()),
             scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
             # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
@@ -250,8 +250,8 @@ class CompressedOptimizer(Optimizer):
     # Defined by subclasses.
 
     @abstractmethod
-    def _rule(self, number: int) -> Rule:
-        """Return the rule by which the step that begins makes updates from gradients of a parameter group."""
+    def _rule(self, family: Family) -> Rule:
+        """Return the rule by which the step that begins makes updates from gradients of a family."""
 
     @abstractmethod
     def _step_by_gradients(self, piece: Piece) -> None:
@@ -274,8 +274,15 @@ class CompressedOptimizer(Optimizer):
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
 
-    def _begin_from_torch(self) -> None:
-        """Prepare for the first step after the moments of torch's optimizer were loaded."""
+    def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
+        """Prepare for the first step after the moments of torch's optimizer were loaded.
+
+        steps   the number of steps that each parameter has taken.
+        """
+
+    def _steps_of(self, name: str) -> int:
+        """Return the number of steps that a parameter has taken."""
+        return self._count
 
     def _after_step(self, sent: Step) -> None:
         """Finish a step that was taken; this is called after the step was counted."""
@@ -339,7 +346,7 @@ class CompressedOptimizer(Optimizer):
                 for name, part in average.parts()
                 if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
-            for piece in _pieces(named, self._families):
+            for piece in _pieces(named, self._families.number_of):
                 if average.is_update:
                     self._step_by_updates(piece)
                 else:
@@ -372,10 +379,10 @@ class CompressedOptimizer(Optimizer):
     def _sent_as_gradients(self, step: int) -> set[str]:
         """Return the names of parameters whose gradients are sent at a step, while updates are sent for others.
 
-        Without "auto", the result is kept for each phase.
+        Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
         """
         policy = self.sync.policy
-        key = None if policy.auto else policy.phase(step)
+        key = None if policy.auto else (policy.phase(step), self.sync.dense)
         if key is None or key not in self._gradients_in_phase:
             sends = self.sync.assignment.sends_gradient
             found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
@@ -399,6 +406,10 @@ class CompressedOptimizer(Optimizer):
             moments = [vectors[name] for vectors in self._vectors.values() if name in vectors]
             self.sync.average(moments, DENSE)
             self._to_gradient(name)
+
+    def _group_of(self, family: int) -> dict[str, Any]:
+        """Return the parameter group of the family with this number."""
+        return self.param_groups[self._families.all[family].group]
 
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of an update when it is sent."""
@@ -520,21 +531,23 @@ class CompressedOptimizer(Optimizer):
             shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
             if self.sync.shards is not None:
                 shapes = {kind: self.sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
-            state[numbers[name]] = {"step": torch.tensor(float(self._count)), **shapes}
+            state[numbers[name]] = {"step": torch.tensor(float(self._steps_of(name))), **shapes}
         return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
         """Begin with the moments and settings of a state of torch's optimizer."""
         groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
         loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
-        steps = [int(kept["step"]) for kept in state_dict["state"].values() if "step" in kept]
+        numbers = [number for group in groups for number in group["params"]]
+        kept = {name: state_dict["state"].get(number, {}) for name, number in zip(self._given, numbers, strict=True)}
+        steps = {name: int(moments["step"]) for name, moments in kept.items() if "step" in moments}
         self.sync.reset()
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self._gathered, self._count = None, max(steps, default=0)
+        self._gathered, self._count = None, max(steps.values(), default=0)
         for kind, vectors in loaded.items():
             self._vectors[kind] = NamedVectors()
             self._vectors[kind].load(vectors)
-        self._begin_from_torch()
+        self._begin_from_torch(steps)
         if not self._warms_up(0):
             self._to_updates(self._sent_as_updates(0))
 
@@ -584,16 +597,17 @@ class CompressedOptimizer(Optimizer):
         self._load_own_state(alike["thinwire"])
 
     def _local_names(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the parameters whose momentum differs between ranks in a checkpoint: those sent as updates."""
+        """Return the parameters whose momentum differs between ranks in a checkpoint: those sent as updates.
+
+        Older checkpoints have no list of them, unless the compressor was chosen by measurement.
+        """
         return list(state["local"]) if "local" in state else self._sent_as_updates(int(state["steps"]) - 1)
 
     def _own_state(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"optimizer": type(self).__name__, "count": self._count}
-        if self.sync.policy.auto:  # depends on measurements, so it must be saved
-            last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
-            after = set(self._sent_as_updates(self.sync.steps))
-            made["local"] = [name for name in last if name in after]
-        return made
+        last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
+        after = set(self._sent_as_updates(self.sync.steps))
+        local = [name for name in last if name in after]
+        return {"optimizer": type(self).__name__, "count": self._count, "local": local}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._count = int(state["count"])
@@ -604,7 +618,7 @@ class CompressedOptimizer(Optimizer):
             like = self._parameters[name]
             kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
             if kept:
-                self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
+                self.state[parameter] = {"step": torch.tensor(float(self._steps_of(name))), **kept}
 
     def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
         """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
