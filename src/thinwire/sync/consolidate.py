@@ -55,7 +55,17 @@ def gather_states(
 
     answers = _answers(rest, tensors)
     next(answers)
-    ask_ranks(group, device, to=to, visit=visit, answer=answers.send, timeout=timeout, name="consolidate_state_dict")
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    ask_ranks(
+        group,
+        device,
+        to=to,
+        visit=visit,
+        answer=answers.send,
+        requests=2 + nbytes // _PIECE,  # the header and the pieces; states of all ranks are about as large
+        timeout=timeout,
+        name="consolidate_state_dict",
+    )
     return [gathered[other] for other in range(world_size)] if rank == to else None
 
 

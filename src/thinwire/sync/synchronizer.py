@@ -216,7 +216,7 @@ class Synchronizer:
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
         if self.stats.steps and self._channels:
-            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {})
+            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {}, self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
