@@ -39,7 +39,7 @@ from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
 from .families import Families, Family
 from .guard import GradientGuard
-from .parameters import Params, ddp_of, find_parameters
+from .parameters import Params, count_ddp, ddp_of, find_parameters
 from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
 
 _AT_ONCE = 1 << 20
@@ -103,7 +103,8 @@ class CompressedOptimizer(Optimizer):
         self._count = 0
         """Number of steps taken."""
         self._guard = GradientGuard(self._given, type(self).__name__)
-        self._has_exchanged = False
+        self._searched: int | None = None
+        """The number of DDP models that were made before the parameters were last searched in them."""
         self._gathered: list[dict[str, Any]] | None = None
         """The states of all ranks, after `consolidate_state_dict` and until the next step."""
         self._recording: Recording | None = None
@@ -160,12 +161,13 @@ class CompressedOptimizer(Optimizer):
         self.watch_gradients()
 
     def _exchange_plain(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        if not self._has_exchanged and ddp_of([p for _, p in named]) is not None:
+        made = count_ddp()  # to search takes long, so only after another one was made
+        if self._searched != made and ddp_of([p for _, p in named]) is not None:
             raise RuntimeError(
                 "the model was wrapped in DistributedDataParallel after this optimizer was made, so DDP has sent the "
                 f"gradients too, dense: make thinwire.{type(self).__name__} after DistributedDataParallel(model)"
             )
-        self._has_exchanged = True
+        self._searched = made
         if self._is_first_exchange:
             check_replicas(self.sync, named)
             warn_of_averaged(self.sync, named, type(self).__name__)

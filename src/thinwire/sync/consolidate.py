@@ -33,7 +33,7 @@ def gather_states(
     gathered: dict[int, dict[str, Any]] = {}
     known: dict[str, tuple[Any, ...]] = {}
     if rank == to:
-        mine = {path: tensor.detach().cpu().clone() for path, tensor in tensors.items()}
+        mine = {path: tensor.detach().cpu() for path, tensor in tensors.items()}  # no copy if it is in CPU memory
         known = {path: _describe(tensor) for path, tensor in mine.items()}
         gathered[rank] = fill(rest, mine)
 
