@@ -2,6 +2,8 @@
 
 Ranks send their states to one rank in turn, in pieces, so that no other rank holds more than its own. Tensors with the
 same bytes as those of that rank are not sent: they are the same tensor in all states, which `torch.save` writes once.
+All residuals are kept apart, though their sum is enough for another number of ranks: with the same number of ranks,
+each continues with its own, to the same bits.
 """
 
 import hashlib
