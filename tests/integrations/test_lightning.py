@@ -22,6 +22,16 @@ def test_accumulation_and_bfloat16(trained: Trained) -> None:
     trained.assert_same("accumulated")
 
 
+def test_float16_with_a_grad_scaler(trained: Trained) -> None:
+    """Steps are skipped on both ranks until the scale is small enough; without the scaler the first is an error."""
+    result = trained.result
+    assert result["skipped"] > 0
+    assert result["scaled_steps"] == 20 - result["skipped"] > 5
+    assert sum(result["scaled"][-4:]) < sum(result["scaled"][:4])
+    trained.assert_same("scaled")
+    assert "grad_scaler=scaler" in result["without_scaler"]
+
+
 def test_clipping_by_lightning_is_refused(trained: Trained) -> None:
     assert "max_grad_norm=" in trained.result["clipped"]
 

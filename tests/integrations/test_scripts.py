@@ -72,6 +72,14 @@ def before_ddp(rank: int, world_size: int) -> None:
     ):
         optimizer.step()
     assert weight_bits(module) == before
+    del model
+    train(module, optimizer, rank, 0, 2)  # without DDP; it begins with an evaluation in many scripts
+    assert optimizer.sync.steps == 2
+    before, model = weight_bits(module), Derived(module)
+    for step in (2, 3):
+        with raises(RuntimeError, "make thinwire.SGD after DistributedDataParallel(model)"):
+            train(model, optimizer, rank, step, step + 1)
+    assert weight_bits(module) == before
     ignored = make_net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignored, ["0.weight", "0.bias"])
     model = DistributedDataParallel(ignored)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.frameworks.like_plain import LikeAPlainLoop
-from support.frameworks.runs import PROGRAMS, Trained, require, trained_by
+from support.frameworks.runs import PROGRAMS, Trained, environment, require, trained_by
 from support.training_runs import run
 
 
@@ -29,13 +29,33 @@ def test_a_gpt2_learns_with_the_arguments_that_transformers_has(trained: Trained
     trained.assert_same("gpt2")
 
 
-def test_what_the_trainer_cannot_do_is_refused(trained: Trained) -> None:
-    assert "options of thinwire.AdamW go into optimizer_cls_and_kwargs=" in trained.result["own_optimizer"]
+REFUSED = {
+    "optimizers": "options of thinwire.AdamW go into optimizer_cls_and_kwargs=",
+    "optim": "optim='sgd'",
+    "optim_args": "optim_args='foreach=True'",
+    "auto_find_batch_size": "auto_find_batch_size=True",
+    "fsdp": "fsdp in the TrainingArguments",
+    "deepspeed": "deepspeed in the TrainingArguments",
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_the_trainer_cannot_do_is_refused(trained: Trained, argument: str) -> None:
+    assert REFUSED[argument] in trained.result["refused"][argument]
+
+
+@pytest.mark.slow
+def test_each_node_saves_and_a_compiled_model_is_trained(tmp_path: Path) -> None:
+    """Both have the weights of a training without, and go on from what was saved."""
+    found = trained_by("transformers", tmp_path / "run", 20, "others")
+    for name in ("each-node", "each-node-resumed", "compiled-resumed", "compiled"):
+        found.assert_same(name, as_name="each-node")
 
 
 @pytest.mark.slow
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     require("transformers")
-    done = run(tmp_path, str(tmp_path / "run"), program=(sys.executable, PROGRAMS["transformers"][-1]))
+    program = sys.executable, PROGRAMS["transformers"][-1]
+    done = run(tmp_path, str(tmp_path / "run"), program=program, **environment())
     assert done.code == 0, done.err
     assert "same bits True" in done.out

@@ -231,27 +231,34 @@ def test_gradients_may_be_reset_at_either_place(kind: str) -> None:
     run_threads(reset_gradients, 2, kind)
 
 
-def save(group: LocalGroup, who: str) -> None:
+def save(group: LocalGroup, who: list[str]) -> None:
+    """Each of `who` says which ranks save after a step."""
     model = make_net()
     optimizer = make("SGD", model, group=group)
     optimizer.state_dict()  # before the first step nothing differs
-    for step in range(3):
+    for step, each in enumerate([*who, "nobody"]):
         train(model, optimizer, group.rank, step, step + 1)
-        if who == "consolidated":
+        if each == "consolidated":
             optimizer.consolidate_state_dict()
-        if who == "all" or group.rank == 0:
+        if each == "all" or (each != "nobody" and group.rank == 0):
             optimizer.state_dict()
+    train(model, optimizer, group.rank, len(who) + 1, len(who) + 2)
 
 
-def warned(who: str) -> list[str]:
+def warned(*who: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_threads(save, 3, who)
     return [str(one.message) for one in caught if "state_dict" in str(one.message)]
 
 
-def test_rank_0_is_warned_if_it_saves_alone() -> None:
-    (message,) = warned("rank 0")
+@pytest.mark.parametrize("before", ["nobody", "consolidated", "all"])
+def test_rank_0_is_warned_if_it_saves_alone(before: str) -> None:
+    """Once, also if what was saved before is complete."""
+    (message,) = warned(before, "rank 0", "nobody", "rank 0")
     assert "rank 0 called state_dict(), and rank 1 did not" in message
     assert "consolidate_state_dict()" in message
-    assert warned("all") == warned("consolidated") == []
+
+
+def test_nobody_is_warned_of_complete_states() -> None:
+    assert warned("all", "all", "nobody", "consolidated", "all", "consolidated") == []

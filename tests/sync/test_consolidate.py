@@ -1,11 +1,12 @@
 """`consolidate_state_dict`: what rank 0 then saves alone is enough for every rank, and for any number of ranks."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from support.training import (
 from thinwire.collectives import LocalGroup
 from thinwire.sync import consolidate
 from thinwire.sync.checkpoint import own_state
+from thinwire.sync.ranked import strip
 from thinwire.testing import RankPool, run_threads
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -117,6 +119,37 @@ def test_another_number_of_ranks_takes_it(name: str, others: int) -> None:
     expected = run_threads(go_on, others, KINDS[name], saved[0], lambda: [read(each["own"]) for each in saved])
     for rank in range(others):
         assert_same(expected[rank], found[rank], f"rank {rank}")
+
+
+def hold(group: LocalGroup) -> None:
+    """On rank 0: its own tensors as they are, and those of others once."""
+    run = Run(group.rank, group=group, kind="AdamW", warmup_steps=2)
+    run.train(0, STEPS)
+    tensors: dict[str, Tensor] = {}
+    strip(run.owner.state_dict(), "", tensors)
+    run.owner.consolidate_state_dict()
+    if group.rank == 0:
+        found: dict[str, Tensor] = {}
+        strip(run.owner.state_dict(), "", found)
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.dim()}
+        others = {tensor.untyped_storage().data_ptr(): tensor for tensor in found.values() if tensor.dim()}
+        held = sum(tensor.untyped_storage().nbytes() for place, tensor in others.items() if place not in live)
+        assert live <= others.keys(), "not copied"
+        assert held <= 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_one_rank_holds_each_state_once() -> None:
+    run_threads(hold, 3)
+
+
+def test_a_file_may_be_mapped_into_memory(tmp_path: Path) -> None:
+    """So that a rank reads no more of it than its own state."""
+    saved = run_threads(save, 3, KINDS["AdamW"])
+    path = tmp_path / "state.pt"
+    path.write_bytes(saved[0]["file"])
+    found = run_threads(go_on, 3, KINDS["AdamW"], saved[0], lambda: torch.load(path, mmap=True, weights_only=True))
+    for rank in range(3):
+        assert_same(saved[rank]["end"], found[rank], f"rank {rank}")
 
 
 def save_alike(group: LocalGroup) -> tuple[int, int]:

@@ -23,6 +23,8 @@ from .transport.operation import Operation
 Ask = Callable[[Tensor], Tensor]
 """Function (request) that returns the answer. Both are uint8 tensors in CPU memory."""
 _END = torch.empty(0, dtype=torch.uint8)
+_EXCHANGES = 4
+"""Exchanges for one request: the lengths and the bytes of the request and of its answer."""
 
 
 def ask_ranks(
@@ -32,6 +34,7 @@ def ask_ranks(
     to: int,
     visit: Callable[[int, Ask], None],
     answer: Ask,
+    requests: int,
     timeout: float | None,
     name: str,
 ) -> None:
@@ -39,6 +42,7 @@ def ask_ranks(
 
     visit     on rank `to`: called with each other rank, and the function that asks it.
     answer    on the other ranks: returns the answer to a request that is not empty.
+    requests  the most requests that a rank gets. The last rank waits for the turns of all others.
     timeout   seconds for one message; by default that of the group.
     name      the name of the call, for errors.
 
@@ -51,8 +55,9 @@ def ask_ranks(
         all_reduce_compressed(torch.zeros(1 << 16, device=device), "quantize:bits=8", group=group, timeout=timeout)
     sources = [other for other in range(size) if other != to]
     # All of them are numbered now, so that after an error the next call has the same number on all ranks.
-    turns = [_Turn([Operation(channel, name) for channel in ends], to, timeout, n + 1) for n in range(len(sources))]
-    for source, turn in zip(sources, turns, strict=True):
+    turns = [_Turn([Operation(channel, name) for channel in ends], to, timeout) for _ in sources]
+    for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
+        turn.exchanges_before = 1 + number * _EXCHANGES * (requests + 1)
         up, down = _lines(turn, to=to, source=source, device=device)
         if rank == to:
             turn.talk = partial(_visit, down, source, visit)
@@ -99,9 +104,11 @@ class _Turn:
 
     encoded, waits_for_all, has_two_rounds = True, True, False
 
-    def __init__(self, operations: list[Operation], to: int, timeout: float | None, number: int) -> None:
+    def __init__(self, operations: list[Operation], to: int, timeout: float | None) -> None:
         self.operations, self._call = operations, {"call": operations[0].name, "to": to}
-        self._timeout, self._number = timeout, number
+        self._timeout = timeout
+        self.exchanges_before = 1
+        """The most exchanges in the turns before this one, each of which may take as long as the timeout, and one."""
         self.talk: Callable[[], None] | None = None
         """Function that exchanges; None on ranks that only wait for their own turn."""
         self._done = threading.Event()
@@ -123,7 +130,8 @@ class _Turn:
             for operation in self.operations:
                 seconds = operation.channel.timeout if self._timeout is None else self._timeout
                 operation.describe(self._call, json.dumps(self._call), None)
-                operation.limit(seconds * self._number)  # the turns before this one come first
+                # If one of them fails, those who take part report it to this rank, long before that.
+                operation.limit(seconds * self.exchanges_before)
                 operation.start()
                 operation.limit(seconds)
             if self.talk is not None:

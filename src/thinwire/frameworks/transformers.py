@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -44,10 +45,7 @@ class TrainerMixin:
                 self.model_wrapped = self.accelerator.prepare_model(self.model)
                 inner = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)  # of torch.compile's wrapper
                 if not isinstance(inner, DistributedDataParallel):
-                    raise ValueError(
-                        f"the model became a {type(self.model_wrapped).__name__}, expected DistributedDataParallel: "
-                        "leave FSDP and DeepSpeed out of the TrainingArguments and of Accelerate's configuration"
-                    )
+                    raise ValueError(f"the model became a {type(inner).__name__}, expected DistributedDataParallel")
             self.optimizer = self._make()
             self.accelerator.clip_grad_norm_ = self._norm
         elif not isinstance(_inner(self.optimizer), AdamW | SGD):
@@ -58,7 +56,13 @@ class TrainerMixin:
         return self.optimizer
 
     def _check_arguments(self) -> None:
-        """Raise ValueError for arguments that would choose another optimizer, since this one is thinwire's."""
+        """Raise ValueError for arguments that choose another optimizer, since this one is thinwire's, or no DDP."""
+        for name in ("fsdp", "deepspeed"):
+            if getattr(self, f"is_{name}_enabled", False):
+                raise ValueError(
+                    f"{name} in the TrainingArguments or in Accelerate's configuration, expected none: this Trainer "
+                    "exchanges by DistributedDataParallel"
+                )
         named = str(getattr(self.args.optim, "value", self.args.optim))
         if not named.startswith("adamw_torch") or self.args.optim_args:
             raise ValueError(
@@ -94,9 +98,16 @@ class TrainerMixin:
         return norm if scaler is None else norm / scaler.get_scale()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the states of all ranks. All ranks call this."""
-        _inner(self.optimizer).consolidate_state_dict()
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        """Save the states of all ranks; with `save_on_each_node`, on one node after the other. All ranks call this."""
+        ranks = [0]
+        if self.args.save_on_each_node and self.args.world_size > 1:
+            saving: list[Any] = [None] * self.args.world_size
+            dist.all_gather_object(saving, bool(self.args.should_save))
+            ranks = [rank for rank, saves in enumerate(saving) if saves]
+        for rank in ranks:
+            _inner(self.optimizer).consolidate_state_dict(to=rank)
+            if rank == self.args.process_index:
+                super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

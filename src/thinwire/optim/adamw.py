@@ -12,6 +12,7 @@ is larger than that of the averaged gradient: `second_moment.py` describes by ho
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..sync.policy import DEFAULT, Policy, Spec
 from ..sync.step import Step
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
+from .families import Family
 from .parameters import Params
 from .second_moment import for_ranks, measure
 
@@ -46,7 +48,7 @@ _FOUR_BITS = Quantize(bits=4)
 
 @dataclass(frozen=True)
 class AdamRule:
-    """The numbers of `AdamUpdate`, for one parameter group at one step."""
+    """The numbers of `AdamUpdate`, for one family of parameters at one step."""
 
     numbers: Mapping[str, float]
     """beta1, beta2, scale, floor, limit and rate."""
@@ -75,25 +77,12 @@ class _DeviceNumbers:
 class _StepNumbers:
     """The numbers by which a step changes the weights, in GPU memory."""
 
-    def __init__(self, vector: Tensor, groups: int, rates: Mapping[str, Tensor]) -> None:
-        self.vector, self._groups = vector, groups
+    def __init__(self, vector: Tensor, rates: Mapping[str, Tensor]) -> None:
+        self.vector = vector
+        self.steps, self.lr, self.keep = (row.unbind() for row in vector.view(3, -1))
+        """For each family the number of steps including this one, the learning rate, and the factor of the weights."""
         self.rates = rates
         """The factor of an averaged update, by parameter."""
-
-    @property
-    def steps(self) -> Tensor:
-        """Return the number of steps taken, including this one."""
-        return self.vector[0]
-
-    @property
-    def lr(self) -> Sequence[Tensor]:
-        """Return the learning rate of each parameter group."""
-        return self.vector[1 : 1 + self._groups].unbind()
-
-    @property
-    def keep(self) -> Sequence[Tensor]:
-        """Return the factor by which weight decay multiplies the weights, for each parameter group."""
-        return self.vector[1 + self._groups : 1 + 2 * self._groups].unbind()
 
 
 class AdamW(CompressedOptimizer):
@@ -212,11 +201,14 @@ class AdamW(CompressedOptimizer):
 
         Other parameters do not need it.
         """
-        self._weights = [(0.0, 0.0) for _ in self.param_groups]
-        """For each group, the sums of the weights of gradients and of their squares in the moments of updates.
+        phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
+        self._own_warmup = sum(steps for steps, _ in phases)
+        """Number of steps after which a parameter may be sent as updates: those of the warm-up.
 
-        With constant betas these are 1 - beta ** steps.
+        One that is unfrozen later is sent dense for as many steps, as a gradient.
         """
+        self._present: set[int] = set()
+        """Numbers of the families that take part in the step under way."""
         self._found: dict[str, float] = {}
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
@@ -237,6 +229,10 @@ class AdamW(CompressedOptimizer):
         return dict(self._scales)
 
     def _updates(self, device: torch.device) -> Updates:
+        absent = {name for name, parameter in self._given.items() if self._is_absent(name, parameter)}
+        self._families.split(absent)
+        self._present = {number for name, number in self._families.number_of.items() if name not in absent}
+        self._choose_dense()
         made = super()._updates(device)
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
@@ -246,6 +242,22 @@ class AdamW(CompressedOptimizer):
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
         on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
         return replace(made, rules=on_device, numbers=numbers)
+
+    def _is_absent(self, name: str, parameter: Tensor) -> bool:
+        """Return whether a parameter is frozen; what DDP and FSDP once exchange they exchange always."""
+        is_plain = self.ddp is None and self._sharded is None
+        return not parameter.requires_grad and (is_plain or not self._families.of(name).steps)
+
+    def _choose_dense(self) -> None:
+        """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
+        early = {number for number, family in enumerate(self._families.all) if family.steps < self._own_warmup}
+        if not early or self._warms_up(self.sync.steps):
+            self.sync.dense = frozenset()
+            return
+        numbers, is_small = self._families.number_of, self.sync.policy.is_small
+        self.sync.dense = frozenset(
+            name for name, p in self._given.items() if numbers[name] in early and not is_small(name, p.numel())
+        )
 
     def _recording_key(self, sent: Step) -> Hashable:
         self._on_device = None
@@ -267,10 +279,11 @@ class AdamW(CompressedOptimizer):
         return addresses, places, moments, constants, sent.updates.scale, numbers
 
     def _numbers_of_step(self, device: torch.device) -> _StepNumbers:
-        lr = [float(group["lr"]) for group in self.param_groups]
-        keep = [1 - rate * group["weight_decay"] for rate, group in zip(lr, self.param_groups, strict=True)]
-        vector = self._step_numbers.fill([float(self._count), *lr, *keep], device)
-        return _StepNumbers(vector, len(lr), self._rates_on(device))
+        groups = [self.param_groups[family.group] for family in self._families.all]
+        steps = [family.steps + 1.0 for family in self._families.all]
+        lr = [float(group["lr"]) for group in groups]
+        keep = [1 - rate * group["weight_decay"] for rate, group in zip(lr, groups, strict=True)]
+        return _StepNumbers(self._step_numbers.fill([*steps, *lr, *keep], device), self._rates_on(device))
 
     def _rates_on(self, device: torch.device) -> dict[str, Tensor]:
         """Return the rates of all parameters in GPU memory, which change only when c is measured."""
@@ -284,10 +297,10 @@ class AdamW(CompressedOptimizer):
             self._rates = made_from, by_name
         return self._rates[1]
 
-    def _rule(self, number: int) -> AdamRule:
-        group = self.param_groups[number]
+    def _rule(self, family: Family) -> AdamRule:
+        group = self.param_groups[family.group]
         beta1, beta2 = group["compressed_betas"]
-        scale, floor = self._divisor(number)
+        scale, floor = self._divisor(family)
         return AdamRule(
             {
                 "beta1": beta1,
@@ -299,22 +312,23 @@ class AdamW(CompressedOptimizer):
             }
         )
 
-    def _divisor(self, number: int) -> tuple[float, float]:
+    def _divisor(self, family: Family) -> tuple[float, float]:
         """Return (scale, floor): momentum is divided by sqrt(v) * scale + floor, with Adam's bias corrections."""
-        first, second = self._weights[number]
-        beta1, _ = self.param_groups[number]["compressed_betas"]
+        first, second = family.weights
+        group = self.param_groups[family.group]
+        beta1, _ = group["compressed_betas"]
         first = beta1 * first + 1 - beta1
-        return first / (second or 1.0) ** 0.5, first * self.param_groups[number]["eps"]
+        return first / (second or 1.0) ** 0.5, first * group["eps"]
 
     def _step_by_gradients(self, piece: Piece) -> None:
         """Take the step of torch's AdamW; each operation handles all parameters, because they are many and small."""
-        group, (_, names, parameters, gradients) = self.param_groups[piece.group], piece
+        group, (number, names, parameters, gradients) = self._group_of(piece.family), piece
         beta1, beta2 = group["betas"]
         m, v = ([self._moment(kind, *named) for named in zip(names, parameters, strict=True)] for kind in self.moments)
         if self._on_device:  # all tensors are float32 then
             torch._fused_adamw_(
-                parameters, gradients, m, v, [], [self._on_device.steps] * len(names),
-                lr=self._on_device.lr[piece.group], beta1=beta1, beta2=beta2,
+                parameters, gradients, m, v, [], [self._on_device.steps[number]] * len(names),
+                lr=self._on_device.lr[number], beta1=beta1, beta2=beta2,
                 weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
             return
@@ -322,7 +336,8 @@ class AdamW(CompressedOptimizer):
         torch._foreach_lerp_(m, gradients, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
-        first, second = 1 - beta1**self._count, 1 - beta2**self._count
+        steps = self._families.all[number].steps + 1
+        first, second = 1 - beta1**steps, 1 - beta2**steps
         denominators = torch._foreach_sqrt(v)
         torch._foreach_div_(denominators, second**0.5)
         torch._foreach_add_(denominators, group["eps"])
@@ -336,11 +351,11 @@ class AdamW(CompressedOptimizer):
                 parameter.sub_((momentum / denominator).mul_(rate).to(parameter.dtype))
 
     def _step_by_updates(self, piece: Piece) -> None:
-        group, (_, names, parameters, updates) = self.param_groups[piece.group], piece
+        group, (number, names, parameters, updates) = self._group_of(piece.family), piece
         if self._on_device:
             by_numbers = kernels.adam_by_numbers(parameters[0].device)
             assert by_numbers is not None
-            by_name, keep_on_device = self._on_device.rates, self._on_device.keep[piece.group]
+            by_name, keep_on_device = self._on_device.rates, self._on_device.keep[number]
             by_numbers.step_by_numbers(parameters, updates, keep_on_device, rates=[by_name[name] for name in names])
             return
         keep = 1 - float(group["lr"]) * group["weight_decay"]
@@ -360,44 +375,62 @@ class AdamW(CompressedOptimizer):
             self._vectors["exp_avg_sq"][name].mul_(scale)
 
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        number = self._families[name]
-        for kind, beta, weight in zip(
-            self.moments, self.param_groups[number]["betas"], self._weights[number], strict=True
-        ):
-            moments[kind].mul_((1 - beta**self._count) / (weight or 1.0))  # torch divides by 1 - beta ** steps
+        family = self._families.of(name)
+        betas = self.param_groups[family.group]["betas"]
+        for kind, beta, weight in zip(self.moments, betas, family.weights, strict=True):
+            moments[kind].mul_((1 - beta**family.steps) / (weight or 1.0))  # torch divides by 1 - beta ** steps
         moments["exp_avg_sq"].mul_(self._scales.get(name, 1.0))
 
-    def _begin_from_torch(self) -> None:
-        self._weights = [
-            (1 - group["betas"][0] ** self._count, 1 - group["betas"][1] ** self._count) for group in self.param_groups
-        ]
+    def _steps_of(self, name: str) -> int:
+        return self._families.of(name).steps
+
+    def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
+        self._families.reset(steps)
+        for family in self._families.all:
+            beta1, beta2 = self.param_groups[family.group]["betas"]
+            family.weights = 1 - beta1**family.steps, 1 - beta2**family.steps
         self._scales, self._found, self._measures_next = {}, {}, False
 
     def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
         """Return the parameters that are compressed at this step or the next, if c is measured after this step."""
-        due = warms_up or self._is_refresh(self._count + 1) or self._measures_next
-        if not due or not self.refresh_every or self.sync.world_size == 1:
+        if not self.refresh_every or self.sync.world_size == 1:
             return frozenset()
-        return frozenset(self._sent_as_updates(number + warms_up))
+        if warms_up:
+            return frozenset(self._sent_as_updates(number + 1))
+        due = {each for each in self._present if self._measures_next or self._is_refresh(self._steps_after(each))}
+        ends = {each for each in self._present if self._steps_after(each) == self._own_warmup}
+        sampled = (
+            [name for name in self._sent_as_updates(number) if self._families.number_of[name] in due] if due else []
+        )
+        return frozenset(sampled) | {name for name in self.sync.dense if self._families.number_of[name] in ends}
+
+    def _steps_after(self, number: int) -> int:
+        """Return the steps that a family will have taken after this one."""
+        return self._families.all[number].steps + 1
 
     def _after_step(self, sent: Step) -> None:
         self._follow_weights(sent)
         sampled = () if sent.updates is None else sent.updates.sampled
         if sent.samples or (sampled and self.sync.shards is not None):
             self._measure(sent)
+        was_dense = self.sync.dense
+        self._choose_dense()
         super()._after_step(sent)
-        if not sent.warms_up and self._is_refresh(self._count):
-            self._refresh()
+        if was_dense - self.sync.dense and not self._warms_up(self.sync.steps):
+            self._to_updates(was_dense - self.sync.dense)
+        due = {number for number in self._present if self._is_refresh(self._families.all[number].steps)}
+        if due and not sent.warms_up:
+            self._refresh([v for name, v in self._second_moments() if self._families.number_of[name] in due])
 
     def _follow_weights(self, sent: Step) -> None:
-        as_gradients = sent.warms_up or not self._sent_as_updates(sent.number)
-        kind = "betas" if as_gradients else "compressed_betas"
-        made = []
-        for group, (first, second) in zip(self.param_groups, self._weights, strict=True):
-            beta1, beta2 = group[kind]
+        by_gradients = sent.warms_up or not self._sent_as_updates(sent.number)
+        for family in (self._families.all[number] for number in self._present):
+            as_gradients = by_gradients or family.steps < self._own_warmup
+            beta1, beta2 = self.param_groups[family.group]["betas" if as_gradients else "compressed_betas"]
+            first, second = family.weights
             followed = as_gradients or self.refresh_every > 0
-            made.append((beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second))
-        self._weights = made
+            family.weights = beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second
+            family.steps += 1
 
     def _measure(self, sent: Step) -> None:
         """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
@@ -414,8 +447,11 @@ class AdamW(CompressedOptimizer):
             known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
         self._measures_next = False
-        if not sent.warms_up:  # the second moments of all sampled tensors are this rank's own by now
-            self._scales |= {name: self._found[name] for name in ordered if name in self._found}
+        if (
+            not sent.warms_up
+        ):  # the second moments of sampled tensors are this rank's own by now, if they are compressed
+            compressed = (name for name in ordered if name not in self.sync.dense)
+            self._scales |= {name: self._found[name] for name in compressed if name in self._found}
 
     def _to_updates(self, names: Collection[str]) -> None:
         """Convert second moments to those of a rank's own gradient, and raise elements that are too small."""
@@ -433,9 +469,9 @@ class AdamW(CompressedOptimizer):
         early = _FIRST_REFRESH <= count < self.refresh_every and count & (count - 1) == 0
         return early or count % self.refresh_every == 0
 
-    def _refresh(self) -> None:
-        """Average the logarithms of the second moments over ranks."""
-        pieces = [piece for _, v in self._second_moments() if v.numel() for piece in v.split(_PIECE)]
+    def _refresh(self, seconds: Sequence[Tensor]) -> None:
+        """Average the logarithms of second moments over ranks."""
+        pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)
         for start in range(0, len(pieces), _AT_ONCE):
             some = pieces[start : start + _AT_ONCE]
@@ -456,12 +492,15 @@ class AdamW(CompressedOptimizer):
                 yield name, self._vectors["exp_avg_sq"][name]
 
     def _own_state(self) -> dict[str, Any]:
-        measured = {"weights": list(self._weights), "scales": dict(self._scales), "measured": dict(self._found)}
-        return {**super()._own_state(), **measured}
+        measured = {"scales": dict(self._scales), "measured": dict(self._found)}
+        return {**super()._own_state(), **self._families.state_dict(), **measured}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         super()._load_own_state(state)
-        self._weights = [(float(first), float(second)) for first, second in state["weights"]]
+        known = self._vectors["exp_avg_sq"]
+        untrained = [] if self._sharded is not None else [name for name in self._parameters if name not in known]
+        self._families.load_state_dict(state, steps=self._count, untrained=untrained)
+        self._choose_dense()
         saved, here = int(state["world_size"]), self.sync.world_size
         self._scales, self._found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}

@@ -10,7 +10,7 @@ for the exchange, and applies all of it, or nothing if a rank's gradient was not
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from ..collectives import all_reduce_compressed
 from ..collectives.groups import group_of_one
 from ..collectives.handle import Span
 from ..compressors import compressor as parsed
@@ -28,39 +26,34 @@ from ..integrations import register_ddp_hook
 from ..integrations.fsdp import BackwardPass, sharded_parameters
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
-from ..sync import checkpoint
 from ..sync.buckets import Bucket, shaped
 from ..sync.parts import Rule, Updates
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
-from ..sync.shards import local_of
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
-from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
+from .checks import check_order, check_replicas, dense_policy, warn_of_averaged
+from .families import Families, Family
 from .guard import GradientGuard
-from .parameters import Params, ddp_of, find_parameters
-from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
+from .parameters import Params, count_ddp, ddp_of, find_parameters
+from .states import StatefulOptimizer
 
 _AT_ONCE = 1 << 20
 """Parameters take their step in pieces of about this many elements, so that there is no second copy of a model."""
 
 
 class Piece(NamedTuple):
-    """Some parameters of one group, and a tensor for each of them: its averaged gradient or update."""
+    """Some parameters of one family, and a tensor for each of them: its averaged gradient or update."""
 
-    group: int
+    family: int
     names: list[str]
     parameters: list[Tensor]
     tensors: list[Tensor]
 
 
-class CompressedOptimizer(Optimizer):
+class CompressedOptimizer(StatefulOptimizer):
     """Base class of `AdamW` and `SGD`."""
 
-    moments: tuple[str, ...]
-    """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
-    local_moments: tuple[str, ...]
-    """Names of the moments that differ between ranks."""
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
@@ -89,21 +82,21 @@ class CompressedOptimizer(Optimizer):
         if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
             raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
         self.max_grad_norm = max_grad_norm
-        self._families = {
-            name: number for number, group in enumerate(self.param_groups) for name in group["param_names"]
-        }
+        self._families = Families([group["param_names"] for group in self.param_groups])
         self._given = dict(self.named_parameters())
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
         """Parameters by name; of a sharded model, this rank's shards."""
         shards = None if self._sharded is None else self._sharded.group
-        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=self._families, shards=shards, **options)
+        families = self._families.number_of
+        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=families, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
-        self._gradients_in_phase: dict[int, set[str]] = {}
+        self._gradients_in_phase: dict[Hashable, set[str]] = {}
         self._count = 0
         """Number of steps taken."""
         self._guard = GradientGuard(self._given, type(self).__name__)
-        self._has_exchanged = False
+        self._searched: int | None = None
+        """The number of DDP models that were made before the parameters were last searched in them."""
         self._gathered: list[dict[str, Any]] | None = None
         """The states of all ranks, after `consolidate_state_dict` and until the next step."""
         self._recording: Recording | None = None
@@ -120,11 +113,6 @@ class CompressedOptimizer(Optimizer):
     def ddp(self) -> DistributedDataParallel | None:
         """Return the DDP model whose backward pass exchanges, if there is one."""
         return None if self._ddp is None else self._ddp()
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) pairs, group by group."""
-        for group in self.param_groups:
-            yield from zip(group["param_names"], group["params"], strict=True)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
@@ -160,12 +148,13 @@ class CompressedOptimizer(Optimizer):
         self.watch_gradients()
 
     def _exchange_plain(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        if not self._has_exchanged and ddp_of([p for _, p in named]) is not None:
+        made = count_ddp()  # to search takes long, so only after another one was made
+        if self._searched != made and ddp_of([p for _, p in named]) is not None:
             raise RuntimeError(
                 "the model was wrapped in DistributedDataParallel after this optimizer was made, so DDP has sent the "
                 f"gradients too, dense: make thinwire.{type(self).__name__} after DistributedDataParallel(model)"
             )
-        self._has_exchanged = True
+        self._searched = made
         if self._is_first_exchange:
             check_replicas(self.sync, named)
             warn_of_averaged(self.sync, named, type(self).__name__)
@@ -231,7 +220,7 @@ class CompressedOptimizer(Optimizer):
         warms_up = self._warms_up(number)
         return Updates(
             warms_up=warms_up,
-            rules=[self._rule(number) for number in range(len(self.param_groups))],
+            rules=[self._rule(family) for family in self._families.all],
             moments=list(self._vectors.values()),
             scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
             # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
@@ -250,8 +239,8 @@ class CompressedOptimizer(Optimizer):
     # Defined by subclasses.
 
     @abstractmethod
-    def _rule(self, number: int) -> Rule:
-        """Return the rule by which the step that begins makes updates from gradients of a parameter group."""
+    def _rule(self, family: Family) -> Rule:
+        """Return the rule by which the step that begins makes updates from gradients of a family."""
 
     @abstractmethod
     def _step_by_gradients(self, piece: Piece) -> None:
@@ -267,15 +256,6 @@ class CompressedOptimizer(Optimizer):
 
     def _to_gradient(self, name: str) -> None:
         """Convert the moments, averaged over ranks, of a parameter that is sent as a gradient from now on."""
-
-    def _to_updates(self, names: Collection[str]) -> None:
-        """Convert the moments of parameters that are sent as updates from now on."""
-
-    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
-
-    def _begin_from_torch(self) -> None:
-        """Prepare for the first step after the moments of torch's optimizer were loaded."""
 
     def _after_step(self, sent: Step) -> None:
         """Finish a step that was taken; this is called after the step was counted."""
@@ -339,7 +319,7 @@ class CompressedOptimizer(Optimizer):
                 for name, part in average.parts()
                 if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
-            for piece in _pieces(named, self._families):
+            for piece in _pieces(named, self._families.number_of):
                 if average.is_update:
                     self._step_by_updates(piece)
                 else:
@@ -372,10 +352,10 @@ class CompressedOptimizer(Optimizer):
     def _sent_as_gradients(self, step: int) -> set[str]:
         """Return the names of parameters whose gradients are sent at a step, while updates are sent for others.
 
-        Without "auto", the result is kept for each phase.
+        Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
         """
         policy = self.sync.policy
-        key = None if policy.auto else policy.phase(step)
+        key = None if policy.auto else (policy.phase(step), self.sync.dense)
         if key is None or key not in self._gradients_in_phase:
             sends = self.sync.assignment.sends_gradient
             found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
@@ -399,6 +379,10 @@ class CompressedOptimizer(Optimizer):
             moments = [vectors[name] for vectors in self._vectors.values() if name in vectors]
             self.sync.average(moments, DENSE)
             self._to_gradient(name)
+
+    def _group_of(self, family: int) -> dict[str, Any]:
+        """Return the parameter group of the family with this number."""
+        return self.param_groups[self._families.all[family].group]
 
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of an update when it is sent."""
@@ -465,166 +449,6 @@ class CompressedOptimizer(Optimizer):
         if hasattr(self, "grad_scale") and scaler is not None:
             for found in scaler._found_inf_per_device(self).values():
                 found.fill_(1.0)
-
-    # Checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank, as torch does, with the synchronizer's state under "thinwire".
-
-        Every rank saves its own state. After `consolidate_state_dict`, and until the next step, that of its rank has
-        the states of all ranks inside.
-        """
-        if self._gathered is not None:
-            complete = checkpoint.consolidated(self._gathered, self.sync.rank)
-            return {**complete, "param_groups": super().state_dict()["param_groups"]}  # a scheduler may have stepped
-        self._fill_state()
-        packed = super().state_dict()
-        self.state.clear()  # otherwise it would keep vectors that have moved
-        return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
-
-        All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
-        `load_state_dict` takes what was saved so on every rank, with any number of ranks. This is the name that
-        torch's ZeroRedundancyOptimizer has for it.
-        """
-        if self._sharded is not None:
-            raise ValueError(
-                "one rank cannot hold the states of all shards: save thinwire.per_rank(optimizer) by "
-                "torch.distributed.checkpoint, on all ranks"
-            )
-        self._gathered = None
-        device = next(p.device for _, p in self.named_parameters())
-        self._gathered = self.sync.gather(self.state_dict(), to, device)
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.
-
-        Moments that differ between ranks are averaged, dense, and in the unit of torch's. What is left out: residuals,
-        the part of the updates that was not sent so far; and what thinwire's own `state_dict()` has besides.
-        """
-        numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
-        apart = set(self._sent_as_updates(self.sync.steps))
-        state: dict[int, dict[str, Tensor]] = {}
-        for name in self._parameters:
-            moments = {kind: v[name].clone() for kind, v in self._vectors.items() if name in v}
-            if not moments:
-                continue
-            if name in apart:
-                for moment in moments.values():
-                    all_reduce_compressed(
-                        moment, "none", op=dist.ReduceOp.AVG, group=self.sync.group, timeout=self.sync.timeout
-                    )
-                self._to_torch(name, moments)
-            shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
-            if self.sync.shards is not None:
-                shapes = {kind: self.sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
-            state[numbers[name]] = {"step": torch.tensor(float(self._count)), **shapes}
-        return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
-
-    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin with the moments and settings of a state of torch's optimizer."""
-        groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
-        loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
-        steps = [int(kept["step"]) for kept in state_dict["state"].values() if "step" in kept]
-        self.sync.reset()
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self._gathered, self._count = None, max(steps, default=0)
-        for kind, vectors in loaded.items():
-            self._vectors[kind] = NamedVectors()
-            self._vectors[kind].load(vectors)
-        self._begin_from_torch()
-        if not self._warms_up(0):
-            self._to_updates(self._sent_as_updates(0))
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
-    ) -> None:
-        """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
-
-        Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
-        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up.
-
-        strict   False: ranks whose states are missing may be left out. Their residuals and momenta are lost, and a
-                 warning names them.
-        """
-        if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
-            self._load_torch_state(state_dict)
-            return
-        states = checkpoint.as_list(state_dict)
-        for state in states:
-            if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
-                raise ValueError(f"not a state of thinwire.{type(self).__name__}: it has no key 'thinwire'")
-        sync_states = [state["thinwire"] for state in states]
-        choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size, strict=strict)
-        by_rank = {int(state["thinwire"]["rank"]): state for state in states}
-        alike = by_rank[int(choice.alike["rank"])]
-        if alike["thinwire"].get("optimizer") != type(self).__name__:
-            raise ValueError(
-                f"state of thinwire.{alike['thinwire'].get('optimizer')}, expected thinwire.{type(self).__name__}"
-            )
-        check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
-        taken = [by_rank[int(state["rank"])] for state in choice.taken]
-        apart = self._local_names(choice.alike) if choice.alike["steps"] else []
-        loaded = {kind: NamedVectors() for kind in self.moments}
-        for kind in self.moments:
-            vectors = self._vectors_in(alike, kind)
-            if kind in self.local_moments:
-                local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
-                for name in apart:  # a frozen parameter has none
-                    if name in local:
-                        vectors[name] = local[name]
-                    elif name in vectors:
-                        vectors[name] = torch.zeros_like(vectors[name])
-            loaded[kind].load(vectors)
-        self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
-        super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
-        self._vectors, self._gathered = loaded, None
-        self._load_own_state(alike["thinwire"])
-
-    def _local_names(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the parameters whose momentum differs between ranks in a checkpoint: those sent as updates."""
-        return list(state["local"]) if "local" in state else self._sent_as_updates(int(state["steps"]) - 1)
-
-    def _own_state(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"optimizer": type(self).__name__, "count": self._count}
-        if self.sync.policy.auto:  # depends on measurements, so it must be saved
-            last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
-            after = set(self._sent_as_updates(self.sync.steps))
-            made["local"] = [name for name in last if name in after]
-        return made
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._count = int(state["count"])
-
-    def _fill_state(self) -> None:
-        """Fill `state` as torch does: with views of the vectors, in the shapes of the parameters."""
-        for name, parameter in self.named_parameters():
-            like = self._parameters[name]
-            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
-            if kept:
-                self.state[parameter] = {"step": torch.tensor(float(self._count)), **kept}
-
-    def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-        """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        made = {}
-        for number, (name, parameter) in zip(numbers, self._parameters.items(), strict=True):
-            kept = state["state"].get(number, {}).get(kind)
-            if kept is not None:
-                kept = local_of(kept)
-                if not isinstance(kept, Tensor) or kept.shape != parameter.shape:
-                    found = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
-                    raise ValueError(
-                        f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
-                        "belongs to another model, or its parameters came in another order"
-                    )
-                made[name] = torch.empty(
-                    parameter.numel(), dtype=residual_dtype(parameter.dtype), device=parameter.device
-                )
-                shaped(made[name], parameter).copy_(kept)
-        return made
 
 
 def _unscaled(gradient: Tensor, factor: float) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
@@ -86,6 +87,25 @@ def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:
             "give ddp= if they share their parameters"
         )
     return models[0] if models else None
+
+
+_made = 0
+_is_counting = False
+
+
+def count_ddp() -> int:
+    """Return how many DDP models this process has made since the first call, which costs nothing."""
+    global _is_counting
+    if not _is_counting:
+        register_module_module_registration_hook(_count)
+        _is_counting = True
+    return _made
+
+
+def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    global _made
+    if name == "module" and isinstance(module, DistributedDataParallel):
+        _made += 1
 
 
 def averaged_by(ddp: DistributedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,6 +16,7 @@ from ..sync.buckets import Slice, flat
 from ..sync.policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
+from .families import Family
 from .parameters import Params
 
 _COMPRESSED_MOMENTUM = 0.5
@@ -127,8 +128,8 @@ class SGD(CompressedOptimizer):
             if each["compressed_momentum"] is None:
                 each["compressed_momentum"] = min(float(each["momentum"]), _COMPRESSED_MOMENTUM)
 
-    def _rule(self, number: int) -> MomentumRule:
-        group = self.param_groups[number]
+    def _rule(self, family: Family) -> MomentumRule:
+        group = self.param_groups[family.group]
         return MomentumRule(
             momentum=group["compressed_momentum"],
             nesterov=group["nesterov"],
@@ -138,7 +139,7 @@ class SGD(CompressedOptimizer):
         )
 
     def _step_by_gradients(self, piece: Piece) -> None:
-        group, (_, names, parameters, gradients) = self.param_groups[piece.group], piece
+        group, (_, names, parameters, gradients) = self._group_of(piece.family), piece
         momentum = group["momentum"]
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
@@ -153,22 +154,23 @@ class SGD(CompressedOptimizer):
     def _to_updates(self, names: Collection[str]) -> None:
         for name in names:
             if name in self._vectors["momentum_buffer"]:
-                group = self.param_groups[self._families[name]]
+                group = self._group_of(self._families.number_of[name])
                 self._vectors["momentum_buffer"][name].div_(_momentum_ratio(group))
 
     def _to_gradient(self, name: str) -> None:
-        group = self.param_groups[self._families[name]]
+        group = self._group_of(self._families.number_of[name])
         if name in self._vectors["momentum_buffer"]:
             self._vectors["momentum_buffer"][name].mul_(_momentum_ratio(group))
 
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        moments["momentum_buffer"].mul_(_momentum_ratio(self.param_groups[self._families[name]]))
+        moments["momentum_buffer"].mul_(_momentum_ratio(self._group_of(self._families.number_of[name])))
 
     def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        self._step_by_updates(Piece(self._families[name], names=[name], parameters=[parameter], tensors=[update]))
+        number = self._families.number_of[name]
+        self._step_by_updates(Piece(number, names=[name], parameters=[parameter], tensors=[update]))
 
     def _step_by_updates(self, piece: Piece) -> None:
-        torch._foreach_add_(piece.parameters, piece.tensors, alpha=-self.param_groups[piece.group]["reference_lr"])
+        torch._foreach_add_(piece.parameters, piece.tensors, alpha=-self._group_of(piece.family)["reference_lr"])
 
 
 def _momentum_ratio(group: dict[str, Any]) -> float:

@@ -8,7 +8,7 @@ All ranks make the same assignment: measurements that differ between ranks are a
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
 from .buckets import Bucket, BucketPlan, plan_bucket
-from .parts import Mode, StepRecord
-from .policy import Policy, share_bytes
+from .parts import StepRecord
+from .policy import DENSE, Policy, share_bytes
 from .trials import Trials
 
 _log = logging.getLogger("thinwire")
@@ -59,7 +59,7 @@ class Ranks(Protocol):
 class Assignment:
     """Assigns the compressors of the policy.
 
-    families   the number of each parameter's group, for optimizers; None otherwise.
+    families   the number of each parameter's family, for optimizers; None otherwise.
     """
 
     choice: Choice | None = None
@@ -69,9 +69,11 @@ class Assignment:
         self.policy, self._families = policy, families
         self.sizes: Mapping[str, int] = {}
         """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
+        self.dense: frozenset[str] = frozenset()
+        """Parameters that are sent dense at the current step, whatever the policy says."""
         self._chosen: Mapping[str, Compressor] = {}
         """Compressors that replace the policy's in the current step, by parameter."""
-        self._plans: dict[tuple[tuple[str, ...], int, Mode], BucketPlan] = {}
+        self._plans: dict[Hashable, BucketPlan] = {}
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
         """Choose the compressors of the step that begins.
@@ -87,15 +89,14 @@ class Assignment:
 
     def plan(self, bucket: Bucket, step: StepRecord) -> BucketPlan:
         """Return how a bucket is cut into slices and packed parameters at the current step."""
-        policy, key = self.policy, (bucket.names, self.policy.phase(step.number), step.mode)
+        policy = self.policy
+        families = tuple(None if self._families is None else self._families[name] for name in bucket.names)
+        key = bucket.names, families, policy.phase(step.number), step.mode, self.dense
         made = self._plans.get(key)
         if made is None:
             # A policy goes by the size of the whole parameter, so that it is the same for all shards.
             sized = [(name, self.sizes.get(name, size)) for name, size in zip(bucket.names, bucket.sizes, strict=True)]
-            compressors = [
-                policy.compressor_of(name, numel=size, step=step.number, shared=self._chosen) for name, size in sized
-            ]
-            families = [None if self._families is None else self._families[name] for name in bucket.names]
+            compressors = [self._compressor_of(name, size, step.number, self._chosen) for name, size in sized]
             small = {
                 name
                 for (name, size), given in zip(sized, compressors, strict=True)
@@ -122,9 +123,12 @@ class Assignment:
 
         step   the current step or the next one.
         """
-        return isinstance(
-            self.policy.compressor_of(name, numel=numel, step=step, shared=self._chosen_at(step)), NoCompression
-        )
+        return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
+
+    def _compressor_of(self, name: str, numel: int, step: int, chosen: Mapping[str, Compressor]) -> Compressor:
+        if name in self.dense:
+            return DENSE
+        return self.policy.compressor_of(name, numel=numel, step=step, shared=chosen)
 
     def tries_gradients(self, step: int) -> bool:
         """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""

@@ -29,7 +29,7 @@ class Mode(Enum):
 
 
 class Rule(Protocol):
-    """The rule by which an optimizer makes updates from gradients, for one parameter group at one step."""
+    """The rule by which an optimizer makes updates from gradients, for one family of parameters at one step."""
 
     def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> Update:
         """Return the update of a slice, whose gradient is first multiplied by `factor`."""
@@ -40,7 +40,7 @@ class Updates:
     """The settings of an optimizer for one step. The synchronizer gets them before the first bucket.
 
     warms_up   gradients are sent instead of updates; only packed parameters have a residual then.
-    rules      one rule for each parameter group.
+    rules      one rule for each family of parameters.
     moments    the vectors, besides the gradient, from which an update is made.
     scale      the factor by which GradScaler has multiplied the loss.
     max_norm   the norm to which this rank's gradient is clipped.

@@ -64,8 +64,8 @@ class Synchronizer:
     max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
                       more raises an error. By default THINWIRE_MAX_BYTES, or no limit.
     timeout           seconds for one exchange; by default that of the group.
-    families          the number of each parameter's group, for optimizers, which send updates. Parameters of different
-                      groups are never compressed together.
+    families          the number of each parameter's family, for optimizers, which send updates. Parameters of
+                      different families are never compressed together.
     shards            the ranks that hold the shards of a sharded model; None if each rank has all of it.
 
     >>> import torch, torch.distributed as dist
@@ -130,6 +130,8 @@ class Synchronizer:
         """The buckets of the last step that was not skipped, as parameter names."""
         self._vectors, self._owners = NamedVectors(), Owners()
         self._assignment: Assignment | None = None
+        self.dense: frozenset[str] = frozenset()
+        """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
         self._scale = 1.0
         """Scale of the loss when residuals were last changed."""
         self.stats = SyncStats()
@@ -189,7 +191,7 @@ class Synchronizer:
             else:
                 kind = Adaptive if self.policy.adapt_every else Assignment
                 self._assignment = kind(self.policy, self._families)
-        self._assignment.sizes = self._whole_numels
+        self._assignment.sizes, self._assignment.dense = self._whole_numels, self.dense
         return self._assignment
 
     @property
@@ -214,7 +216,7 @@ class Synchronizer:
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
         if self.stats.steps and self._channels:
-            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {})
+            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {}, self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -251,7 +253,7 @@ class Synchronizer:
         self._vectors, self._owners, self._scale, self._gathered = NamedVectors(), Owners(), 1.0, None
         self.stats, self.finite = SyncStats(), None
         self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
-        self._assignment = None
+        self._assignment, self.dense = None, frozenset()
 
     def load_state_dict(
         self,

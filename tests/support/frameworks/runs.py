@@ -56,16 +56,18 @@ class Trained(NamedTuple):
             assert not differ, f"{name} of rank {rank}: {differ}"
 
 
-def trained_by(name: str, folder: Path, steps: int = STEPS) -> Trained:
+def environment() -> dict[str, str]:
+    """What the programs need to import this package."""
+    paths = filter(None, [TESTS, os.environ.get("PYTHONPATH")])
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def trained_by(name: str, folder: Path, steps: int = STEPS, *more: str) -> Trained:
     """Run a program to its end."""
     if name != "plain":
         require(name)
     folder.mkdir()
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")])),
-    }
-    with Job(folder, str(folder), str(steps), program=PROGRAMS[name], **environment) as job:
+    with Job(folder, str(folder), str(steps), *more, program=PROGRAMS[name], **environment()) as job:
         done = job.end(2 * LIMIT)
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert "cannot be loaded by the others" not in done.err, "a warning where rank 0 saves its state alone"

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 
 import thinwire
 from support.frameworks.task import OPTIONS, Meter, Net, batches, loss_of, save, write
@@ -66,6 +67,30 @@ def twice(folder: Path, name: str, steps: int, ours: bool = True) -> tuple[Modul
     return made[0]
 
 
+class Scaled(Module):
+    """A module whose optimizer has the Trainer's GradScaler."""
+
+    def configure_optimizers(self) -> Any:
+        return thinwire.AdamW(self.parameters(), grad_scaler=self.trainer.precision_plugin.scaler, **OPTIONS)
+
+
+def scaled(folder: Path) -> dict[str, Any]:
+    """precision="16-mixed", for which Lightning takes bfloat16 on a CPU unless its plugin is given."""
+    result: dict[str, Any] = {}
+    for name, module in {"scaled": Scaled(20), "unscaled": Module(20)}.items():
+        # The first scale is too large for float16, so that steps are skipped until it is halved often enough.
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))
+        try:
+            trainer(plugins=[plugin]).fit(module)
+        except ValueError as error:
+            result["without_scaler"] = str(error)
+            continue
+        save(folder, name, module)
+        optimizer = module.optimizers()
+        result |= {"scaled": module.losses, "scaled_steps": optimizer.sync.steps, "skipped": optimizer.skipped}
+    return result
+
+
 def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     whole, sent = twice(folder, "whole", steps)
@@ -75,6 +100,7 @@ def main(folder: Path, steps: int) -> None:
     trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(accumulated)
     save(folder, "accumulated", accumulated)
     result |= {"accumulated_steps": accumulated.optimizers().sync.steps, "accumulated": accumulated.losses}
+    result |= scaled(folder)
     try:
         trainer(gradient_clip_val=1.0).fit(Module(steps))
     except RuntimeError as error:

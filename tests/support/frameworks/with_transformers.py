@@ -84,15 +84,32 @@ def gpt2(folder: Path) -> dict[str, Any]:
     return {"gpt2": losses, "norms": norms, "gpt2_steps": optimizer.sync.steps, "max": optimizer.max_grad_norm}
 
 
-def with_own_optimizer(folder: Path) -> dict[str, Any]:
-    net = Net()
-    try:
-        Trainer(
-            net, arguments(folder, 1), train_dataset=Samples(1, 2), optimizers=(torch.optim.SGD(net.parameters()), None)
-        ).train()
-    except ValueError as error:
-        return {"own_optimizer": str(error)}
-    return {}
+REFUSED: dict[str, dict[str, Any]] = {
+    "optimizers": {},
+    "optim": {"optim": "sgd"},
+    "optim_args": {"optim_args": "foreach=True"},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "fsdp": {},
+    "deepspeed": {},
+}
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    """The messages of what this Trainer refuses, by argument; nothing was trained then."""
+    messages = {}
+    for name, more in REFUSED.items():
+        net = Net()
+        own = (torch.optim.SGD(net.parameters()), None) if name == "optimizers" else (None, None)
+        trainer = Trainer(net, arguments(folder, 1, **more), train_dataset=Samples(1, 2), optimizers=own)
+        try:
+            if name in ("fsdp", "deepspeed"):  # Accelerate does without the first on a CPU, and has no second one here
+                setattr(trainer, f"is_{name}_enabled", True)
+                trainer.create_optimizer()
+            else:
+                trainer.train()
+        except ValueError as error:
+            messages[name] = str(error)
+    return {"refused": messages}
 
 
 def alone(folder: Path) -> None:
@@ -104,6 +121,26 @@ def alone(folder: Path) -> None:
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-10") if resume else None)
         made.append(trainer.model.state_dict())
     print("same bits", all(torch.equal(made[0][name], made[1][name]) for name in made[0]))
+
+
+def others(folder: Path) -> None:
+    """Each rank as the first one of its node, which saves; and a compiled model. Both go on from a checkpoint."""
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    for name, more in {
+        "each-node": {"save_on_each_node": True},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    }.items():
+        place = folder / (f"{name}-node{rank}" if name == "each-node" else name)
+        for resume in (False, True):
+            args = arguments(place, 20, save_strategy="steps", save_steps=10, **more)
+            trainer = make(args, Net(), Samples(20, 2))
+            trainer.train(resume_from_checkpoint=str(place / "checkpoint-10") if resume else None)
+            save(folder, f"{name}{'-resumed' if resume else ''}", trainer.model)
+    write(folder, {})
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main(folder: Path, steps: int) -> None:
@@ -119,13 +156,15 @@ def main(folder: Path, steps: int) -> None:
             sent = trainer.optimizer.optimizer.sync.stats.bytes_sent
             result = {"bytes": sent, "interface_bytes": metered.meter.interface_bytes}
             result["loss"] = trainer.state.log_history[-2]["loss"]
-    write(folder, result | gpt2(folder) | with_own_optimizer(folder))
+    write(folder, result | gpt2(folder) | refused(folder))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
+    if "others" in sys.argv:
+        others(Path(sys.argv[1]))
+    elif "RANK" in os.environ:
         main(Path(sys.argv[1]), int(sys.argv[2]))
     else:
         alone(Path(sys.argv[1]))

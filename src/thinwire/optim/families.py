@@ -1,0 +1,100 @@
+"""Families: the parameters of one parameter group that have taken part in the same steps.
+
+Adam's bias corrections depend on how many steps a parameter has taken. All parameters of a group have taken the same,
+until one of them is frozen or unfrozen: then the group is split. Families are never compressed together.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..sync.checkpoint import DamagedError
+
+
+@dataclass
+class Family:
+    """The steps that the parameters of a family have taken."""
+
+    group: int
+    """Number of the parameter group."""
+    steps: int = 0
+    weights: tuple[float, float] = (0.0, 0.0)
+    """Sums of the weights of gradients and of their squares in the moments of updates.
+
+    With constant betas these are 1 - beta ** steps.
+    """
+
+
+class Families:
+    """The families of an optimizer; at first, one for each parameter group.
+
+    >>> families = Families([["a", "b"], ["c"]])
+    >>> families.split({"b", "c"})
+    >>> families.number_of, [family.group for family in families.all]
+    ({'a': 0, 'b': 2, 'c': 1}, [0, 1, 0])
+    """
+
+    def __init__(self, groups: Sequence[Sequence[str]]) -> None:
+        self.number_of = {name: number for number, names in enumerate(groups) for name in names}
+        """The number of each parameter's family, by name. This dict changes in place."""
+        self.all = [Family(number) for number in range(len(groups))]
+        self._groups = dict(self.number_of)
+
+    def of(self, name: str) -> Family:
+        """Return the family of a parameter."""
+        return self.all[self.number_of[name]]
+
+    def split(self, chosen: Collection[str]) -> None:
+        """Give the chosen parameters families of their own, unless all parameters of a family are chosen."""
+        sizes = Counter(self.number_of.values())
+        inside: dict[int, list[str]] = {}
+        for name in (name for name in self.number_of if name in chosen):
+            inside.setdefault(self.number_of[name], []).append(name)
+        for number, names in inside.items():
+            if len(names) < sizes[number]:
+                self.number_of.update(dict.fromkeys(names, len(self.all)))
+                self.all.append(replace(self.all[number]))
+
+    def reset(self, steps: Mapping[str, int]) -> None:
+        """Begin anew, with the number of steps that each parameter has taken; 0 if it is missing."""
+        kinds: dict[tuple[int, int], Family] = {}
+        first = {group: steps.get(name, 0) for name, group in reversed(self._groups.items())}
+        for group, count in [
+            *sorted(first.items()),
+            *((group, steps.get(name, 0)) for name, group in self._groups.items()),
+        ]:
+            kinds.setdefault((group, count), Family(group, count))
+        self.all, numbers = list(kinds.values()), {kind: number for number, kind in enumerate(kinds)}
+        self.number_of.update({name: numbers[group, steps.get(name, 0)] for name, group in self._groups.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {
+            "weights": [family.weights for family in self.all],
+            "families": [[family.group, family.steps] for family in self.all],
+            "family_of": {name: number for name, number in self.number_of.items() if number != self._groups[name]},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, steps: int, untrained: Collection[str]) -> None:
+        """Load the state of a checkpoint.
+
+        steps, untrained   the number of steps, and the names of parameters that have taken none, for the checkpoint of
+                           a version of thinwire that saved one count for all parameters.
+        """
+        is_older = "families" not in state
+        weights = [(float(first), float(second)) for first, second in state["weights"]]
+        families = [[group, steps] for group in range(len(weights))] if is_older else state["families"]
+        family_of = {**self._groups, **({} if is_older else state["family_of"])}
+        if len(families) != len(weights) or family_of.keys() != self._groups.keys():
+            raise DamagedError("families of a saved state do not fit its weights: the checkpoint is damaged")
+        made = [Family(int(group), int(count), pair) for (group, count), pair in zip(families, weights, strict=True)]
+        for name, number in family_of.items():
+            if number not in range(len(made)) or made[number].group != self._groups[name]:
+                raise DamagedError(f"{name!r} has no family in a saved state: the checkpoint is damaged")
+        self.all = made
+        self.number_of.update(family_of)
+        if is_older:
+            self.split(untrained)
+            for family in (self.of(name) for name in untrained):
+                family.steps, family.weights = 0, (0.0, 0.0)

@@ -1,0 +1,228 @@
+"""Parameters that AdamW trains from a later step on: their own bias corrections, their own warm-up, and resumes."""
+
+import copy
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.optimizers import ADAMW, make
+from support.training import (
+    TOPK,
+    assert_same,
+    identical,
+    loss_of,
+    make_net,
+    optimizer_bits,
+    policy,
+    raises,
+    weight_bits,
+)
+from thinwire.collectives import LocalGroup
+from thinwire.testing import RankPool, run_threads
+
+FROZEN = [*range(5), 9, 10, 11]
+"""Steps in which one layer is frozen: at first, and once more after it has been trained for some steps."""
+LATE = 2
+"""Number of that layer in the net."""
+
+
+def train(model: nn.Module, optimizer: Any, ranks: list[int], steps: range) -> list[Tensor]:
+    """The layer's weights after each step; with more than one rank, those of training on their average loss."""
+    made = []
+    for step in steps:
+        layer = (model.module if isinstance(model, DistributedDataParallel) else model)[LATE]
+        if not isinstance(model, DistributedDataParallel):
+            layer.requires_grad_(step not in FROZEN)
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, rank, step) for rank in ranks]).mean().backward()
+        optimizer.step()
+        made.append(layer.weight.detach().clone())
+    return made
+
+
+def torchs(steps: int) -> tuple[nn.Module, list[Tensor]]:
+    model = make_net()
+    return model, train(model, torch.optim.AdamW(model.parameters(), **ADAMW), [0, 1], range(steps))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def dense(group: LocalGroup) -> Tensor:
+    model = make_net()
+    train(model, make("AdamW", model, "none", group=group, warmup_steps=0), [group.rank], range(16))
+    return flat(model)
+
+
+def test_dense_steps_are_torchs() -> None:
+    expected = flat(torchs(16)[0])
+    for found in run_threads(dense, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def compressed(group: LocalGroup, compressor: Any, first: int) -> tuple[list[Tensor], dict[str, bytes], float]:
+    """The layer's changes at each step, in learning rates, if it is trained from this step on."""
+    model = make_net()
+    model[LATE].requires_grad_(False)
+    optimizer = make("AdamW", model, compressor, group=group, warmup_steps=2, weight_decay=0.0)
+    weights = [model[LATE].weight.detach().clone()]
+    for step in range(first + 8):
+        model[LATE].requires_grad_(step >= first)
+        optimizer.zero_grad()
+        loss_of(model, group.rank, step).backward()
+        optimizer.step()
+        weights.append(model[LATE].weight.detach().clone())
+    changes = [(after - before) / ADAMW["lr"] for before, after in pairwise(weights)]
+    return changes, weight_bits(model), optimizer.second_moment_scale[f"{LATE}.weight"]
+
+
+def rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("spec", ["default", TOPK])
+def test_the_first_updates_are_those_of_a_new_training(spec: str) -> None:
+    found = run_threads(compressed, 2, thinwire.Policy(spec, min_numel=100), 5)
+    assert identical([bits for _, bits, _ in found])
+    changes, _, scale = found[0]
+    new = run_threads(compressed, 2, thinwire.Policy(spec, min_numel=100), 0)[0][0]
+    assert not any(bool(change.any()) for change in changes[:5])
+    for change in changes[5:7]:
+        assert float(change.abs().max()) < 1.01, "torch's step"
+        assert rms(change) > 0.5, "of all elements"
+    for change in changes[7:]:
+        assert 0.5 < rms(change) < 2.5
+    assert rms(torch.stack(changes[5:]).sum(0)) == pytest.approx(rms(torch.stack(new).sum(0)), rel=0.3)
+    assert 0.5 <= scale < 1, "measured at the end of its own warm-up"
+
+
+class Run:
+    def __init__(self, group: LocalGroup, **options: Any) -> None:
+        self.group, self.model = group, make_net()
+        self.optimizer = make("AdamW", self.model, group=group, **{"warmup_steps": 3, **options})
+
+    def train(self, first: int, last: int) -> None:
+        train(self.model, self.optimizer, [self.group.rank], range(first, last))
+
+    def saved(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
+        return buffer.getvalue()
+
+    def load(self, *saved: bytes) -> None:
+        states = [torch.load(io.BytesIO(one), weights_only=True) for one in saved]
+        self.model.load_state_dict(states[0]["model"])
+        self.optimizer.load_state_dict([state["optimizer"] for state in states])
+
+
+def resume(group: LocalGroup, when: int) -> dict[str, bytes]:
+    whole, resumed = Run(group), Run(group)
+    whole.train(0, when)
+    resumed.load(whole.saved())
+    for run in (whole, resumed):
+        run.train(when, 15)
+    assert_same(optimizer_bits(whole.optimizer), optimizer_bits(resumed.optimizer), f"resumed at {when}")
+    return weight_bits(resumed.model)
+
+
+@pytest.mark.parametrize("when", [4, 6, 8, 10], ids=["frozen", "in its warm-up", "after it", "frozen again"])
+def test_a_resume_has_the_same_bits(when: int) -> None:
+    assert identical(run_threads(resume, 2, when))
+
+
+def save(group: LocalGroup) -> bytes:
+    run = Run(group)
+    run.train(0, 6)
+    return run.saved()
+
+
+def go_on(group: LocalGroup, saved: list[bytes]) -> tuple[dict[str, bytes], Any]:
+    run = Run(group)
+    run.load(*saved)
+    run.train(6, 9)
+    return weight_bits(run.model), run.optimizer.torch_state_dict()["state"][LATE]["step"]
+
+
+def test_another_number_of_ranks_goes_on_in_its_warm_up() -> None:
+    """Its momentum is the same on all ranks there, and must stay so."""
+    found = run_threads(go_on, 3, run_threads(save, 2))
+    assert identical([bits for bits, _ in found])
+    assert {float(step) for _, step in found} == {4.0}, "its own steps"
+
+
+def load_older(group: LocalGroup) -> None:
+    """Older checkpoints have one count for all parameters, and no moments of frozen ones."""
+    first = Run(group)
+    first.train(0, 4)
+    state = copy.deepcopy(first.optimizer.state_dict())
+    ours = state["thinwire"]
+    for name in ("families", "family_of", "local"):
+        del ours[name]
+    ours["weights"] = ours["weights"][:1]
+    ends = []
+    for given in (first.optimizer.state_dict(), state):
+        run = Run(group)
+        run.model.load_state_dict(first.model.state_dict())
+        run.optimizer.load_state_dict(given)
+        run.train(4, 9)
+        ends.append(optimizer_bits(run.optimizer))
+    assert_same(*ends, "of an older checkpoint")
+    damaged = first.optimizer.state_dict()
+    damaged["thinwire"]["family_of"] = {f"{LATE}.weight": 7}
+    with raises(ValueError, f"'{LATE}.weight' has no family", "damaged"):
+        run.optimizer.load_state_dict(damaged)
+    damaged["thinwire"]["families"] = []
+    with raises(ValueError, "do not fit", "damaged"):
+        run.optimizer.load_state_dict(damaged)
+
+
+def test_older_checkpoints_are_loaded() -> None:
+    run_threads(load_older, 2)
+
+
+def from_torch(group: LocalGroup) -> Tensor:
+    """torch's state has a number of steps for each parameter."""
+    model = make_net()
+    theirs = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train(model, theirs, [0, 1], range(7))
+    optimizer = make("AdamW", model, "none", group=group, warmup_steps=0)
+    optimizer.load_state_dict(theirs.state_dict())
+    train(model, optimizer, [group.rank], range(7, 9))
+    back = optimizer.torch_state_dict()["state"]
+    assert (float(back[0]["step"]), float(back[LATE]["step"])) == (9.0, 4.0)
+    return flat(model)
+
+
+def test_the_steps_of_torchs_state_are_taken() -> None:
+    expected = flat(torchs(9)[0])
+    for found in run_threads(from_torch, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def by_ddp(rank: int, world_size: int) -> dict[str, bytes]:
+    """Frozen before a resume, and trained after it."""
+    module = make_net()
+    module[LATE].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    optimizer = make("AdamW", model, policy(TOPK), warmup_steps=2)
+    train(model, optimizer, [rank], range(4))
+    module[LATE].requires_grad_(True)
+    again = DistributedDataParallel(module)
+    resumed = make("AdamW", again, policy(TOPK), warmup_steps=2)
+    resumed.load_state_dict(optimizer.state_dict())
+    before = module[LATE].weight.detach().clone()
+    after, *_ = train(again, resumed, [rank], range(4, 8))
+    lr = ADAMW["lr"]
+    assert 0.5 * lr < float((after - before).abs().median()) < 1.5 * lr
+    return weight_bits(again)
+
+
+def test_new_after_a_resume_with_ddp(ranks: RankPool) -> None:
+    assert identical(ranks.run(by_ddp, 2))
