@@ -7,7 +7,7 @@ from thinwire.collectives.plan import max_bytes
 from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
 
-from .config import Config
+from .config import FILE_ONLY, Config
 from .datasets import check_fit
 from .device import pick_device
 from .metrics import chosen_sinks
@@ -73,4 +73,5 @@ def check_world(config: Config, world_size: int) -> None:
 def _at_least(config: Config, name: str, least: int) -> None:
     value = getattr(config, name)
     if value < least:
-        raise ValueError(f"--{name.replace('_', '-')} {value}, expected {least} or more")
+        label = name if name in FILE_ONLY else f"--{name.replace('_', '-')}"
+        raise ValueError(f"{label} {value}, expected {least} or more")
