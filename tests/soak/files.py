@@ -15,7 +15,7 @@ from soak.trainings import RUN, STEPS, temporary, whole
 from support.training_runs import assert_same_weights, newest, sign, train
 from thinwire.tools import report
 from thinwire.tools.train.checks import check
-from thinwire.tools.train.config import load_config
+from thinwire.tools.train.config_file import load_config
 from thinwire.tools.train.recipes import defaults
 
 DEEP = json.loads("[" * 200 + "]" * 200)

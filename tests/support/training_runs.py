@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,7 +28,7 @@ import torch
 
 from thinwire.testing import RankPool
 from thinwire.tools.record import cores
-from thinwire.tools.train.config import Config
+from thinwire.tools.train.config import FILE_ONLY, Config
 from thinwire.tools.train.rank import Rank
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
@@ -43,14 +44,24 @@ SMALL = Config(
 PARAMETERS = 10_442
 
 
+_FILES = tempfile.TemporaryDirectory()
+
+
 def arguments(config: Config) -> list[str]:
-    """The command line for a config: what it has other than the defaults."""
+    """The command line for a config: what it has other than the defaults. What has no option is in a file."""
     made: list[str] = []
+    in_file: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        if value != field.default and field.name in FILE_ONLY:
+            in_file[field.name] = value
+        elif value != field.default:
             words = [] if value is True else value if isinstance(value, tuple) else [value]
             made += [f"--{field.name.replace('_', '-')}", *map(str, words)]
+    if in_file:
+        path = Path(_FILES.name) / f"{'-'.join(f'{name}-{value}' for name, value in in_file.items())}.json"
+        path.write_text(json.dumps(in_file))
+        made += ["--config", str(path)]
     return made
 
 

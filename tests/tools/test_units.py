@@ -4,6 +4,7 @@ import pytest
 
 from thinwire.tools.units import (
     format_bytes,
+    format_number,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -48,7 +49,7 @@ def test_what_is_no_count(text: str) -> None:
     ("text", "rate"),
     [
         ("1gbit", 1e9), ("1Gbps", 1e9), ("1 Gbit/s", 1e9), ("1Gb/s", 1e9), ("100M", 1e8), ("100mbit", 1e8),
-        ("2.5gbit", 2.5e9), ("54Mbps", 54e6), ("1e9", 1e9), ("0.1G", 1e8),
+        ("1gbit/s", 1e9), ("2.5gbit", 2.5e9), ("54Mbps", 54e6), ("1e9", 1e9), ("0.1G", 1e8),
     ],
 )  # fmt: skip
 def test_rates(text: str, rate: float) -> None:
@@ -66,18 +67,21 @@ def test_what_is_no_rate(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("16GiB", 16 << 30), ("512 mb", 512 * 10**6)])
 def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes("--memory", text) == size
+    assert parse_bytes("--gpu-memory", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "80", "GB", "-1GB", "0GB", "1e99GB", "much"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--memory .*, expected bytes with their unit, such as 80GB"):
-        parse_bytes("--memory", text)
+    with pytest.raises(ValueError, match=r"--gpu-memory .*, expected bytes with their unit, such as 80GB"):
+        parse_bytes("--gpu-memory", text)
 
 
 def test_numbers_for_a_person() -> None:
     assert [format_seconds(value) for value in (3e-6, 0.0021, 0.5, 12.345, 1234.5)] == [
-        "3 µs", "2.1 ms", "500 ms", "12.3 s", "1,234 s",
+        "3 µs", "2.1 ms", "500 ms", "12 s", "1,200 s",
     ]  # fmt: skip
-    assert [format_bytes(value) for value in (0, 999, 123_456, 5e12)] == ["0", "999 B", "123 kB", "5 TB"]
+    assert [format_bytes(value) for value in (0, 999, 123_456, 5e12)] == ["0", "1 kB", "120 kB", "5 TB"]
+    assert [format_number(value) for value in (0.0213, 1.0, 6.12, 12.3, 123_456)] == [
+        "0.021", "1.0", "6.1", "12", "120,000",
+    ]  # fmt: skip
     assert format_rate(5e5) == "500 kbit/s"

@@ -40,7 +40,7 @@ def parse_count(option: str, text: str, largest: float = 1e13) -> int:
 def parse_bytes(option: str, text: str) -> int:
     """Parse a size in bytes.
 
-    >>> parse_bytes("--memory", "80GB"), parse_bytes("--memory", "16 GiB")
+    >>> parse_bytes("--gpu-memory", "80GB"), parse_bytes("--gpu-memory", "16 GiB")
     (80000000000, 17179869184)
     """
     match = re.fullmatch(rf"{_NUMBER}\s*([kmgt]?)(i?)b", text.strip().lower())
@@ -67,27 +67,47 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def format_seconds(value: float) -> str:
+def format_number(value: float, digits: int = 2) -> str:
+    """Format a number, rounded to so many digits. A prediction has no more than two.
+
+    >>> [format_number(value) for value in (0.0213, 1, 6.12, 99.6, 1650, 0)]
+    ['0.021', '1.0', '6.1', '100', '1,600', '0']
+    """
+    rounded = float(f"{value:.{digits}g}")
+    if not rounded:
+        return "0"
+    return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def format_seconds(value: float, digits: int = 2) -> str:
     """Format a time.
 
-    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(450.0), format_seconds(5e-05)
-    ('12.3 ms', '2.50 s', '450 s', '50 µs')
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(451.0), format_seconds(5e-05)
+    ('12 ms', '2.5 s', '450 s', '50 µs')
+    >>> format_seconds(0.405, digits=3)
+    '405 ms'
     """
-    if value >= 1:
-        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 10 else f"{value:.2f} s"
-    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if float(f"{value:.{digits}g}") >= size:
+            return f"{_short(value / size, digits)} {unit}"
+    return f"{_short(value / 1e-6, digits)} µs"
 
 
-def format_bytes(value: float) -> str:
+def format_bytes(value: float, digits: int = 2) -> str:
     """Format a number of bytes.
 
-    >>> format_bytes(0), format_bytes(512), format_bytes(1.5e6), format_bytes(28e9)
-    ('0', '512 B', '1.5 MB', '28 GB')
+    >>> format_bytes(0), format_bytes(512), format_bytes(1.54e6), format_bytes(28e9), format_bytes(999.9e6)
+    ('0', '510 B', '1.5 MB', '28 GB', '1 GB')
     """
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{value / size:,.0f} {unit}" if value >= 100 * size else f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B" if value else "0"
+        if float(f"{value:.{digits}g}") >= size:
+            return f"{_short(value / size, digits)} {unit}"
+    return f"{_short(value, digits)} B" if value else "0"
+
+
+def _short(value: float, digits: int) -> str:
+    text = format_number(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def format_count(value: float) -> str:

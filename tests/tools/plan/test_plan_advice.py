@@ -94,4 +94,15 @@ def test_what_does_not_fit_is_not_recommended() -> None:
     assert "which does not fit the memory" in first
     none = case(speeds=COSTLY, rate=1e8, memory=1e6)
     assert choose(predictions(none)) is None
-    assert advise(none, predictions(none))[0].startswith("No method fits the memory of 1 MB of a rank")
+    first, *_ = advise(none, predictions(none))
+    assert first.startswith("No method fits the memory of 1 MB of a rank, not even dense, which needs 800 MB for a ")
+    assert "shard it over 1,024 ranks or more" in first
+
+
+def test_a_hook_of_ddp_is_not_recommended_for_a_sharded_model() -> None:
+    given = case(200_000_000, 2.0, FREE, rate=6e9)
+    assert chosen(given) == FP16
+    sharded = replace(given, shard=8)
+    marked = [(one.is_ddp_only, one.is_usable) for one in predictions(sharded) if one.method.name == FP16]
+    assert marked == [(True, False)]
+    assert chosen(sharded) not in (FP16, DENSE)

@@ -1,5 +1,8 @@
 """The closed form: what can be worked out by hand comes out, bytes are those of the collectives, nothing is free."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,9 +11,11 @@ from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.compressors import compressor
 from thinwire.sync.policy import Policy
+from thinwire.tools.plan.costs import Costs
 from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method, Transfer, algorithm_of, exchanges, methods_for
 from thinwire.tools.plan.model import Cluster
-from thinwire.tools.plan.work import Bucket, of_count, of_sizes
+from thinwire.tools.plan.show import advise
+from thinwire.tools.plan.work import Bucket, Work, of_count, of_sizes
 
 RING = Method(DENSE)
 OURS = Method(f"thinwire.AdamW {TOPK}", MADE[TOPK])  # gather with 2 ranks, sharded with 8
@@ -110,6 +115,55 @@ def test_what_does_not_fit_the_memory_is_marked(monkeypatch: pytest.MonkeyPatch)
     assert case().predict(OURS).fits
     monkeypatch.setenv("THINWIRE_MAX_BYTES", "1MiB")
     assert [case().predict(method).fits for method in (RING, OURS)] == [True, False]
+
+
+def test_half_the_bytes_of_gradients_of_16_bits() -> None:
+    wide, narrow = (Work.of_numbers(50_000_000, 0.3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert len(narrow.buckets) == pytest.approx(len(wide.buckets) / 2, abs=1), "DDP counts bytes"
+    dense, half = (replace(case(), work=work) for work in (wide, narrow))
+    assert half.predict(RING).sent == dense.predict(RING).sent / 2
+    assert half.predict(OURS).residual == dense.predict(OURS).residual, "it has float32"
+    assert [each.training_bytes(RING) for each in (dense, half)] == [16 * 50_000_000, 8 * 50_000_000]
+    assert [each.training_bytes(OURS) for each in (dense, half)] == [16 * 50_000_000, 12 * 50_000_000]
+    assert [method.name for method in methods_for({}, nccl=True, dtype=torch.bfloat16)] == [DENSE]
+
+
+def test_a_channel_that_all_share_carries_every_byte_twice() -> None:
+    """To the access point and from there, one after the other: 16 times as long with 8 ranks."""
+    own, shared = (case(seconds=1e-6, is_shared=is_shared).seconds(RING) for is_shared in (False, True))
+    assert shared == pytest.approx(16 * own, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"rate": 1e12}, "compute"),
+        ({"rate": 1e8}, "bandwidth"),
+        ({"rate": 1e12, "latency": 1.0}, "latency"),
+        ({"rate": 1e12, "speeds": replace(FREE, message=1.0)}, "messages"),
+        ({"rate": 1e12, "speeds": replace(FREE, codecs=dict.fromkeys(MADE.values(), Costs(1e-7, 0, 0)))}, "codec"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_limits_a_step(changes: dict[str, Any], limit: str) -> None:
+    assert case(**changes).limited_by(OURS) == limit
+
+
+def test_another_algorithm_where_that_of_auto_is_slower() -> None:
+    """ "auto" counts bytes; the plan never shows it where a second round trip costs more than bytes."""
+    near, far = (case(1_000_000, 0.01, latency=latency, rate=1e10) for latency in (0.0, 0.1))
+    chosen = near.best(OURS)
+    assert (chosen.algorithm, chosen.method.given) == ("sharded", "auto")
+    assert far.predict(OURS).algorithm == "sharded"
+    found = far.best(OURS)
+    assert (found.algorithm, found.method.given) == ("gather", "gather")
+    assert found.seconds < far.predict(OURS).seconds
+    assert 'algorithm="gather")' in "".join(advise(far, [far.predict(RING), found]))
+    room = far.training_bytes(OURS) + int(found.residual + found.buffers) - 1
+    tight = replace(far, cluster=replace(far.cluster, memory=room))
+    assert not tight.best(OURS).is_usable
+    huge = case(1_000_000, 0.01, latency=0.1, rate=1e12, world=4096).best(OURS)
+    assert huge.method.given == "auto", "4096 payloads do not fit any memory"
 
 
 def test_small_parameters_wait_for_each_other() -> None:

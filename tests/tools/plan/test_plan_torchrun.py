@@ -75,10 +75,12 @@ def plan(cwd: Path, *arguments: str, ranks: int = 2) -> Done:
 def test_a_model_of_ours_is_measured(tmp_path: Path) -> None:
     done = plan(tmp_path, "--model", "gpt:layers=1,width=64,context=16", "--plot", "plan.svg")
     assert done.code == 0, done.err
-    first, codec, *_ = done.out.splitlines()
+    first, compute, codec, *_ = done.out.splitlines()
     assert re.match(
-        r"\S+ k parameters in \d+ buckets; 2 ranks, each with a link of \S+ .bit/s, latency \S+ .?s; ", first
+        r"\S+ k parameters in \d+ bucket\(s\) of float32; 2 ranks, each with a link of \S+ .bit/s, latency \S+ .?s$",
+        first,
     )
+    assert compute.endswith("(measured)")
     assert codec.startswith(
         "codec: measured here, 1 thread(s) per rank; elements compressed per second: quantize:bits=8 "
     )
@@ -98,7 +100,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     done = plan(tmp_path, "--model", "mine.py:make", "--specs", "quantize:bits=8")
     assert done.code == 0, done.err
-    assert done.out.startswith("22.5 k parameters in 1 buckets; 2 ranks")
+    assert done.out.startswith("22.5 k parameters in 1 bucket(s) of float32; 2 ranks")
     assert "topk" not in done.out
 
 

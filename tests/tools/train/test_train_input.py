@@ -25,7 +25,8 @@ from support.training_runs import (
 )
 from thinwire.testing import RankPool
 from thinwire.tools import cli
-from thinwire.tools.train.config import Config, load_config, newest_run
+from thinwire.tools.train.config import Config, newest_run
+from thinwire.tools.train.config_file import load_config
 from thinwire.tools.train.folder import choose_folder, locked
 from thinwire.tools.train.recipes import defaults
 
@@ -43,8 +44,6 @@ CONFIG = changed(SMALL, out=RUN)
         (["--batch", "-1"], "--batch -1, expected 1 or more"),
         (["--workers", "0"], "--workers 0, expected 1 or more"),
         (["--workers", "1000"], "--workers 1000, expected at most 64"),
-        (["--keep", "0"], "--keep 0, expected 1 or more"),
-        (["--log-every", "0"], "--log-every 0, expected 1 or more"),
         (["--eval-every", "-5"], "--eval-every -5, expected 0 or more"),
         (["--checkpoint-every", "-5"], "--checkpoint-every -5, expected 0 or more"),
         (["--warmup-steps", "-1"], "--warmup-steps -1, expected 0 or more"),

@@ -30,7 +30,8 @@ from support.training_runs import (
 )
 from thinwire.testing import RankPool
 from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
-from thinwire.tools.train.config import Config, load_config
+from thinwire.tools.train.config import Config
+from thinwire.tools.train.config_file import load_config
 from thinwire.tools.train.recipes import defaults
 
 RUN = Path("run")

@@ -4,7 +4,7 @@ options                 what the user gives, checked before torch is loaded
 work, costs, methods    buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
 model                   time, bytes and memory of a step
 measure                 measurements of one rank: codec, wire, steps
-cluster                 a case measured by all ranks of torchrun
+cluster                 a case with a model that is measured, by all ranks of torchrun or by this process
 check                   predictions compared with the rows of `thinwire bench link`
 show                    the table, the recommendation and the plot
 
@@ -32,10 +32,9 @@ def run(options: Options) -> int:
 
         return plan_measured(options)
     if options.model is not None:
-        raise ValueError(
-            f"--model {options.model} is measured by the ranks of a cluster: torchrun --nproc-per-node 2 -m thinwire "
-            "plan --model ...; without one give --params and --step-compute"
-        )
+        from .cluster import plan_here
+
+        return plan_here(options)
     numbers = parse_numbers(options)
     from .costs import parse_specs
     from .measure import speeds_of

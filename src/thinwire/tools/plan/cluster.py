@@ -1,4 +1,4 @@
-"""Plan under torchrun: every rank measures itself and its links, and rank 0 prints the plan."""
+"""Plan with a model that is measured: by every rank of torchrun, with its links, or by this process alone."""
 
 import importlib.util
 import os
@@ -38,7 +38,7 @@ from .measure import (
 )
 from .methods import Method, methods_for
 from .model import Case, Cluster
-from .options import Options, refuse_others
+from .options import Options, missing_options, parse_network, refuse_others
 from .show import show
 from .work import Work, of_sizes
 
@@ -71,21 +71,21 @@ def plan_measured(options: Options) -> int:
         device = pick_device("cuda" if torch.cuda.is_available() else "cpu", place.local_rank)
         assert options.model is not None
         subject = load_subject(options.model, device)
-        sizes = [parameter.numel() for parameter in subject()[0].parameters() if parameter.requires_grad]
+        sizes, dtype = _gradients(subject)
     except (ValueError, OSError) as error:
         if place.rank == 0:
             raise
         time.sleep(_CONSEQUENCE_SECONDS)  # if rank 0 fails too, torchrun ends this rank in the meantime
         raise ValueError(f"rank {place.rank} of {place.world_size}: {error}") from None
     backend = pick_backend(device, place.local_world_size)
-    methods = methods_for(made, nccl=device.type == "cuda")
+    methods = methods_for(made, nccl=device.type == "cuda", dtype=dtype)
     crowd = max(1.0, place.local_world_size * torch.get_num_threads() / cores())
     with alone(backend):
         steps = measure_steps(subject, methods, Bench(device, crowd=crowd))
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         bench = Bench(device, dist.barrier, crowd)
-        largest = max(bucket.numel for bucket in of_sizes(sizes))
+        largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
         costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
         mine = Answer(costs, measure_wire(bench), _memory(device, place))
         answers: list[Answer] = [mine] * place.world_size
@@ -94,19 +94,67 @@ def plan_measured(options: Options) -> int:
         dist.destroy_process_group()
     if place.rank == 0:
         threads = max(1, place.local_world_size * torch.get_num_threads())
-        on_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} thread(s)"
         case = case_of_answers(
             answers,
             methods,
             sizes=sizes,
-            origin=f"measured here, {name} per rank",
+            dtype=dtype,
+            origin=f"measured here, {_device_name(device)} per rank",
             crowd=crowd,
-            slows=None if on_gpu else max(0.0, min(1.0, 2 - cores() / threads)),
+            slows=None if device.type == "cuda" else max(0.0, min(1.0, 2 - cores() / threads)),
         )
         show(case, made, options.plot)
         sys.stdout.flush()
     return 0
+
+
+def plan_here(options: Options) -> int:
+    """Measure the model and the codec in this process, print the plan for ranks that are like it, and return 0.
+
+    Raise ValueError for invalid options. The links are those that the options give.
+    """
+    allowed = {"model", "specs", "plot", "world", "bandwidth", "latency", "gpu_memory"}
+    refuse_others(options, allowed, "with --model it is measured on this machine")
+    missing = missing_options(options, ("world", "bandwidth"))
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not given: expected such as --model {options.model} --world 16 --bandwidth 1Gbps; "
+            "or measure links too: torchrun ... -m thinwire plan --model ..."
+        )
+    network, made = parse_network(options), parse_specs(options.specs)
+    device = pick_device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    subject = load_subject(str(options.model), device)
+    sizes, dtype = _gradients(subject)
+    on_gpu, bench = device.type == "cuda", Bench(device)
+    methods = methods_for(made, nccl=on_gpu, dtype=dtype)
+    with alone(pick_backend(device, 1)):
+        steps = measure_steps(subject, methods, bench)
+    largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
+    costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
+    speeds, compute = combine(
+        [costs], methods, numel=sum(sizes), origin=f"measured here, {_device_name(device)}", crowd=1.0
+    )
+    slows = 0.0 if on_gpu else max(0.0, min(1.0, 2 - cores() / max(1, torch.get_num_threads())))
+    cluster = replace(Cluster.of_network(network), codec_slows=slows, wire_slows=slows, nccl=on_gpu)
+    work = Work(of_sizes(sizes, dtype), *compute, dtype=dtype)
+    case = Case(work, cluster, speeds.by_accelerator() if on_gpu else speeds, origin="measured here")
+    show(case, made, options.plot)
+    return 0
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} thread(s)"
+
+
+def _gradients(subject: Subject) -> tuple[list[int], torch.dtype]:
+    """Return the numel of each trainable parameter of a model, and the dtype that most elements have."""
+    trained = [parameter for parameter in subject()[0].parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("the model of --model has no parameter that requires a gradient")
+    numels: dict[torch.dtype, int] = {}
+    for parameter in trained:
+        numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    return [parameter.numel() for parameter in trained], max(numels, key=numels.__getitem__)
 
 
 def case_of_answers(
@@ -115,6 +163,7 @@ def case_of_answers(
     *,
     sizes: list[int],
     origin: str,
+    dtype: torch.dtype = torch.float32,
     crowd: float,
     slows: float | None,
 ) -> Case:
@@ -124,6 +173,7 @@ def case_of_answers(
 
     sizes    numel of each trainable parameter of the model.
     origin   where the measurements were made, as text for the user.
+    dtype    of the gradients.
     crowd    ranks per core, at least 1.
     slows    value of `Cluster.codec_slows` and `Cluster.wire_slows`; None if the model runs on an accelerator.
     """
@@ -146,7 +196,7 @@ def case_of_answers(
     cluster = replace(cluster, spread_share=8 / cluster.rate / _link(spread, spread_work))
     fp16 = 0.0 if slows is None else max(ring_work, speeds.fp16_byte - speeds.ring_byte + ring_work)
     speeds = replace(speeds, ring_byte=ring_work, fp16_byte=fp16, spread_byte=spread_work)
-    return Case(Work(of_sizes(sizes), *compute), cluster, speeds)
+    return Case(Work(of_sizes(sizes, dtype), *compute, dtype=dtype), cluster, speeds, origin="measured")
 
 
 def _link(byte: float, work: float) -> float:

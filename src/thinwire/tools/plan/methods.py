@@ -1,13 +1,12 @@
 """The methods that are compared, and what each computes and sends for a bucket.
 
-A method is DDP's all-reduce with 32 or 16 bits, or a compressor of thinwire with the algorithm that algorithm="auto"
-chooses. A compressed exchange consists of a few phases, one after the other: compute, transfer, compute, transfer. The
-work after its last transfer (residual and result) waits until all buckets of the step have been exchanged: see
-sync/step.py.
+A method is DDP's all-reduce with 32 or 16 bits, or a compressor of thinwire with an algorithm. A compressed exchange
+consists of a few phases, one after the other: compute, transfer, compute, transfer. The work after its last transfer
+(residual and result) waits until all buckets of the step have been exchanged: see sync/step.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.collectives.transport.wire import AT_ONCE
-from thinwire.compressors import Compressor, NoCompression, compressor
+from thinwire.compressors import Compressor, NoCompression, RandomK, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
 from thinwire.tools.bench.methods import COMPRESSING
 
@@ -26,7 +25,6 @@ DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"
 """DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `thinwire bench link`."""
 HALVES = (BF16, FP16)
 _GLOO_AT_ONCE = 2
-_FLOAT = torch.float32
 _FREE = Costs(0.0, 0.0, 0.0)
 
 
@@ -36,15 +34,26 @@ class Method:
 
     name: str
     compressor: Compressor | None = None
+    given: str = "auto"
+    """Value of the argument `algorithm`. By "auto" the library chooses, for the fewest bytes."""
 
     @property
     def at_once(self) -> int:
         """Return the number of exchanges that run at the same time."""
         return AT_ONCE if self.compressor is not None else _GLOO_AT_ONCE
 
-    def algorithm(self, numel: int, world: int) -> str:
+    def algorithm(self, numel: int, world: int, dtype: torch.dtype = torch.float32) -> str:
         """Return the algorithm by which the library reduces a slice of this size."""
-        return "ring" if self.compressor is None else algorithm_of(self.compressor, numel, world)
+        if self.compressor is None:
+            return "ring"
+        return algorithm_of(self.compressor, numel, world, given=self.given, dtype=dtype)
+
+    def alternatives(self) -> list["Method"]:
+        """Return the same method with other algorithms than the one that "auto" chooses."""
+        if self.compressor is None:
+            return []
+        names = ("gather",) if isinstance(self.compressor, RandomK) else ("gather", "sharded")
+        return [replace(self, given=name) for name in names]
 
 
 def method_of(name: str, world: int) -> Method | None:
@@ -61,21 +70,23 @@ def method_of(name: str, world: int) -> Method | None:
     return Method(DENSE) if isinstance(given, NoCompression) else Method(name, given)
 
 
-def methods_for(made: Mapping[str, Compressor], *, nccl: bool) -> list[Method]:
+def methods_for(made: Mapping[str, Compressor], *, nccl: bool, dtype: torch.dtype = torch.float32) -> list[Method]:
     """Return the methods to compare: dense first, then 16 bits, then each compressor as it is best used."""
-    halves = HALVES if nccl else (FP16,)  # torch's hook for bf16 requires NCCL
+    # torch's hook for bf16 requires NCCL. Gradients of 16 bits are dense already.
+    halves = [] if dtype.itemsize < 4 else [*HALVES] if nccl else [FP16]
     ours = [Method(f"{'thinwire.AdamW' if one.sparse else 'attach'} {spec}", one) for spec, one in made.items()]
     return [*map(Method, (DENSE, *halves)), *ours]
 
 
-def algorithm_of(given: Compressor, numel: int, world: int) -> str:
-    """Return the algorithm that the library chooses for a slice: see `make_request`.
+def algorithm_of(
+    compressor: Compressor, numel: int, world: int, *, given: str = "auto", dtype: torch.dtype = torch.float32
+) -> str:
+    """Return the algorithm by which the library reduces a slice: see `make_request`.
 
     A Synchronizer keeps the residual of owners for every compressor that has one, so it may always shard.
     """
-    return choose(
-        "auto", first=given, second=given.for_sum(world), numel=numel, dtype=_FLOAT, ranks=world, can_shard=True
-    )[0]
+    second = compressor.for_sum(world)
+    return choose(given, first=compressor, second=second, numel=numel, dtype=dtype, ranks=world, can_shard=True)[0]
 
 
 class Compute(NamedTuple):
@@ -106,22 +117,33 @@ class Exchange(NamedTuple):
     """Seconds to write residual and result, after all buckets have been exchanged."""
 
 
-def exchanges(method: Method, bucket: Bucket, *, world: int, ring_rounds: int, speeds: Speeds) -> list[Exchange]:
+def exchanges(
+    method: Method,
+    bucket: Bucket,
+    *,
+    world: int,
+    ring_rounds: int,
+    speeds: Speeds,
+    dtype: torch.dtype = torch.float32,
+) -> list[Exchange]:
     """Return the exchanges of a bucket, in the order in which they are issued."""
     if method.compressor is None:
-        return [_ring(method, bucket.numel, world=world, rounds=ring_rounds, speeds=speeds)]
+        return [_ring(method, bucket.numel, world=world, rounds=ring_rounds, speeds=speeds, dtype=dtype)]
     # Small parameters are so few that encoding them takes no time.
-    slices = ((SMALL_COMPRESSOR, bucket.small, _FREE), (method.compressor, bucket.compressed, None))
+    slices = (
+        (Method("", SMALL_COMPRESSOR), bucket.small, _FREE),
+        (method, bucket.compressed, speeds.codecs[method.compressor]),
+    )
     return [
-        _compressed(given, numel, world=world, costs=costs or speeds.codecs[given], speeds=speeds)
+        _compressed(given, numel, world=world, costs=costs, speeds=speeds, dtype=dtype)
         for given, numel, costs in slices
         if numel
     ]
 
 
-def _ring(method: Method, numel: int, *, world: int, rounds: int, speeds: Speeds) -> Exchange:
+def _ring(method: Method, numel: int, *, world: int, rounds: int, speeds: Speeds, dtype: torch.dtype) -> Exchange:
     is_half = method.name in HALVES
-    nbytes = cost.ring(numel * (2 if is_half else 4), world)
+    nbytes = cost.ring(numel * (2 if is_half else dtype.itemsize), world)
     byte = speeds.fp16_byte if method.name == FP16 else speeds.ring_byte
     sent = Transfer(route="ring", nbytes=nbytes, rounds=rounds, handling=byte * nbytes + speeds.round * rounds)
     used = cost.Cost(nbytes, 2 * (world - 1), 2 * numel if is_half else 0)
@@ -130,10 +152,14 @@ def _ring(method: Method, numel: int, *, world: int, rounds: int, speeds: Speeds
     return Exchange((Compute(speeds.halves.encode * numel), sent, Compute(speeds.halves.write * numel)), used)
 
 
-def _compressed(given: Compressor, numel: int, *, world: int, costs: Costs, speeds: Speeds) -> Exchange:
+def _compressed(
+    method: Method, numel: int, *, world: int, costs: Costs, speeds: Speeds, dtype: torch.dtype
+) -> Exchange:
     """Return the exchange of one slice: see collectives/algorithms."""
-    algorithm, second = algorithm_of(given, numel, world), given.for_sum(world)
-    used = cost.of(algorithm, first=given, second=second, numel=numel, dtype=_FLOAT, ranks=world)
+    given = method.compressor
+    assert given is not None
+    algorithm, second = method.algorithm(numel, world, dtype), given.for_sum(world)
+    used = cost.of(algorithm, first=given, second=second, numel=numel, dtype=dtype, ranks=world)
 
     def transfer(nbytes: float) -> Transfer:
         handling = speeds.spread_byte * nbytes + speeds.transfer + speeds.message * (world - 1)
@@ -149,7 +175,7 @@ def _compressed(given: Compressor, numel: int, *, world: int, costs: Costs, spee
     if algorithm == "dense":  # so few elements that compression would not pay off
         return Exchange((Compute(speeds.operation), half, half), used)
     assert algorithm == "sharded", algorithm
-    pieces = given.nbytes(numel, _FLOAT) * (world - 1) / world
+    pieces = given.nbytes(numel, dtype) * (world - 1) / world
     again = Compute((costs.decode(world) + costs.encode) * share)
     denser = density(second) / density(given)
     apply = costs.commit * (numel + share) + costs.decode(1, denser) * numel

@@ -14,24 +14,29 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, replace
 
+import torch
+
 from thinwire.collectives.plan import given_max_bytes
 
-from .costs import Speeds
-from .methods import HALVES, Compute, Exchange, Method, Transfer, exchanges
-from .options import Numbers
+from .costs import Costs, Speeds
+from .methods import FP16, HALVES, Compute, Exchange, Method, Transfer, exchanges
+from .options import Network, Numbers
 from .work import Bucket, Work
 
 PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
 """Share of a link's rate that carries payload: if each rank sends to one peer, as in a ring, and if each rank sends to
 several peers, so that several flows share every link. The headers of TCP and Ethernet take 6 %. `thinwire plan --check`
 shows how accurate these values are."""
-_TRAINING_BYTES = 16
-"""Memory of a parameter without compression: weight, gradient and two moments of Adam in float32."""
+_MOMENTS = 2
+"""Moments of Adam: torch keeps them in the dtype of the parameters, thinwire in float32."""
+_CLEARLY = 0.99
+"""Another algorithm than that of "auto" is preferred if it takes at most this share of the time."""
+_ENDLESS = 1e18
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical ranks, each with one full-duplex link to a switch that carries the traffic of all links."""
+    """Identical ranks, each with one link to a switch that carries the traffic of all links."""
 
     world: int
     rate: float
@@ -49,6 +54,15 @@ class Cluster:
     """Whether NCCL reduces dense gradients. It may use trees in place of a ring: fewer messages wait for each other."""
     memory: float | None = None
     """Bytes of memory of a rank; None if it is not known."""
+    is_shared: bool = False
+    """Whether all links are one half-duplex channel, as with Wi-Fi: it carries the bytes of all ranks one after the
+    other, and each twice, to the access point and from there. Without it links are full duplex."""
+
+    @classmethod
+    def of_network(cls, given: Network) -> "Cluster":
+        """Build the cluster from the numbers that the user gives."""
+        rate, latency, is_shared = given.link
+        return cls(given.world, rate, latency, memory=given.memory, is_shared=is_shared)
 
     def __post_init__(self) -> None:
         assert self.world >= 2
@@ -67,7 +81,7 @@ class Cluster:
         each exchange has a CPU of its own for the handling, and the wire is free for others in the meantime.
         """
         share = self.spread_share if transfer.route == "spread" and self.world > 2 else self.peer_share
-        link = 8 * transfer.nbytes / (share * self.rate)
+        link = 8 * transfer.nbytes / (share * self.rate) * (2 * self.world if self.is_shared else 1)
         whole, latency = math.hypot(link, transfer.handling), transfer.rounds * self.latency
         return (whole, latency) if self.wire_slows else (link, whole - link + latency)
 
@@ -88,6 +102,10 @@ class Prediction:
     """Bytes used during the step besides gradients and residual."""
     fits: bool
     """Whether the memory of a rank, if it is known, and the limit THINWIRE_MAX_BYTES are large enough."""
+    is_ddp_only: bool
+    """Whether the method is a hook of DDP, for which FSDP has nothing in its place."""
+    is_usable: bool
+    """Whether it fits, and works with the model as it is, sharded or not."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +117,36 @@ class Case:
     speeds: Speeds
     shard: int = 1
     """Ranks of a replica, each of which holds a share of the model; 1 if it is not sharded."""
+    origin: str = ""
+    """Where the time of a step without communication comes from, as text for the user."""
 
     @classmethod
     def of_numbers(cls, given: Numbers, speeds: Speeds) -> "Case":
         """Build the case from the numbers that the user gives."""
-        cluster = Cluster(given.world, given.rate, given.latency, memory=given.memory)
+        cluster = Cluster.of_network(given.network)
         if given.cores is None:
             cluster = replace(cluster, codec_slows=0.0, nccl=True)
         else:
             cluster = replace(cluster, wire_slows=1 / given.cores)
-        return cls(Work.of_numbers(given.params, given.step_seconds), cluster, speeds, given.shard)
+        dtype = torch.bfloat16 if given.gradients == "bfloat16" else torch.float32
+        work = Work.of_numbers(given.params, given.step_seconds, dtype=dtype)
+        return cls(work, cluster, speeds, shard=given.shard, origin=given.step_origin)
+
+    def best(self, method: Method) -> Prediction:
+        """Predict the method with the algorithm of "auto", or with another one that is clearly faster.
+
+        "auto" counts bytes; where latency or messages cost more than bytes, another one is faster. It is taken if it
+        is usable wherever that of "auto" is, and needs at most twice the memory.
+        """
+        first = self.predict(method)
+        most, limit = 2 * (first.residual + first.buffers), _CLEARLY * first.seconds
+        others = [self.predict(other) for other in method.alternatives()]
+        faster = [
+            one
+            for one in others
+            if one.seconds <= limit and one.residual + one.buffers <= most and one.is_usable >= first.is_usable
+        ]
+        return min(faster, key=lambda one: one.seconds, default=first)
 
     def predict(self, method: Method) -> Prediction:
         """Predict the time, the bytes and the memory of a step."""
@@ -116,7 +154,7 @@ class Case:
         found = self._exchanges(method)
         costs = [exchange.cost for bucket in work.buckets for exchange in found[bucket]]
         largest = max(bucket.numel for bucket in work.buckets)
-        algorithm, residual = method.algorithm(largest, world), 0.0
+        algorithm, residual = method.algorithm(largest, world, work.dtype), 0.0
         buffers = sum(cost.memory for cost in costs)
         if method.compressor is None:  # the hooks cast those buckets to 16 bits that are being exchanged
             most = method.at_once * max(cost.memory for cost in costs)
@@ -125,6 +163,8 @@ class Case:
             residual = 4 * work.numel * (1 + (1 / world if algorithm == "sharded" else 0))
         limit, memory = given_max_bytes(None), self.cluster.memory
         within = limit is None or method.compressor is None or buffers <= limit
+        fits = within and (memory is None or self.training_bytes(method) + residual + buffers <= memory)
+        is_ddp_only = method.name == FP16  # bf16 is in FSDP's MixedPrecisionPolicy too
         return Prediction(
             method=method,
             algorithm=algorithm,
@@ -133,8 +173,42 @@ class Case:
             messages=sum(cost.messages for cost in costs),
             residual=residual,
             buffers=buffers,
-            fits=within and (memory is None or _TRAINING_BYTES * work.numel + residual + buffers <= memory),
+            fits=fits,
+            is_ddp_only=is_ddp_only,
+            is_usable=fits and not (is_ddp_only and self.shard > 1),
         )
+
+    def training_bytes(self, method: Method) -> int:
+        """Return the bytes of weights, gradients and Adam's moments of a rank, without compression."""
+        itemsize = self.work.dtype.itemsize
+        moment = max(4, itemsize) if method.name.startswith("thinwire.") else itemsize
+        return (2 * itemsize + _MOMENTS * moment) * self.work.numel
+
+    def limited_by(self, method: Method) -> str:
+        """Return what would make the step fastest if it cost nothing: compute, codec, or a part of the network.
+
+        That part is bandwidth, latency or messages: the CPU time for sending and receiving.
+        """
+        nothing = Costs(0.0, 0.0, 0.0)
+        no_compute = replace(self.work, forward=0.0, backward=0.0, optimizer=0.0)
+        no_messages = replace(
+            self.speeds, transfer=0.0, message=0.0, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0
+        )
+        no_codec = replace(
+            self.speeds, codecs=dict.fromkeys(self.speeds.codecs, nothing), halves=nothing, operation=0.0, extras={}
+        )
+        parts = {
+            "bandwidth": replace(self, cluster=replace(self.cluster, rate=_ENDLESS)),
+            "latency": replace(self, cluster=replace(self.cluster, latency=0.0)),
+            "messages": replace(self, speeds=no_messages),
+        }
+        whole = {
+            "compute": replace(self, work=no_compute),
+            "codec": replace(self, speeds=no_codec),
+            "network": replace(self, cluster=replace(self.cluster, rate=_ENDLESS, latency=0.0), speeds=no_messages),
+        }
+        found = min(whole, key=lambda name: whole[name].seconds(method))
+        return found if found != "network" else min(parts, key=lambda name: parts[name].seconds(method))
 
     def seconds(self, method: Method) -> float:
         """Predict the seconds of a step."""
@@ -165,9 +239,9 @@ class Case:
         return max(main, codec.end, *done) + apply + work.optimizer + extra
 
     def _exchanges(self, method: Method) -> dict[Bucket, list[Exchange]]:
-        given = {"world": self.cluster.world, "ring_rounds": self.cluster.ring_rounds}
+        world, rounds, dtype = self.cluster.world, self.cluster.ring_rounds, self.work.dtype
         return {
-            bucket: exchanges(method, bucket, speeds=self.speeds, **given)
+            bucket: exchanges(method, bucket, speeds=self.speeds, world=world, ring_rounds=rounds, dtype=dtype)
             for bucket in dict.fromkeys(self.work.buckets)
         }
 

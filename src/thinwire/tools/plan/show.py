@@ -4,12 +4,12 @@ The recommendation is the simplest method that fits the memory and is nearly as 
 """
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 
 from thinwire.compressors import Compressor
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.units import format_bytes, format_count, format_rate, format_seconds
+from thinwire.tools.units import format_bytes, format_count, format_number, format_rate, format_seconds
 
 from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
 from .model import Case, Prediction
@@ -21,23 +21,25 @@ _SLOWEST, _FASTEST = 1e5, 1e13
 
 def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
     """Print the case, the table of predictions and the recommendation, and draw the plot if there is a path."""
-    methods = methods_for(made, nccl=case.cluster.nccl)
-    if case.shard > 1:  # FSDP has no hooks; its own 16 bits are those of MixedPrecisionPolicy
-        methods = [method for method in methods if method.name != FP16]
-    predictions = [case.predict(method) for method in methods]
+    predictions = [case.best(method) for method in _methods(case, made)]
     work, cluster = case.work, case.cluster
     whose, peers = "", f"{cluster.world:,} ranks"
     if case.shard > 1:
         whose, peers = " of a rank", f"{cluster.world:,} replicas of {case.shard:,} ranks"
+    link = "sharing a half-duplex channel" if cluster.is_shared else "each with a link"
     print(
-        f"{format_count(work.numel)} parameters{whose} in {len(work.buckets):,} buckets; {peers}, each with a "
-        f"link of {format_rate(cluster.rate)}, latency {format_seconds(cluster.latency)}; a step without communication "
-        f"{format_seconds(work.seconds)}, {format_seconds(work.backward)} of it backward"
+        f"{format_count(work.numel)} parameters{whose} in {len(work.buckets):,} bucket(s) of "
+        f"{str(work.dtype).removeprefix('torch.')}; {peers}, {link} of {format_rate(cluster.rate)}, latency "
+        f"{format_seconds(cluster.latency)}"
+    )
+    print(
+        f"a step without communication: {format_seconds(work.seconds, 3)}, {format_seconds(work.backward, 3)} of it "
+        f"backward ({case.origin})"
     )
     codecs = case.speeds.codecs
     rates = (f"{spec} {format_count(1 / (codecs[c].encode + codecs[c].commit))}" for spec, c in made.items())
     print(f"codec: {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
-    _print_table(predictions, predictions[0].seconds)
+    _print_table(case, predictions)
     for line in advise(case, predictions):
         print(line)
     if plot is not None:
@@ -45,66 +47,77 @@ def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
         print(f"{plot}: speed-up against bandwidth and world size")
 
 
-def _print_table(predictions: Sequence[Prediction], dense: float) -> None:
-    headers = ("method", "algorithm", "step", "speed-up", "sent per step", "messages", "residual", "buffers", "")
+def _print_table(case: Case, predictions: Sequence[Prediction]) -> None:
+    dense = predictions[0].seconds
+    headers = (
+        "method", "algorithm", "step", "speed-up", "limited by", "sent", "messages", "residual", "buffers", "",
+    )  # fmt: skip
     lines = [
         [
             one.method.name,
             one.algorithm,
             format_seconds(one.seconds),
-            f"{dense / one.seconds:.2f}x",
+            f"{format_number(dense / one.seconds)}x",
+            case.limited_by(one.method),
             format_bytes(one.sent),
-            f"{one.messages:,}",
+            format_number(one.messages),
             format_bytes(one.residual),
             format_bytes(one.buffers),
-            "" if one.fits else "does not fit",
+            ", ".join(["DDP only"] * one.is_ddp_only + ["does not fit"] * (not one.fits)),
         ]
         for one in predictions
     ]
-    print_table("Predicted for one step of a rank", headers, lines, text=("method", "algorithm", ""))
+    print_table("Predicted for one step of a rank", headers, lines, text=("method", "algorithm", "limited by", ""))
 
 
 def advise(case: Case, predictions: Sequence[Prediction]) -> list[str]:
     """Return the recommendation as lines of text; the first line is the essence."""
     dense, chosen = predictions[0], choose(predictions)
     if chosen is None:
-        memory = case.cluster.memory
-        room = "" if memory is None else f"of {format_bytes(memory)} "
-        return [f"No method fits the memory {room}of a rank, not even dense: shard the model, or use larger ranks."]
-    possible = [one for one in predictions if one.fits]
+        memory, need = case.cluster.memory, case.training_bytes(dense.method) * case.shard
+        room = "" if memory is None else f"of {format_bytes(memory, 3)} "
+        shards = 1 << (ceil(need / memory) - 1).bit_length() if memory else 1
+        return [
+            f"No method fits the memory {room}of a rank, not even dense, which needs {format_bytes(need)} for a "
+            f"replica: shard it over {shards:,} ranks or more (fully_shard, docs/fsdp.md; --shard {shards}), or use "
+            "larger ranks."
+        ]
+    possible = [one for one in predictions if one.is_usable]
     best = min(possible, key=lambda one: one.seconds)
     waiting = f"{max(0.0, 1 - case.work.seconds / dense.seconds):.0%} of it waiting for the exchange"
     if chosen.method.name == DENSE:
-        others = min(predictions[1:], key=lambda one: one.seconds)
+        others = min((one for one in predictions[1:] if one.is_usable or not one.fits), key=lambda one: one.seconds)
         slow = case.at(rate=case.cluster.rate / 100)
         best_there = min((one.method for one in possible[1:]), key=slow.seconds, default=None)
-        unfit = "" if others.fits else ", which does not fit the memory"
+        unfit = "" if others.fits else ", which does not fit the memory: it would if the model were sharded"
         return [
             f"Do not compress: a dense step takes {format_seconds(dense.seconds)}, {waiting}; the fastest other method "
             f"({_named(others)}) takes {format_seconds(others.seconds)}{unfit}.",
             *([] if best_there is None else _limit(case, best_there, "Compression would pay")),
         ]
     lines = [
-        f"Use {_named(chosen)}: {format_seconds(chosen.seconds)} per step, {dense.seconds / chosen.seconds:.2f}x the "
-        f"speed of dense ({format_seconds(dense.seconds)}, {waiting}); it sends {format_bytes(chosen.sent)} in place "
-        f"of {format_bytes(dense.sent)}, and takes {format_bytes(chosen.residual + chosen.buffers)} of memory.",
+        f"Use {_named(chosen)}: {format_seconds(chosen.seconds)} per step, "
+        f"{format_number(dense.seconds / chosen.seconds)}x the speed of dense ({format_seconds(dense.seconds)}, "
+        f"{waiting}); it sends {format_bytes(chosen.sent)} in place of {format_bytes(dense.sent)}, and takes "
+        f"{format_bytes(chosen.residual + chosen.buffers)} of memory.",
         f"    {_code(chosen.method, case.shard > 1)}",
         *_limit(case, chosen.method, "It pays"),
     ]
     if best.method != chosen.method and (gain := chosen.seconds / best.seconds - 1) >= 0.001:
-        lines.append(f"{_named(best)} would be {gain:.1%} faster still, which does not justify the extra complexity.")
+        more = format_number(100 * gain)
+        lines.append(f"{_named(best)} would be {more}% faster still, which does not justify the extra complexity.")
     if chosen.method.compressor is not None:
         lines.append("What it does to the loss is not predicted: docs/training.md says what was measured.")
     return lines
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the simplest method that fits and takes at most `WORTH` times as long as the fastest that fits.
+    """Return the simplest usable method that takes at most `WORTH` times as long as the fastest usable one.
 
     From simple to complex, the methods are: dense, bf16, fp16 (whose values may overflow), compressors that send every
-    element, sparse compressors. Among equally simple ones, the first wins. None if no method fits.
+    element, sparse compressors. Among equally simple ones, the first wins. None if no method is usable.
     """
-    possible = [one for one in predictions if one.fits]
+    possible = [one for one in predictions if one.is_usable]
     if not possible:
         return None
     best = min(one.seconds for one in possible)
@@ -156,9 +169,14 @@ def _code(method: Method, is_sharded: bool) -> str:
         name = "fp16_compress_hook" if method.name == FP16 else "bf16_compress_hook"
         return f"ddp.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{name})"
     kind, _, spec = method.name.partition(" ")
+    by = "" if method.given == "auto" else f', algorithm="{method.given}"'
     if kind == "attach":
-        return f'thinwire.attach({model}, "{spec}"{group})'
-    return f'optimizer = {kind}({model}, lr=..., compressor="{spec}"{group})'
+        return f'thinwire.attach({model}, "{spec}"{group}{by})'
+    return f'optimizer = {kind}({model}, lr=..., compressor="{spec}"{group}{by})'
+
+
+def _methods(case: Case, made: dict[str, Compressor]) -> list[Method]:
+    return methods_for(made, nccl=case.cluster.nccl, dtype=case.work.dtype)
 
 
 def draw(case: Case, made: dict[str, Compressor], path: Path) -> None:
@@ -167,7 +185,7 @@ def draw(case: Case, made: dict[str, Compressor], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     rates, worlds = [10 ** (7 + step / 8) for step in range(33)], [2**power for power in range(1, 13)]
-    cluster, methods = case.cluster, methods_for(made, nccl=case.cluster.nccl)
+    cluster, methods = case.cluster, _methods(case, made)
     panels = (
         ("bandwidth of a link, bit/s", rates, [case.at(rate=rate) for rate in rates], cluster.rate),
         ("ranks", worlds, [case.at(world=world) for world in worlds], cluster.world),

@@ -2,6 +2,7 @@
 
 command.py              the function that `thinwire train` calls
 config.py, recipes.py   the options, and named sets of values for them
+config_file.py          options in a file
 launch.py, rank.py      start of the ranks; work of one rank
 fresh_store.py          a store for each start, also after a restart by torchrun
 loop.py, learner.py     the training loop; a model with its optimizer and exchange

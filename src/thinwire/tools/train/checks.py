@@ -8,7 +8,7 @@ from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
 from thinwire.tools.units import parse_rate
 
-from .config import Config
+from .config import FILE_ONLY, Config
 from .datasets import check_fit
 from .device import pick_device
 from .metrics import chosen_sinks
@@ -78,4 +78,5 @@ def check_world(config: Config, world_size: int) -> None:
 def _at_least(config: Config, name: str, least: int) -> None:
     value = getattr(config, name)
     if value < least:
-        raise ValueError(f"--{name.replace('_', '-')} {value}, expected {least} or more")
+        label = name if name in FILE_ONLY else f"--{name.replace('_', '-')}"
+        raise ValueError(f"{label} {value}, expected {least} or more")

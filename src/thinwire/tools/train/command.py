@@ -6,6 +6,10 @@ It is not in `__init__.py`, because a model must not need the packages of the co
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from thinwire.tools import fork_server
 from thinwire.tools.links.network import prepare
@@ -21,6 +25,9 @@ class Options(Config):
 
     __doc__ = Config.__doc__
 
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Options as JSON or YAML, such as the config.json of a run; those on the command line override them."""
+
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
         """Return the options that hold unless the command line gives others."""
@@ -32,7 +39,8 @@ def run(options: Options) -> int:
 
     After an error it is 1 or 2.
     """
-    place, config = Place.of_torchrun(), Config(**vars(options))
+    given = {name: value for name, value in vars(options).items() if name != "config"}
+    place, config = Place.of_torchrun(), Config(**given)
     why_relay = None
     if place is not None and config.link is not None:
         raise ValueError(

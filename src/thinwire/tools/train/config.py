@@ -1,20 +1,20 @@
 """The options of `thinwire train`, with a help text under each.
 
-A recipe sets the values, and the command line overrides them. This module does not import torch, so that `--help` is
-fast.
+A recipe sets the values, a file overrides them (`config_file.py`), and the command line overrides both. This module
+does not import torch, so that `--help` is fast.
 """
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.json"
+FILE_ONLY = ("keep", "log_every")
+"""Options that are seldom given: they have a place in a file for --config, and none on the command line."""
 
 RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifar10-resnet18"]
 
@@ -71,9 +71,9 @@ class Config:
     Options that are not given are then those of the run."""
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: only when training ends or a signal stops it."""
-    keep: int = 2
+    keep: Suppress[int] = 2
     """Number of checkpoints to keep; the older ones are removed."""
-    log_every: int = 10
+    log_every: Suppress[int] = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
     """Steps between evaluations on the validation data; the last step is always evaluated, and with 0 it alone."""
@@ -99,35 +99,6 @@ def option(arguments: Sequence[str], name: str) -> str | None:
         if head.replace("_", "-") == f"--{name}":
             found = value if equals else next(iter(arguments[position + 1 :]), None)
     return found
-
-
-def load_config(folder: Path) -> Config:
-    """Return the config of a run; raise ValueError if it is damaged or of another version."""
-    path = folder / CONFIG_FILE
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in dataclasses.fields(Config)}
-        if set(given) != known:
-            raise ValueError(f"unknown or missing options: {', '.join(sorted(set(given) ^ known))}")
-        for name, value in given.items():
-            _check_type(name, value)
-        paths = {name: Path(given[name]) for name in ("data_dir", "out") if given[name] is not None}
-        return Config(**{**given, **paths, "log_to": tuple(given["log_to"])})
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not the config of a run that this version can go on with: {error}") from None
-
-
-def _check_type(name: str, value: object) -> None:
-    """Raise ValueError if a value from JSON, where a path is a string and a tuple a list, does not fit its option."""
-    default = Config().record()[name]
-    kinds = {float: (int, float), tuple: (list,), type(None): (str, type(None))}.get(type(default), (type(default),))
-    if type(value) not in kinds:
-        raise ValueError(f"{name} is {value!r:.80}, expected {' or '.join(kind.__name__ for kind in kinds)}")
-    if isinstance(value, list) and not all(isinstance(part, str) for part in value):
-        raise ValueError(f"{name} is {value!r:.80}, expected a list of str")
-    choices = get_args(get_type_hints(Config)[name])
-    if all(isinstance(choice, str) for choice in choices) and choices and value not in choices:
-        raise ValueError(f"{name} is {value!r:.80}, expected one of {', '.join(choices)}")
 
 
 def newest_run(recipe: str | None) -> Path | None:

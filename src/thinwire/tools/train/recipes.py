@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .config import CONFIG_FILE, Config, load_config, newest_run, option
+from .config import CONFIG_FILE, Config, newest_run, option
+from .config_file import load_config, read_config
 
 
 def digits_cnn() -> Config:
@@ -62,11 +63,17 @@ RECIPES: dict[str | None, Callable[[], Config]] = {
 
 
 def defaults(arguments: Sequence[str]) -> Config:
-    """Return the options that hold unless the command line gives others: the resumed run's, or the named recipe's."""
-    name = option(arguments, "recipe")
-    if option(arguments, "resume") == "auto":
-        out = option(arguments, "out")
+    """Return the options that hold unless the command line gives others.
+
+    They are those of the file for --config, and where it has none, of the resumed run or of the named recipe.
+    """
+    file = option(arguments, "config")
+    given = {} if file is None else read_config(Path(file))
+    name = option(arguments, "recipe") or given.get("recipe")
+    if (option(arguments, "resume") or given.get("resume")) == "auto":
+        out = option(arguments, "out") or given.get("out")
         folder = Path(out) if out else newest_run(name)
         if folder is not None and (folder / CONFIG_FILE).exists():
-            return replace(load_config(folder), out=folder, resume="auto")
-    return RECIPES[name if name in RECIPES else "digits-cnn"]()  # tyro reports an unknown name
+            return replace(load_config(folder), **{**given, "out": folder, "resume": "auto"})
+    recipe = RECIPES[name if name in RECIPES else "digits-cnn"]()  # tyro reports an unknown name
+    return replace(recipe, **given)
