@@ -1,6 +1,7 @@
 """One decision for the whole model: what one rank finds, or that it fails or dies, is known to all ranks."""
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -12,6 +13,7 @@ import thinwire
 from support.optimizers import make
 from support.oracle import bytes_of
 from support.sharded import SECONDS, call_all, local_bits, make_mesh, options, sharded_net, take_step
+from support.slow import slow
 from support.training import make_batch, sync_bits
 from thinwire.collectives.transport.link import GlooLink, LinkBroken
 from thinwire.testing import LOST, RankPool, store_barrier
@@ -84,21 +86,33 @@ def test_an_error_on_one_rank_reaches_all_before_anything_changes(ranks: RankPoo
     assert where != "backward" or all("rank 3" in error for error, _ in each[:3])
 
 
-def killed(rank: int, world_size: int) -> Any:
-    """Rank 3 dies between its backward pass and its step."""
-    mesh = make_mesh(world_size, 2)
+def killed(rank: int, world_size: int, where: str) -> Any:
+    """The last rank dies in its fourth step: in the forward or backward pass, or between them and the step."""
+    mesh = make_mesh(world_size, world_size // 2)
     model = sharded_net(mesh)
-    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=SECONDS, **options("AdamW"))
-    for step in range(3):
+    is_first = where == "first forward"
+    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=15.0 if is_first else SECONDS, **options("AdamW"))
+    steps = 0 if is_first else 3
+    for step in range(steps):
         take_step(model, optimizer, [rank], step)
-    optimizer.zero_grad()
-    given, wanted = make_batch(rank, 3)
-    (model(given) - wanted).square().mean().backward()
-    store_barrier("all have sent", world_size)
-    if rank == 3:
-        optimizer.sync._step.wait()  # so that rank 1 has all that it needs, and learns it from rank 0 alone
-        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die(*_: Any) -> None:
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "backward":
+        model[4].register_full_backward_hook(die)  # type: ignore[index, operator]
+    elif where != "step":
+        model[4].register_forward_pre_hook(die)  # type: ignore[index, operator]
     try:
+        given, wanted = make_batch(rank, steps)
+        optimizer.zero_grad()
+        (model(given) - wanted).square().mean().backward()
+        if where == "step":
+            store_barrier("all have sent", world_size)
+            if rank == world_size - 1:
+                optimizer.sync._step.wait()  # so that rank 1 has all that it needs, and learns it from rank 0 alone
+            die()
         optimizer.step()
         optimizer.zero_grad()
         (model(given) - wanted).square().mean().backward()
@@ -108,8 +122,23 @@ def killed(rank: int, world_size: int) -> Any:
     return ""
 
 
-def test_a_killed_rank_ends_all_ranks_with_its_name(ranks: RankPool) -> None:
-    found = ranks.run(killed, 4, timeout=SECONDS, lost=[3])
-    assert found[3] is LOST
-    for error in found[:3]:
-        assert "rank 3" in error
+KILLED = [
+    ("forward", 4),
+    ("backward", 4),
+    ("step", 4),
+    slow("first forward", 4),
+    slow("forward", 8),
+    slow("backward", 8),
+]
+
+
+@pytest.mark.parametrize(("where", "world_size"), KILLED)
+def test_a_killed_rank_ends_all_ranks_with_its_name(ranks: RankPool, where: str, world_size: int) -> None:
+    """Ranks of its replica wait in a collective of FSDP, of four in a ring that one of them is not next to.
+
+    In the first step, the rank with the same shard waits until the time-out.
+    """
+    found = ranks.run(killed, world_size, where, timeout=SECONDS, lost=[world_size - 1])
+    assert found[-1] is LOST
+    for error in found[:-1]:
+        assert re.search(rf"rank {world_size - 1} (is )?{'(lost|late)' if 'first' in where else 'lost'}", error)
