@@ -16,7 +16,7 @@ from torch import Tensor
 from ..sync.synchronizer import Synchronizer
 
 _COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
-"""Attributes of a parameter group of FSDP; torch before 2.9 has none, and its errors stay as they are."""
+"""Attributes of a parameter group of FSDP that `set_custom_all_gather` sets. Older torch has none: its errors stay."""
 
 
 class NamedCollective:
