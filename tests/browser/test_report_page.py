@@ -372,6 +372,33 @@ def test_the_configuration_shows_what_differs(three: Path, open_page: Open) -> N
     assert table.locator("tr.differs").nth(1).locator("td").all_inner_texts() == ["0", "1", "2"]
 
 
+def add_ranks(folder: Path, ranks: list[dict[str, int]]) -> Path:
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text() + json.dumps({"kind": "end", "step": STEPS, "reason": "finished", "ranks": ranks}))
+    return folder
+
+
+def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
+    """Of a sharded run, to other replicas; of one with two groups, between and inside nodes."""
+    sent = [{"bytes_between_nodes": 1000 * rank, "bytes_inside_nodes": 0, "bytes_dense": 80_000} for rank in range(4)]
+    sharded = [{"rank": rank, "replica": rank // 2, "shard": rank % 2, **each} for rank, each in enumerate(sent)]
+    nodes = [{"rank": rank, **each, "bytes_inside_nodes": 7} for rank, each in enumerate(sent)]
+    shown = {}
+    for name, ranks in (("sharded", sharded), ("nodes", nodes), ("one", nodes[:1])):
+        report.write([add_ranks(write_run(tmp_path / name, 0, finished=False), ranks)], tmp_path / f"{name}.html")
+        page = open_page(tmp_path / f"{name}.html")
+        if name == "one":
+            expect(page.locator("#ranks")).to_be_hidden()
+            continue
+        page.locator("#ranks summary").click()
+        rows = page.locator("#ranks tr").all()
+        shown[name] = [row.locator("th, td").all_inner_texts() for row in rows]
+    assert shown["sharded"][0] == ["Rank", "Replica", "Shard", "To other replicas", "Dense"]
+    assert shown["sharded"][4] == ["3", "1", "1", "3.00 kB", "80.0 kB"]
+    assert shown["nodes"][0] == ["Rank", "Between nodes", "Inside nodes", "Dense"]
+    assert shown["nodes"][2] == ["1", "1.00 kB", "7 B", "80.0 kB"]
+
+
 def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
     inner = Path("script><script>alert(1)<") / "script>"
     images = write_run(tmp_path / "<img src=x onerror=alert(1)>", 0)

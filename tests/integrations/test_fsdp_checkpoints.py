@@ -10,23 +10,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.sharded import local_bits, make_mesh, sharded_net, take_step, whole
-from support.slow import slow
+from support.sharded import Call, Found, call_all, local_bits, make_mesh, sharded_net, take_step, whole
 from support.training import TOPK, make_net, policy, raises
 from thinwire.testing import RankPool
 
-SECONDS = 120.0
+ALGORITHMS = ("gather", "sharded")
 AT, STEPS = 6, 10
 """The step at which a checkpoint is saved, and the steps of the run."""
 
 
-def make(world_size: int, shards: int, algorithm: str = "auto") -> tuple[Any, nn.Module, thinwire.AdamW]:
-    mesh = make_mesh(world_size, shards)
+def make(mesh: Any, algorithm: str = "auto") -> tuple[nn.Module, thinwire.AdamW]:
     model = sharded_net(mesh)
     optimizer = thinwire.AdamW(
         model, compressor=policy(TOPK), warmup_steps=2, refresh_every=4, group=mesh["replicate"], algorithm=algorithm
     )
-    return mesh, model, optimizer
+    return model, optimizer
 
 
 def save(path: Path, model: nn.Module, optimizer: thinwire.AdamW) -> None:
@@ -65,8 +63,8 @@ def sums(mesh: Any, optimizer: thinwire.AdamW) -> dict[str, Tensor]:
     return made
 
 
-def first_half(rank: int, world_size: int, path: Path, algorithm: str) -> Any:
-    mesh, model, optimizer = make(world_size, 2, algorithm)
+def first_half(rank: int, mesh: Any, path: Path, algorithm: str) -> Any:
+    model, optimizer = make(mesh, algorithm)
     for step in range(AT):
         take_step(model, optimizer, [rank], step)
     save(path, model, optimizer)
@@ -76,8 +74,9 @@ def first_half(rank: int, world_size: int, path: Path, algorithm: str) -> Any:
     return kept, weights, local_bits(model), optimizer.sync.stats.algorithms
 
 
-def second_half(rank: int, world_size: int, path: Path, shards: int, algorithm: str) -> Any:
-    mesh, model, optimizer = make(world_size, shards, algorithm)
+def second_half(rank: int, mesh: Any, path: Path, shards: int, algorithm: str) -> Any:
+    mesh = make_mesh(mesh.size(), shards)
+    model, optimizer = make(mesh, algorithm)
     load(path, model, optimizer)
     kept, weights = sums(mesh, optimizer), whole(model)
     for step in range(AT, STEPS):
@@ -85,37 +84,66 @@ def second_half(rank: int, world_size: int, path: Path, shards: int, algorithm: 
     return kept, weights, local_bits(model), optimizer.sync.steps
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "sharded"])
-def test_a_resumed_run_has_the_same_bits(ranks: RankPool, tmp_path: Path, algorithm: str) -> None:
-    found = ranks.run(first_half, 4, tmp_path, algorithm, timeout=SECONDS)
-    resumed = ranks.run(second_half, 4, tmp_path, 2, algorithm, timeout=SECONDS)
-    for one, other in zip(found, resumed, strict=True):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, folder: Path) -> Found:
+    calls = {algorithm: (first_half, folder / algorithm, algorithm) for algorithm in ALGORITHMS}
+    return call_all(ranks, {**calls, "other_ways": (other_ways, folder)})
+
+
+@pytest.fixture(scope="module")
+def resumed(ranks: RankPool, folder: Path, saved: Found) -> dict[int, Found]:
+    """By world size: the same numbers by the algorithm, others by the number of shards."""
+    same: dict[str, Call] = {each: (second_half, folder / each, 2, each) for each in ALGORITHMS}
+    more: dict[str, Call] = {str(shards): (second_half, folder / "gather", shards, "auto") for shards in (1, 4)}
+    fewer: dict[str, Call] = {"1": more["1"], "without_shards": (without_shards, folder / "gather")}
+    return {4: call_all(ranks, {**same, **more}), 2: call_all(ranks, fewer, world_size=2)}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_run_has_the_same_bits(saved: Found, resumed: dict[int, Found], algorithm: str) -> None:
+    for one, other in zip(saved[algorithm], resumed[4][algorithm], strict=True):
         assert one[2] == other[2]
         assert algorithm in one[3]
 
 
-@pytest.mark.parametrize(("world_size", "shards"), [(4, 1), (4, 4), (2, 1), slow(3, 3)])
-def test_other_numbers_of_shards_and_replicas(ranks: RankPool, tmp_path: Path, world_size: int, shards: int) -> None:
-    kept, weights, *_ = ranks.run(first_half, 4, tmp_path, "auto", timeout=SECONDS)[0]
-    found = ranks.run(second_half, world_size, tmp_path, shards, "auto", timeout=SECONDS)
+@pytest.mark.parametrize(("world_size", "shards"), [(4, 1), (4, 4), (2, 1)])
+def test_other_numbers_of_shards_and_replicas(
+    saved: Found, resumed: dict[int, Found], world_size: int, shards: int
+) -> None:
+    check(saved, resumed[world_size][str(shards)], shards)
+
+
+@pytest.mark.slow
+def test_three_shards(ranks: RankPool, saved: Found, folder: Path) -> None:
+    calls: dict[str, Call] = {"3": (second_half, folder / "gather", 3, "auto")}
+    check(saved, call_all(ranks, calls, world_size=3, shards=3)["3"], 3)
+
+
+def check(saved: Found, found: list[Any], shards: int) -> None:
+    kept, weights, *_ = saved["gather"][0]
     assert kept.keys() == found[0][0].keys()
     for name, mean in found[0][0].items():
         torch.testing.assert_close(mean, kept[name], msg=name)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in found[0][1].items())
-    for rank in range(world_size):
-        assert found[rank][2] == found[rank % shards][2]
-        assert found[rank][3] == STEPS
-        assert found[rank][2] != local_bits_of(found[rank][1])
+    for rank, each in enumerate(found):
+        assert each[2] == found[rank % shards][2]
+        assert each[3] == STEPS
+        assert each[2] != local_bits_of(each[1])
 
 
 def local_bits_of(weights: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
 
 
-def other_ways(rank: int, world_size: int, path: Path) -> None:
+def other_ways(rank: int, mesh: Any, path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    _, model, optimizer = make(world_size, 2)
+    model, optimizer = make(mesh)
     for step in range(3):
         take_step(model, optimizer, [rank], step)
     own = optimizer.state_dict()
@@ -134,11 +162,11 @@ def other_ways(rank: int, world_size: int, path: Path) -> None:
     take_step(model, torchs, [rank], 3)
 
 
-def test_other_ways_to_save_say_what_to_do(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(other_ways, 4, tmp_path, timeout=SECONDS)
+def test_other_ways_to_save_say_what_to_do(saved: Found) -> None:
+    assert saved["other_ways"] == [None] * 4
 
 
-def without_shards(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
+def without_shards(rank: int, mesh: Any, path: Path) -> dict[str, Tensor]:
     """DDP loads what a sharded model has saved."""
     ddp = DistributedDataParallel(make_net())
     optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK), warmup_steps=2, refresh_every=4)
@@ -146,14 +174,13 @@ def without_shards(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
     kept = {f"thinwire/residuals/{name}": residual.double() for name, residual in optimizer.sync.residuals.items()}
     for residual in kept.values():
         torch.distributed.all_reduce(residual)
-        residual /= world_size
+        residual /= mesh.size()
     take_step(ddp, optimizer, [rank], AT)
     return kept
 
 
-def test_a_model_without_shards_loads_the_state_of_one_with_shards(ranks: RankPool, tmp_path: Path) -> None:
-    kept, *_ = ranks.run(first_half, 4, tmp_path, "auto", timeout=SECONDS)[0]
-    found = ranks.run(without_shards, 2, tmp_path, timeout=SECONDS)[0]
+def test_a_model_without_shards_loads_the_state_of_one_with_shards(saved: Found, resumed: dict[int, Found]) -> None:
+    kept, found = saved["gather"][0][0], resumed[2]["without_shards"][0]
     assert len(found) > 3
     for name, residual in found.items():
         torch.testing.assert_close(residual, kept[name].flatten(), msg=name)

@@ -1,13 +1,60 @@
-"""Models sharded by FSDP2 in tests: a mesh of replicas and shards, a model on it, the bits of this rank's shards."""
+"""Models sharded by FSDP2 in tests: a mesh of replicas and shards, a model on it, the bits of this rank's shards.
 
-from collections.abc import Iterable
-from typing import Any
+Four ranks are two replicas of two shards: ranks 0 and 1 hold one replica, ranks 2 and 3 the other. Forming a group and
+a mesh takes longer than most tests, so those that need nothing else share one run: `call_all`.
+"""
 
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from support.oracle import bytes_of
 from support.training import make_batch, make_net
+from thinwire.testing import RankPool
+
+SECONDS = 120.0
+"""The time-out of a run; loading FSDP takes seconds on each rank."""
+Call = tuple[Callable[..., Any], *tuple[Any, ...]]
+"""A function of a rank, (rank, mesh, *arguments), and its arguments."""
+
+
+class Raised(NamedTuple):
+    """Stands in place of what a function would have returned."""
+
+    trace: str
+
+
+class Found:
+    """What functions have returned on all ranks, by their names."""
+
+    def __init__(self, by_rank: list[dict[str, Any]]) -> None:
+        self._by_rank = by_rank
+
+    def __getitem__(self, name: str) -> list[Any]:
+        found = [each[name] for each in self._by_rank]
+        for rank, value in enumerate(found):
+            if isinstance(value, Raised):
+                pytest.fail(f"rank {rank} raised\n{value.trace}")
+        return found
+
+
+def call_all(ranks: RankPool, calls: Mapping[str, Call], *, world_size: int = 4, shards: int = 2) -> Found:
+    """Call functions one after the other in one run, on one mesh; an error is that of its function alone."""
+    return Found(ranks.run(_call_all, world_size, shards, dict(calls), timeout=len(calls) * SECONDS))
+
+
+def _call_all(rank: int, world_size: int, shards: int, calls: dict[str, Call]) -> dict[str, Any]:
+    mesh, found = make_mesh(world_size, shards), {}
+    for name, (function, *arguments) in calls.items():
+        try:
+            found[name] = function(rank, mesh, *arguments)
+        except Exception:
+            found[name] = Raised(traceback.format_exc())
+    return found
 
 
 def make_mesh(world_size: int, shards: int) -> Any:
@@ -57,3 +104,13 @@ def take_step(model: nn.Module, optimizer: Any, batches: Iterable[int], step: in
     value.backward()
     optimizer.step()
     return float(value.detach())
+
+
+def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference between two sets of parameters."""
+    return max(float((tensor - second[name]).abs().max()) for name, tensor in first.items())
+
+
+def options(kind: str, **others: Any) -> dict[str, Any]:
+    """A short warm-up, and averages of second moments in a short run."""
+    return {"warmup_steps": 2, **({"refresh_every": 4} if kind == "AdamW" else {}), **others}

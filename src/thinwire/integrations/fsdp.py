@@ -26,6 +26,7 @@ from ..sync.buckets import Bucket, flatten, group_parameters
 from ..sync.shards import ShardGroup, is_sharded, local_of
 from ..sync.synchronizer import Synchronizer
 from .backward import after_backward
+from .fsdp_errors import name_lost_ranks
 
 _SAMPLES = 1024
 """Number of elements of a bucket that are compared to see whether gradients were changed after they were sent."""
@@ -202,6 +203,10 @@ class ShardedParameters:
         """Forget the buckets, so that their memory is freed with the gradients."""
         self._sampled = []
 
+    def name_lost_ranks(self, sync: Synchronizer) -> None:
+        """Let FSDP's own collectives raise errors with the rank that was lost; all ranks of a replica call this."""
+        name_lost_ranks(self._named.values(), sync)
+
     def register_hook(self, hook: Callable[[str], None]) -> None:
         """Let FSDP call `hook` with the name of each parameter whose gradient is reduced, in place of any before."""
         for name, parameter in self._named.items():
@@ -241,6 +246,7 @@ class AttachedModel:
 
     def __init__(self, parameters: ShardedParameters, sync: Synchronizer) -> None:
         self.sync, self._parameters = sync, parameters
+        parameters.name_lost_ranks(sync)
         sync.register_parameters(parameters.tensors.items())
         self._backward = BackwardPass(parameters, self)
 

@@ -107,6 +107,18 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert (summary["ranks"], summary["parameters"], summary["compressor"]) == ("2", 1000, "topk:ratio=1/64,bits=2")
 
 
+def test_what_each_rank_sent_is_read_from_the_end(tmp_path: Path) -> None:
+    sent = {"bytes_between_nodes": 10, "bytes_inside_nodes": 20, "bytes_dense": 300}
+    ranks = [{"rank": 0, **sent}, {"rank": 1, "replica": 1, "shard": 0, **sent}]
+    run = run_of(tmp_path, [conditions(), step(40), {**END, "ranks": ranks}])
+    assert content(run)["ranks"] == [
+        {"rank": 0, "replica": None, "shard": None, "between": 10, "inside": 20, "dense": 300},
+        {"rank": 1, "replica": 1, "shard": 0, "between": 10, "inside": 20, "dense": 300},
+    ]
+    resumed = run_of(tmp_path, [conditions(), step(40), {**END, "ranks": ranks}, conditions(first_step=20)])
+    assert resumed.ranks == []
+
+
 def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     run = run_of(
         tmp_path,
@@ -170,6 +182,8 @@ def test_what_is_not_finite_is_a_gap(value: str, tmp_path: Path) -> None:
         ('{"kind": "step", "step": -1}\n', r":2: step -1, expected a whole number, from 0"),
         ('{"kind": "step", "step": 1, "loss": "low"}\n', r":2: loss 'low', expected a number or null"),
         ('{"kind": "step", "step": 1, "split": 3}\n', r":2: split 3, expected an object with compute"),
+        ('{"kind": "end", "step": 1, "ranks": [3]}\n', r":2: ranks \[3\], expected a list of objects"),
+        ('{"kind": "end", "step": 1, "ranks": [{"rank": "a"}]}\n', r":2: rank 'a', expected a whole number"),
         ('{"kind": "step", "step": 1' + "0" * 400 + "}\n", r":2: step 10+\.\.\.0+, expected a whole number"),
         ('{"kind": "step", "step": true}\n', r":2: step True, expected a whole number"),
         ('{"kind": "step", "step": [[[[[[[[7]]]]]]]]}\n', r":2: step \[.*, expected a whole number"),

@@ -22,6 +22,9 @@ from torch import Tensor
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
 
+NEVER_SENT = 2**31 - 1
+"""A tag that no message has."""
+
 
 class Seen(NamedTuple):
     """Buffers that were sent and received. If they were staged through pinned memory, these are the pinned copies."""
@@ -104,11 +107,8 @@ class GlooLink(Link):
         return wait
 
     def close(self) -> None:
-        """Close every connection of this link, by a receive that times out."""
-        # A wait that times out makes gloo close every connection of its group.
-        peer = (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+        """Close every connection of this link."""
+        close_connections(self._group, self.rank, self.size)
 
 
 class NcclLink(Link):
@@ -153,6 +153,15 @@ class NcclLink(Link):
     def close(self) -> None:
         """Abort the NCCL group of this link."""
         self._group.abort()
+
+
+def close_connections(gloo: Any, rank: int, size: int) -> None:
+    """Close every connection of a gloo group: all that wait for this rank get an error."""
+    # A wait that times out makes gloo do that; one for a peer whose connection is closed does not.
+    for distance in range(1, size):
+        with contextlib.suppress(RuntimeError):
+            buffer = torch.empty(1, dtype=torch.uint8)
+            gloo.recv([buffer], (rank + distance) % size, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def essence(message: str) -> str:

@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import Buffers, LinkBroken, Seen, Wait, essence
+from .link import NEVER_SENT, Buffers, LinkBroken, Seen, Wait, essence
 from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
@@ -166,6 +168,25 @@ class Operation:
         if self.channel.size > 1:
             wrapped.found = self._connection.reported_error() or self._lost(wrapped.found)
         return self.give_up(wrapped)
+
+    def find_lost(self, error: Exception) -> CollectiveError:
+        """End this operation after a collective of torch failed. Return an error that names the lost rank, if any.
+
+        That is the rank whose connection to this one is closed, unless a rank has reported another: then a connection
+        may be closed because of that.
+        """
+        end, posted = time.monotonic() + 2 * PATIENCE_SECONDS, []
+        cause = self._connection.reported_error()
+        while cause is None and self._connection.connected and time.monotonic() < end:
+            link = self._connection.link(end)
+            try:
+                for peer in self.channel.others:  # gloo refuses to receive on a closed connection
+                    posted.append(link.post({}, {peer: torch.empty(1, dtype=torch.uint8)}, NEVER_SENT))
+                self.channel.pause(0.02)
+            except LinkBroken as broken:
+                cause = self._connection.reported_error() or self._failure_of(broken)
+        cause = cause or CollectiveError(f"torch's collective failed: {essence(str(error))}")
+        return self._error(self._connection.fail(cause))
 
     def _named_by(self, error: RuntimeError) -> list[int]:
         """Return the peer that gloo could not connect to. Its message ends with a key, and the key with the rank."""

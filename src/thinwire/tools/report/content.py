@@ -30,6 +30,7 @@ def content(run: Run) -> dict[str, Any]:
         "traffic": curve(at_steps, bytes_per_step(run)),
         "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
         "step_seconds": _step_seconds(run),
+        "ranks": [{name: short(value) for name, value in each._asdict().items()} for each in run.ranks],
     }
 
 

@@ -125,6 +125,7 @@ fillSummary(DATA.runs);
 fillLegend();
 addCharts();
 addSplits();
+fillRanks(DATA.runs);
 fillConfig(DATA.runs);
 byId("command").textContent = DATA.command;
 byId("made").textContent = `Made on ${DATA.date} by thinwire ${DATA.version}.`;

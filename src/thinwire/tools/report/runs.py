@@ -42,6 +42,18 @@ class Evaluation(NamedTuple):
     accuracy: float | None
 
 
+class Sent(NamedTuple):
+    """What one rank has sent, since the start or the last resume."""
+
+    rank: int
+    replica: int | None
+    """Replica that the rank holds a part of; None if the model is not sharded."""
+    shard: int | None
+    between: float | None
+    inside: float | None
+    dense: float | None
+
+
 @dataclass
 class Run:
     """A run as its metrics.jsonl describes it."""
@@ -60,6 +72,8 @@ class Run:
     """Last step that the run has reached."""
     seconds: float | None = None
     reduction_after_warmup: float | None = None
+    ranks: list[Sent] = field(default_factory=list)
+    """What each rank has sent, once the run has ended."""
 
     @property
     def rows(self) -> "list[Step | Evaluation]":
@@ -108,6 +122,7 @@ def _add(run: Run, line: Line) -> None:
     else:
         reason = line.get("reason")
         run.status = reason if reason in ("finished", "failed") else "stopped"
+        run.ranks = _ranks(line)
     later = _number(line, "reduction_after_warmup")
     run.reduction_after_warmup = run.reduction_after_warmup if later is None else later
     run.step = max(run.step, step)
@@ -124,7 +139,7 @@ def _start(run: Run, line: Line) -> None:
     if not first:
         run.started, run.resumes = _date(line), 0
     run.started = run.started or _date(line)
-    run.conditions, run.status, run.step = line, "unfinished", first
+    run.conditions, run.status, run.step, run.ranks = line, "unfinished", first, []
     run.seconds = max((row.seconds or 0.0 for row in run.rows), default=None)
 
 
@@ -135,6 +150,23 @@ def _split(line: Line) -> tuple[float, ...] | None:
     if not isinstance(split, dict):
         raise ValueError(f"split {reprlib.repr(split)}, expected an object with {', '.join(PHASES)}")
     return tuple(_number(split, part) or 0.0 for part in PHASES)
+
+
+def _ranks(line: Line) -> list[Sent]:
+    ranks = line.get("ranks", [])
+    if not isinstance(ranks, list) or not all(isinstance(each, dict) for each in ranks):
+        raise ValueError(f"ranks {reprlib.repr(ranks)}, expected a list of objects")
+    return [
+        Sent(
+            rank=_count(each, "rank"),
+            replica=_count(each, "replica") if "replica" in each else None,
+            shard=_count(each, "shard") if "shard" in each else None,
+            between=_number(each, "bytes_between_nodes"),
+            inside=_number(each, "bytes_inside_nodes"),
+            dense=_number(each, "bytes_dense"),
+        )
+        for each in ranks
+    ]
 
 
 def _number(line: Line, name: str) -> float | None:

@@ -82,6 +82,26 @@ function fillSummary(runs) {
   byId("summary").append(element("table", { class: "runs" }, element("thead", {}, head), element("tbody", {}, ...rows)));
 }
 
+// One row for each rank: who sent what. Columns that no run has are left out.
+function fillRanks(runs) {
+  const ranks = runs.flatMap((run) => run.ranks.map((rank) => ({ run: run.name, ...rank })));
+  const sharded = ranks.some(({ replica }) => replica !== null);
+  const apart = ranks.some(({ inside }) => inside);
+  const columns = [
+    runs.length > 1 && ["Run", ({ run }) => run],
+    ["Rank", ({ rank }) => formatCount(rank)],
+    sharded && ["Replica", ({ replica }) => formatCount(replica)],
+    sharded && ["Shard", ({ shard }) => formatCount(shard)],
+    [sharded ? "To other replicas" : apart ? "Between nodes" : "Sent", ({ between }) => formatBytes(between)],
+    apart && ["Inside nodes", ({ inside }) => formatBytes(inside)],
+    ["Dense", ({ dense }) => formatBytes(dense)],
+  ].filter(Boolean);
+  byId("ranks").hidden = ranks.length < 2;
+  byId("ranks").querySelector("table").append(
+    element("thead", {}, element("tr", {}, ...columns.map(([name]) => element("th", { scope: "col" }, name)))),
+    element("tbody", {}, ...ranks.map((rank) => element("tr", {}, ...columns.map(([, text]) => element("td", {}, text(rank)))))));
+}
+
 // One row for each setting, one column for each run; what differs between runs stands out.
 function fillConfig(runs) {
   const settings = runs.map((run) => new Map(run.config));

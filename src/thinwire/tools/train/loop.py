@@ -138,6 +138,8 @@ class _Run:
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
         self.last_loss, self.not_finite = 0.0, 0
+        self.ranks: list[dict[str, int]] = []
+        """What each rank has sent; known at the end."""
         self.choice = self.learner.sync.choice
         self.saved = self.counts.step if loaded is not None else -1
         self.clock = time.perf_counter()
@@ -179,13 +181,15 @@ class _Run:
         self._save()
         if not stops:
             self._write_weights()
+        self.ranks = self.control.gather(self._sent_here())
         self.end("stopped" if stops else "finished")
         return Ended(self._result(), not stops)
 
     def end(self, reason: str) -> None:
         self.counts.bytes_sent += self.control.take_bytes_sent()  # of the last checkpoint
         if self.metrics is not None:
-            self.metrics.write("end", {**self._so_far(), **self._after_warmup(), "reason": reason})
+            ranks = {"ranks": self.ranks} if self.ranks else {}
+            self.metrics.write("end", {**self._so_far(), **self._after_warmup(), "reason": reason, **ranks})
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -317,6 +321,18 @@ class _Run:
             else {}
         )
 
+    def _sent_here(self) -> dict[str, int]:
+        """Return what this rank has sent in exchanges, and which part of the model it holds if that is sharded."""
+        stats, shard = self.learner.sync.stats, self.config.shard
+        replica = {"replica": self.place.rank // shard, "shard": self.place.rank % shard} if shard > 1 else {}
+        return {
+            "rank": self.place.rank,
+            **replica,
+            "bytes_between_nodes": stats.bytes_between_nodes,
+            "bytes_inside_nodes": stats.bytes_inside_nodes,
+            "bytes_dense": stats.bytes_dense,
+        }
+
     def _seconds(self) -> float:
         return self.counts.seconds + time.perf_counter() - self.clock
 
@@ -335,6 +351,7 @@ class _Run:
             interface_bytes=interface,
             seconds=self._seconds(),
             split=split,
+            ranks=self.ranks,
         )
 
 

@@ -8,6 +8,8 @@ Lines of metrics.jsonl, after the conditions that they were measured under (whic
     choice       the choice of --compressor auto for each bucket, its measurements and the reason; once
     end          reason: finished, stopped by a signal, or failed
     step, end    reduction_after_warmup: that of the steps after the warm-up, since the start or the last resume
+    end          ranks: what each rank has sent in exchanges since then (bytes_between_nodes, bytes_inside_nodes, and
+                 bytes_dense); with --shard, its replica and shard, and the bytes are those to other replicas
 
 Each line has the step, the seconds of training so far, bytes_sent, the bytes that rank 0 has sent so far, and
 bytes_dense, the bytes that a dense ring all-reduce would have sent.

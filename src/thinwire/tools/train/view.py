@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group
@@ -32,6 +32,8 @@ class Result:
     seconds: float
     split: dict[str, float]
     """Seconds per step, by phase."""
+    ranks: list[dict[str, int]] = field(default_factory=list)
+    """What each rank has sent, as in metrics.jsonl."""
 
 
 class View:
@@ -108,6 +110,7 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
     later = [result.reduction_after_warmup for result in results]
     if any(each is not None for each in later):
         rows["  after the warm-up"] = ["" if each is None else reduction(1.0, each) for each in later]
+    rows.update(_rows_of_ranks(results))
     if any(result.interface_bytes is not None for result in results):
         counted = [result.interface_bytes for result in results]
         rows["MB on the interface"] = ["" if count is None else f"{count / 1e6:,.2f}" for count in counted]
@@ -136,6 +139,23 @@ def compare(ours: Result, dense: Result) -> str:
 
 def _factor(ratio: float) -> str:
     return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def _rows_of_ranks(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Return what rank 0 has sent between and inside nodes, and what each rank of a sharded model has sent."""
+    rows: dict[str, list[str]] = {}
+    if any(each["bytes_inside_nodes"] for result in results for each in result.ranks):
+        for where in ("between", "inside"):
+            sent = [result.ranks[0][f"bytes_{where}_nodes"] if result.ranks else None for result in results]
+            rows[f"  {where} nodes"] = ["" if nbytes is None else f"{nbytes / 1e6:,.2f}" for nbytes in sent]
+    for replica in sorted({each["replica"] for result in results for each in result.ranks if "replica" in each}):
+        rows[f"  replica {replica}, by shard"] = [
+            " ".join(
+                f"{each['bytes_between_nodes'] / 1e6:,.2f}" for each in result.ranks if each.get("replica") == replica
+            )
+            for result in results
+        ]
+    return rows
 
 
 def _figures(line: Mapping[str, Any]) -> str:

@@ -1,0 +1,248 @@
+"""What users of FSDP do with their models: policies, tied and frozen weights, checkpointing, micro-batches, scalers."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from support.optimizers import make, make_scaler
+from support.sharded import Found, apart, call_all, local_bits, options, shard, sharded_net, take_step, whole
+from support.training import TOPK, make_batch, policy, raises, seeded
+from thinwire.sync.buckets import plain_name
+from thinwire.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankPool) -> Found:
+    cases = {f"as_users_do {case.__name__}": (as_users_do, case.__name__) for case in CASES}
+    return call_all(ranks, {**cases, "accumulate": (accumulate,), "scaled": (scaled,)})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given + self.down(torch.tanh(self.up(given)))
+
+
+class Blocks(nn.Module):
+    """A small model with what models have: blocks, a norm, and a head of three and of one output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(32)
+        self.head, self.last = nn.Linear(32, 7), nn.Linear(32, 1)
+
+    def forward(self, given: Tensor) -> Tensor:
+        for block in self.blocks:
+            given = block(given)
+        given = self.norm(given)
+        return torch.cat([self.head(given), self.last(given)], 1)
+
+
+def make_blocks() -> Blocks:
+    with seeded(0):
+        return Blocks()
+
+
+def as_blocks(mesh: Any, **options: Any) -> nn.Module:
+    model = make_blocks()
+    return shard(model, mesh, model.blocks, **options)
+
+
+def plain(mesh: Any) -> nn.Module:
+    return as_blocks(mesh)
+
+
+def kept_gathered(mesh: Any) -> nn.Module:
+    return as_blocks(mesh, reshard_after_forward=False)
+
+
+def smaller_groups(mesh: Any) -> nn.Module:
+    return as_blocks(mesh, reshard_after_forward=1)
+
+
+def second_dimension(mesh: Any) -> nn.Module:
+    from torch.distributed.tensor import Shard
+
+    return as_blocks(mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+
+def offloaded(mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return as_blocks(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def low_precision(mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy_ = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return as_blocks(mesh, mp_policy=policy_)
+
+
+def tied(mesh: Any) -> nn.Module:
+    model = make_blocks()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return shard(model, mesh, [])
+
+
+def frozen(mesh: Any) -> nn.Module:
+    model = make_blocks()
+    model.blocks[0].requires_grad_(False)
+    return shard(model, mesh, model.blocks)
+
+
+def frozen_and_plain(mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_blocks()
+    model.norm.requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"], ignored_params=set(model.norm.parameters()))
+    return model
+
+
+def checkpointed(mesh: Any) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make_blocks()
+    model.blocks = nn.ModuleList([checkpoint_wrapper(block) for block in model.blocks])
+    return shard(model, mesh, model.blocks)
+
+
+def compiled(mesh: Any) -> nn.Module:
+    model = make_blocks()
+    model.blocks = nn.ModuleList([torch.compile(block, backend="aot_eager") for block in model.blocks])
+    return shard(model, mesh, model.blocks)
+
+
+def run_twice(mesh: Any) -> nn.Module:
+    model = make_blocks()
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[0]])
+    return shard(model, mesh, [model.blocks[0]])
+
+
+CASES = [
+    plain, kept_gathered, smaller_groups, second_dimension, offloaded, low_precision, tied, frozen, frozen_and_plain,
+    checkpointed, run_twice,
+]  # fmt: skip
+
+
+def references(build: Any) -> nn.Module:
+    """The same model for one process, which sees all batches."""
+    model = make_blocks()
+    if build is tied:
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+    if build is frozen:
+        model.blocks[0].requires_grad_(False)
+    if build is frozen_and_plain:
+        model.norm.requires_grad_(False)
+    if build is run_twice:
+        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[0]])
+    return model
+
+
+def as_users_do(rank: int, mesh: Any, name: str) -> Any:
+    """Dense beside torch's AdamW in one process, then compressed."""
+    build = globals()[name]
+    if build is compiled:
+        warnings.simplefilter("ignore")  # torch.compile itself warns
+    model, reference = build(mesh), references(build)
+    mine = thinwire.AdamW(model, lr=1e-3, compressor="none", group=mesh["replicate"], warmup_steps=0)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for step in range(4):
+        take_step(model, mine, [rank], step)
+        take_step(reference, theirs, range(4), step)
+    found = {plain_name(each): tensor for each, tensor in whole(model).items()}
+    assert found.keys() == dict(reference.named_parameters()).keys()
+    distance = apart(found, whole(reference))
+    optimizer = thinwire.AdamW(
+        model, lr=1e-3, compressor=policy(TOPK), group=mesh["replicate"], warmup_steps=1, refresh_every=3
+    )
+    before = whole(model)
+    for step in range(4, 12):
+        take_step(model, optimizer, [rank], step)
+    moved = {each: float((tensor - before[each]).abs().max()) for each, tensor in whole(model).items()}
+    trained = [each for each, p in model.named_parameters() if p.requires_grad]
+    return distance, local_bits(model), min(moved[each] for each in trained), optimizer.sync.stats.bytes_sent
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+def test_what_users_of_fsdp_do(found: Found, name: str) -> None:
+    """Shards are uneven here, and that of one bias is empty on half of the ranks."""
+    check(found, name)
+
+
+@pytest.mark.slow
+def test_compiled_blocks(ranks: RankPool) -> None:
+    check(call_all(ranks, {"as_users_do compiled": (as_users_do, "compiled")}), "compiled")
+
+
+def check(found: Found, name: str) -> None:
+    each = found[f"as_users_do {name}"]
+    for distance, _, moved, sent in each:
+        assert distance < (5e-3 if name == "low_precision" else 2e-5)
+        assert moved > 0
+        assert sent > 0
+    assert each[0][1] == each[2][1]
+    assert each[1][1] == each[3][1]
+    assert each[0][1] != each[1][1]
+
+
+def accumulate(rank: int, mesh: Any) -> Any:
+    """Two micro-batches for each step, of which the first is not reduced; beside one batch of both."""
+    model, reference = as_blocks(mesh), make_blocks()
+    mine = thinwire.AdamW(model, lr=1e-3, compressor="none", group=mesh["replicate"], warmup_steps=0)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for step in range(4):
+        mine.zero_grad()
+        for half in (0, 1):
+            given, wanted = make_batch(2 * rank + half, step)
+            model.set_requires_gradient_sync(half == 1)  # type: ignore[operator]
+            (0.5 * (model(given) - wanted).square().mean()).backward()
+        mine.step()
+        take_step(reference, theirs, range(8), step)
+    mine.zero_grad()
+    given, wanted = make_batch(rank, 9)
+    (model(given) - wanted).square().mean().backward()
+    with raises(RuntimeError, "a second exchange", "set_requires_gradient_sync(False)"):
+        (model(given) - wanted).square().mean().backward()
+    return apart(whole(model), whole(reference))
+
+
+def scaled(rank: int, mesh: Any) -> Any:
+    """A GradScaler finds Inf in a shard of rank 3: the step is void everywhere, and all scales fall."""
+    model = sharded_net(mesh)
+    scaler = make_scaler(64.0)
+    optimizer = make("AdamW", model, group=mesh["replicate"], grad_scaler=scaler, **options("AdamW"))
+    changed = []
+    for step in range(5):
+        before = local_bits(model)
+        optimizer.zero_grad()
+        given, wanted = make_batch(rank, step)
+        loss = (model(given) - wanted).square().mean()
+        if step == 3 and rank == 3:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(local_bits(model) != before)
+    return changed, scaler.get_scale(), local_bits(model)
+
+
+def test_a_grad_scaler_has_the_same_scale_on_all_shards(found: Found) -> None:
+    each = found["scaled"]
+    for changed, scale, _ in each:
+        assert changed == [True, True, True, False, True]
+        assert scale == 32.0
+    assert [bits for *_, bits in each[:2]] == [bits for *_, bits in each[2:]]
+
+
+def test_micro_batches_are_reduced_once(found: Found) -> None:
+    assert max(found["accumulate"]) < 2e-5
