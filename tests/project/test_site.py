@@ -1,6 +1,5 @@
 """The docs build as a site without a warning, and every link and public name of it leads somewhere."""
 
-import importlib.util
 import inspect
 import os
 import re
@@ -14,6 +13,7 @@ import pytest
 
 import thinwire
 import thinwire.testing
+from support.frameworks.runs import require
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # links that a reader may follow; nothing is loaded from them
@@ -45,9 +45,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the site, built as by `make docs`."""
-    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
-        assert "CI" not in os.environ, "CI must have the extra docs"
-        pytest.skip("needs the extra docs: pip install '.[docs]'")
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        require(package, extra="docs")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
