@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit soak bench clean
+.PHONY: help demo test test-all lint types packages unit soak bench docs clean
 
 help:
 	@echo "make demo   train a small CNN between two ranks over links of 100 Mbit/s, and again dense: time, bytes, accuracy"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all  the same with slow variants"
 	@echo "make soak   attacks, for MINUTES=30 from SEED=0; goes on where it was stopped"
 	@echo "make bench  the codec benchmark (minutes)"
+	@echo "make docs   the docs as a site, with search and a reference: site/index.html"
 	@echo "make clean  remove .venv and caches"
 
 $(READY): pyproject.toml constraints.txt
@@ -63,6 +64,10 @@ soak: $(READY) packages
 bench: $(READY)
 	$(BIN)/thinwire bench codec
 
+# The variable switches off a notice about another program, which is not about this site.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """The worked examples of docs/wire-format.md are made again, byte by byte; tests that docs name are there.
 
-A block ```hex frame holds bytes in hex, with `# comments`; the ```python block before it leaves the same in `frame`.
+A block ```hex holds bytes in hex, with `# comments`; the ```python block before it leaves the same in `frame`.
 """
 
 import re
@@ -21,8 +21,8 @@ def examples() -> list[tuple[str, bytes]]:
     for info, body in FENCE.findall(PAGE.read_text()):
         if info.strip() == "python":
             code = body
-        elif info.strip() == "hex frame":
-            assert code is not None, "a hex frame without a python block before it"
+        elif info.strip() == "hex":
+            assert code is not None, "hex without a python block before it"
             found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in body.splitlines()))))
     return found
 

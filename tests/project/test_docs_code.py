@@ -1,0 +1,155 @@
+"""Every block of Python in the docs runs. Names that a block takes for granted, such as `model`, have stand-ins."""
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from support.pages import Block, blocks, python_of
+from thinwire.testing import inject
+
+BLOCKS = [block for block in blocks() if python_of(block) is not None]
+EXCEPTIONS = {("frameworks.md", "diff"): "parts of examples/with_*.py, which tests/project/test_examples.py runs"}
+ALTERNATIVES = ['sync = thinwire.attach(ddp, "auto")']
+"""First words of blocks whose statements are alternatives, each for a model of its own."""
+
+
+class Model(nn.Module):
+    """A model with two blocks that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return self.head(batch).square().mean()
+
+
+def train_process(rank: int, world_size: int, faults: list[Any]) -> None:
+    """A loop of one rank, in which faults happen; it ends when another rank is lost."""
+    for step in range(5):
+        with inject(faults, step):
+            try:
+                thinwire.all_reduce_compressed(torch.ones(64), "none", torch.zeros(64), timeout=20.0)
+            except thinwire.PeerError:
+                return
+
+
+class StandIns:
+    """What blocks take for granted, each made when a block uses its name. The group has one rank."""
+
+    torch, dist, dcp, nn, thinwire = torch, dist, dcp, nn, thinwire
+    DistributedDataParallel = DDP = DistributedDataParallel
+    fully_shard = staticmethod(fully_shard)
+    make_model = Model
+    train_process = staticmethod(train_process)
+    rank, world_size, nodes, path = 0, 1, 1, "checkpoint"
+
+    @cached_property
+    def model(self) -> Model:
+        return Model()
+
+    @cached_property
+    def ddp(self) -> DistributedDataParallel:
+        return DistributedDataParallel(self.model)
+
+    @cached_property
+    def batches(self) -> list[Tensor]:
+        return [torch.randn(4, 64) for _ in range(3)]
+
+    @cached_property
+    def grad(self) -> Tensor:
+        return torch.randn(10_000)
+
+    @cached_property
+    def residual(self) -> Tensor:
+        return torch.zeros(10_000)
+
+    @cached_property
+    def optimizer(self) -> thinwire.AdamW:
+        """An optimizer that has taken a step."""
+        optimizer = thinwire.AdamW(self.ddp, lr=1e-3)
+        self.ddp(self.batches[0]).backward()
+        optimizer.step()
+        return optimizer
+
+    @cached_property
+    def state_of_torchs_adamw(self) -> dict[str, Any]:
+        return torch.optim.AdamW(self.model.parameters()).state_dict()
+
+    @cached_property
+    def decay(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+
+    @cached_property
+    def rest(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+
+    @staticmethod
+    def loss(model: nn.Module, step: int) -> Tensor:
+        loss: Tensor = model(torch.full((4, 64), 1.0 + step))
+        return loss
+
+    @staticmethod
+    def init_device_mesh(device: str, shape: tuple[int, ...], **options: Any) -> Any:
+        """A mesh of the one rank that there is, on the CPU."""
+        return dist.init_device_mesh("cpu", (1,) * len(shape), **options)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank, and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(block: Block) -> None:
+    """Run a block with stand-ins for the names that it uses and does not set."""
+    module = ast.parse(python_of(block) or "", filename=str(block))
+    alternatives = block.text.startswith(tuple(ALTERNATIVES))
+    for statements in [[one] for one in module.body] if alternatives else [module.body]:
+        code = ast.Module(statements, type_ignores=[])
+        names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
+        taken = {name.id for name in names} - {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        stand_ins = StandIns()
+        given = {name: getattr(stand_ins, name) for name in sorted(taken) if hasattr(StandIns, name)}
+        try:
+            exec(compile(code, str(block), "exec"), given)
+        except NameError as error:
+            error.add_note(f"{block} takes it for granted: give it a stand-in in {Path(__file__).name}")
+            raise
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_it_runs(block: Block) -> None:
+    if (block.page, block.language) in EXCEPTIONS:
+        return
+    run(block)
+
+
+def test_exceptions_are_needed() -> None:
+    assert {(block.page, block.language) for block in BLOCKS} >= EXCEPTIONS.keys()
+    assert all(any(block.text.startswith(start) for block in BLOCKS) for start in ALTERNATIVES)
+
+
+def test_a_block_that_is_wrong_fails() -> None:
+    with pytest.raises(TypeError, match="frobnicate"):
+        run(Block("page.md", 1, "diff", "- old\n+ thinwire.Policy('none', frobnicate=1)\n"))
+    with pytest.raises(NameError, match="unheard_of"):
+        run(Block("page.md", 1, "python", "unheard_of\n"))

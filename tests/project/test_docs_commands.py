@@ -1,0 +1,156 @@
+"""Every command in the docs is one that its program takes.
+
+Options of `thinwire` go through the parser and the checks of the command, which does not run. Those of torchrun go
+through torch's parser. A target of make, a script, a test and an extra must be there.
+"""
+
+import argparse
+import importlib
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from typing import get_type_hints
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from support.pages import ROOT, blocks, inline_code
+from thinwire.tools import cli
+from thinwire.tools.plan.options import parse_numbers
+from thinwire.tools.train import checks
+
+PROGRAMS = ("thinwire", "make", "python", "python3", "torchrun", "pytest", "pip")
+EXCEPTIONS = {
+    "thinwire bench": "the name of a group of commands",
+    "thinwire plan --check": "the name of an option, without its value",
+    "python3 -c 'from thinwire.tools.bench.codec import *; run(on_gpu())'": "code that needs a GPU",
+}
+"""Commands that are not checked, and why."""
+
+
+def parts(line: str) -> Iterator[list[str]]:
+    """The commands of a line as words, without prompt, variables, comment, and `...` for what is left out."""
+    for command in re.split(r"&&|\|", line.removeprefix("$ ").partition(" #")[0]):
+        words = [word for word in shlex.split(command) if word != "..."]
+        while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] == "export"):
+            words.pop(0)
+        if words and words[0] in PROGRAMS:
+            yield words
+
+
+def commands() -> dict[str, list[str]]:
+    """Each command as words, by page and text."""
+    lines = [(page, " ".join(code.split())) for page, code in inline_code() if code.split()[0] in PROGRAMS]
+    for block in blocks():
+        if block.language in ("", "sh", "console"):
+            text = block.text.replace("\\\n", " ")
+            shown = [line for line in text.splitlines() if block.language != "console" or line.startswith("$ ")]
+            lines += [(block.page, line) for line in shown if line.removeprefix("$ ").partition(" ")[0].strip()]
+    found = {}
+    for page, line in lines:
+        try:
+            found |= {f"{page}: {shlex.join(words)}": words for words in parts(line)}
+        except ValueError:  # a drawing, with a quotation mark that nothing closes
+            assert not line.startswith(PROGRAMS), (page, line)
+    return found
+
+
+def check(words: list[str]) -> None:
+    """Raise an error that says what is wrong with a command."""
+    program, *rest = words
+    if program == "thinwire":
+        check_thinwire(rest)
+    elif program == "make":
+        check_make(rest)
+    elif program == "pip":
+        check_pip(rest)
+    elif program == "pytest":
+        assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests/")), rest
+    elif rest[:2] == ["-m", "thinwire"]:
+        check_thinwire(rest[2:])
+    elif program == "torchrun":
+        given = get_args_parser().parse_args(rest)
+        if given.module and given.training_script == "thinwire":
+            check_thinwire(given.training_script_args)
+        else:
+            assert given.module or (ROOT / given.training_script).is_file(), given.training_script
+    else:  # Python
+        assert (ROOT / rest[0]).is_file(), rest[0]
+
+
+def check_thinwire(words: list[str]) -> None:
+    if words == ["--version"]:
+        return
+    known = cli._known_words(words)
+    name, rest = " ".join(known), words[len(known) :]
+    assert name in cli.COMMANDS, f"unknown command {words}"
+    if rest == ["--help"]:
+        return
+    module, _, function = cli.COMMANDS[name].target.partition(":")
+    command = getattr(importlib.import_module(f"thinwire.tools.{module}"), function)
+    options = cli._parse(name, get_type_hints(command)["options"], rest)
+    if name == "train":
+        checks.check(options)
+    elif "--params" in rest:
+        parse_numbers(options)
+
+
+def check_make(words: list[str]) -> None:
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for word in words:
+        name, equals, _ = word.partition("=")
+        assert not equals or f"$({name})" in (ROOT / "Makefile").read_text(), f"the Makefile has no variable {name}"
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert words[0] == "install", words
+    for found in re.findall(r"^(?:thinwire|\.)\[(.+)\]$", "\n".join(words[1:]), re.MULTILINE):
+        assert set(found.split(",")) <= extras.keys(), found
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_its_program_takes_it(command: str) -> None:
+    words = COMMANDS[command]
+    if shlex.join(words) in EXCEPTIONS:
+        return
+    try:
+        check(words)
+    except SystemExit as error:  # of argparse, which has printed why
+        raise AssertionError(f"torchrun does not take {command}") from error
+
+
+def test_many_are_found_and_exceptions_are_needed() -> None:
+    assert len(COMMANDS) > 60
+    assert {words[0] for words in COMMANDS.values()} >= {"thinwire", "make", "python", "torchrun", "pytest", "pip"}
+    texts = [shlex.join(words) for words in COMMANDS.values()]
+    assert set(texts) >= EXCEPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "thinwire train --frobnicate 3",
+        "thinwire train --recipe nonsense",
+        "thinwire train --steps 0",
+        "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s",
+        "thinwire frobnicate",
+        "make frobnicate",
+        "make soak FROBNICATE=3",
+        "python benchmarks/frobnicate.py",
+        "pytest tests/frobnicate.py",
+        "pip install 'thinwire[frobnicate]'",
+        "torchrun --frobnicate 2 -m thinwire train",
+        "torchrun --nnodes 2 ... -m thinwire train --frobnicate 3  # a comment",
+    ],
+)
+def test_wrong_ones_are_seen(line: str) -> None:
+    (words,) = parts(line)
+    with pytest.raises((AssertionError, ValueError, SystemExit, argparse.ArgumentError)):
+        check(words)

@@ -1,0 +1,137 @@
+"""The wheel and the sdist have what they need and nothing else, and `thinwire train` runs from an installed wheel."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from support.frameworks.runs import require
+
+ROOT = Path(__file__).parents[2]
+DATA = [
+    "py.typed",
+    "__init__.pyi",
+    "tools/train/digits/digits.csv.gz",
+    "tools/report/page.html",
+    "tools/report/uplot/uPlot.iife.min.js",
+]
+LICENSES = ["LICENSE", "src/thinwire/tools/report/uplot/LICENSE", "src/thinwire/tools/train/digits/LICENSE"]
+
+
+def finish(*command: str | Path, cwd: Path, limit: float = 120, **variables: str) -> str:
+    """Standard output of a command; its exit code must be 0."""
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def build(source: Path, folder: Path, *targets: str) -> None:
+    """Build a source tree with what is installed here: nothing is downloaded."""
+    require("hatchling", extra="dev")
+    finish(sys.executable, "-m", "hatchling", "build", "-d", folder, *targets, cwd=source)
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build(ROOT, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
+    sources = ROOT / "src"
+    written = {
+        path.relative_to(sources).as_posix()
+        for path in (sources / "thinwire").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".nbi", ".nbc")
+    }
+    files = files_of(wheel)
+    assert {name for name in files if ".dist-info/" not in name} == written
+    assert files >= {f"thinwire/{name}" for name in DATA}
+    about = f"thinwire-{thinwire.__version__}.dist-info"
+    assert files >= {f"{about}/licenses/{name}" for name in LICENSES}
+    assert f"{about}/entry_points.txt" in files
+
+
+def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    about = metadata(wheel)
+    assert about["Version"] == thinwire.__version__
+    assert about["License-Expression"] == "MIT AND BSD-3-Clause AND CC-BY-4.0"
+    assert "Typing :: Typed" in (about.get_all("Classifier") or [])
+    assert {"docs", "plot", "data"} <= set(about.get_all("Provides-Extra") or [])
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {re.escape(thinwire.__version__)}$", cited, re.MULTILINE)
+    assert f"\n## {thinwire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_sdist_makes_the_same_wheel(built: Path, wheel: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert {path.name for path in source.iterdir()} >= {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "docs"}
+    assert not [path for path in source.rglob("*") if path.name.startswith("test_") or path.name == "conftest.py"]
+    build(source, tmp_path, "-t", "wheel")
+    (again,) = tmp_path.glob("*.whl")
+    assert files_of(again) == files_of(wheel)
+
+
+def last_step(folder: Path) -> int:
+    """The last step of the only run in a folder."""
+    (path,) = folder.glob("runs/*/metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["step"] for line in lines if line.get("kind") == "step"][-1]
+
+
+def test_it_trains_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:
+    """With the torch of this environment, in a folder of its own."""
+    place = tmp_path / "installed"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile")
+    finish(*pip, "--target", place, wheel, cwd=tmp_path)
+    here = {"PYTHONPATH": str(place), "THINWIRE_KERNELS": "reference"}  # the others would be compiled, for a minute
+    where = finish(sys.executable, "-c", "import thinwire; print(thinwire.__file__)", cwd=tmp_path, **here)
+    assert Path(where.strip()).is_relative_to(place)
+    finish(place / "bin" / "thinwire", "train", "--steps", "2", cwd=tmp_path, **here)
+    assert last_step(tmp_path) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_it_trains_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Packages come from where `make` gets them; torch is the one of constraints.txt."""
+    finish(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
+    finish(*pip, "torch", cwd=tmp_path, limit=900)
+    finish(*pip, wheel, cwd=tmp_path, limit=600)
+    finish(python.with_name("thinwire"), "train", "--steps", "2", cwd=tmp_path, limit=600, PYTHONPATH="")
+    assert last_step(tmp_path) == 2

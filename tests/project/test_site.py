@@ -1,0 +1,100 @@
+"""The docs build as a site without a warning, and every link and public name of it leads somewhere."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import thinwire
+import thinwire.testing
+from support.frameworks.runs import require
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {  # links that a reader may follow; nothing is loaded from them
+    "https://semver.org",
+    "https://squidfunk.github.io/mkdocs-material/",
+    "https://ui.perfetto.dev",
+    "https://www.fatiando.org/pooch/",
+}
+
+
+class Page(HTMLParser):
+    """The links, what is loaded, and the anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors |= {given["id"]} if "id" in given else set()
+        if tag == "a" and "href" in given:
+            self.links.add(given["href"])
+        self.loaded |= {given[name] for name in ("src", "href") if name in given and tag != "a"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built as by `make docs`."""
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        require(package, extra="docs")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("warning|error", done.stdout + done.stderr, re.IGNORECASE), done.stderr
+    return folder
+
+
+def test_links_lead_to_files_of_the_site_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = {path.name: Page(path.read_text()) for path in site.glob("*.html")}
+    assert len(pages) > 15
+    for name, page in pages.items():
+        for link in page.loaded | page.links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                assert link in ELSEWHERE, f"{name} links to {link}"
+                assert link not in page.loaded, f"{name} loads {link}"
+                continue
+            assert not parts.path.startswith("/") or name == "404.html", f"{name}: {link}"
+            target = unquote(parts.path).lstrip("/") or name
+            assert (site / target).exists(), f"{name} links to {link}"
+            if target in pages and parts.fragment and not parts.fragment.startswith("__"):
+                assert unquote(parts.fragment) in pages[target].anchors, f"{name} links to {link}"
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    anchors = Page((site / "reference.html").read_text()).anchors
+    testing = [name for name, value in vars(thinwire.testing).items() if name[0] != "_" and not inspect.ismodule(value)]
+    names = {f"thinwire.{name}" for name in thinwire.__all__} | {f"thinwire.testing.{name}" for name in testing}
+    names |= {"thinwire.frameworks.lightning.Attach", "thinwire.frameworks.transformers.TrainerMixin"}
+    names |= {"thinwire.AdamW.consolidate_state_dict"}
+    assert len(testing) > 10
+    assert sorted(names - anchors) == []
+
+
+def test_docstrings_become_markdown(site: Path) -> None:
+    text = (site / "reference.html").read_text()
+    assert "<li><code>chunk</code>: a power of two" in text  # a list of arguments
+    assert "<blockquote>" not in text  # a doctest that is not marked as code
+    assert ":::" not in text
+
+
+def test_search_finds_words_of_pages_and_docstrings(site: Path) -> None:
+    index = (site / "search" / "search_index.js").read_text()  # which pages opened as files read
+    assert all(word in index for word in ("training.html#my-script-breaks", "reference.html#thinwire.AdamW"))
