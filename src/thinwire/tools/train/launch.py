@@ -5,6 +5,7 @@ Errors that follow from it on other ranks, such as a closed connection, are not 
 """
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -157,8 +158,31 @@ def _exit_before_group(error: Exception, place: Place) -> NoReturn:
     if isinstance(error, ValueError):
         raise error
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    why = "the port is in use: set another MASTER_PORT" if "EADDRINUSE" in str(error) else str(error).split("\n")[0]
+    why = _why_no_group(str(error))
     raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
+
+
+def _why_no_group(text: str) -> str:
+    r"""Return what the user can do about an error of torch's, or its first line.
+
+    >>> _why_no_group("connectFullMesh failed with [pair.cc:152] timed out: refused, remote=[127.0.1.1]:439$1")[:71]
+    'the store is there, but no rank answers at 127.0.1.1. On every node set'
+    >>> _why_no_group("EADDRINUSE"), _why_no_group("of torch's own\nand more")
+    ('the port is in use: set another MASTER_PORT', "of torch's own")
+    """
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    if "EADDRINUSE" in text:
+        return "the port is in use: set another MASTER_PORT"
+    if "Unable to find address" in text and given:
+        return f"GLOO_SOCKET_IFNAME={given} is no interface with an address here; `ip -brief address` lists them"
+    if "connectFullMesh" in text:
+        remote = re.search(r"remote=\[([^\]]+)\]", text)
+        return (
+            f"the store is there, but no rank answers{f' at {remote[1]}' if remote else ''}. On every node set "
+            f"GLOO_SOCKET_IFNAME, which is {given or 'not set'} here, to the interface of the network between nodes, "
+            "and let TCP from the other nodes pass the firewall (docs/two-machines.md)"
+        )
+    return text.split("\n")[0]
 
 
 def _prepare(config: Config, place: Place, store: Any) -> None:
