@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,3 +175,25 @@ def wait_late(rank: int, world_size: int) -> list[Failure | None]:
 
 def test_a_handle_raises_when_it_is_waited_for(ranks: RankPool) -> None:
     assert ranks.run(wait_late, 2) == [[], []]
+
+
+def call_without_a_store(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+    """Rank 0, which runs the store, ends between two calls. The next one has to compare its arguments by the store."""
+    thinwire.all_reduce_compressed(torch.ones(64), "none", timeout=30.0)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        while store.add("over", 0) < world_size - 1:
+            time.sleep(0.01)
+        os._exit(0)
+    store.add("over", 1)
+    with suppress(RuntimeError):
+        while True:
+            store.add("is anybody there", 1)
+    with pytest.raises(thinwire.PeerError) as caught:
+        thinwire.all_reduce_compressed(torch.ones(65), "none", timeout=30.0)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_a_rank_that_took_the_store_with_it_is_named(ranks: RankPool) -> None:
+    for named, text in ranks.run(call_without_a_store, 3, lost=[0], store="rank0")[1:]:
+        assert named == (0,), text

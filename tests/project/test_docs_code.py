@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import thinwire
 from support.pages import Block, blocks, python_of
@@ -56,7 +57,8 @@ class StandIns:
     fully_shard = staticmethod(fully_shard)
     make_model = Model
     train_process = staticmethod(train_process)
-    rank, world_size, nodes, path = 0, 1, 1, "checkpoint"
+    CosineAnnealingLR = CosineAnnealingLR
+    rank, world_size, nodes, path, steps = 0, 1, 1, "checkpoint", 3
 
     @cached_property
     def model(self) -> Model:
@@ -65,6 +67,10 @@ class StandIns:
     @cached_property
     def ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(self.model)
+
+    @cached_property
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.model.parameters()), "weight_decay": 0.1}]
 
     @cached_property
     def batches(self) -> list[Tensor]:

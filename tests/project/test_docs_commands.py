@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -76,6 +77,8 @@ def check(words: list[str]) -> None:
             check_thinwire(given.training_script_args)
         else:
             assert given.module or (ROOT / given.training_script).is_file(), given.training_script
+    elif rest[0] == "-c":
+        compile(rest[1], "-c", "exec")
     else:  # Python
         assert (ROOT / rest[0]).is_file(), rest[0]
 
@@ -90,6 +93,10 @@ def check_thinwire(words: list[str]) -> None:
         return
     module, _, function = cli.COMMANDS[name].target.partition(":")
     command = getattr(importlib.import_module(f"thinwire.tools.{module}"), function)
+    if "--config" in rest:  # any file will do
+        file = Path(rest[rest.index("--config") + 1])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
     options = cli._parse(name, get_type_hints(command)["options"], rest)
     if name == "train":
         checks.check(options)
@@ -116,7 +123,8 @@ COMMANDS = commands()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_its_program_takes_it(command: str) -> None:
+def test_its_program_takes_it(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     words = COMMANDS[command]
     if shlex.join(words) in EXCEPTIONS:
         return

@@ -10,6 +10,7 @@ import pytest
 
 from support.frameworks.runs import require
 from support.slow import slow
+from thinwire.tools.links import lab
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,9 +112,11 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
         assert "bytes instead of 4000000" in run_file(script)
 
 
-@pytest.mark.alone
 def test_commands_in_the_readme_run(tmp_path: Path) -> None:
-    """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes."""
+    """In an empty folder, one after the other; the first is what `make demo` runs, and must learn and save bytes.
+
+    With namespaces no other test sends on the interfaces that are counted.
+    """
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     commands = [line for block in blocks for line in block.splitlines()]
     demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n")[1].strip()
@@ -126,13 +129,14 @@ def test_commands_in_the_readme_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (command, done.stderr)
         outputs.append(done.stdout)
-    assert re.search(r"^300 steps, 2 ranks +default +none *$", outputs[0], re.MULTILINE), outputs[0]
+    assert re.search(r"^200 steps, 2 ranks +default +none *$", outputs[0], re.MULTILINE), outputs[0]
     accuracy = re.search(r"^accuracy +([\d.]+)% +([\d.]+)%", outputs[0], re.MULTILINE)
     assert accuracy, outputs[0]
     assert min(map(float, accuracy.groups())) >= 97, outputs[0]
-    for counted in ("MB sent per rank", "MB on the interface")[: 2 if Path("/proc/net/dev").exists() else 1]:
+    for counted in ("MB sent per rank", "MB on the interface")[: 2 if lab.why_not() is None else 1]:
         megabytes = re.search(rf"^{counted} +([\d,.]+) +([\d,.]+)", outputs[0], re.MULTILINE)
         assert megabytes, outputs[0]
         ours, dense = (float(text.replace(",", "")) for text in megabytes.groups())
-        assert dense > 30 * ours, outputs[0]
+        assert dense > 50 * ours, outputs[0]
+    assert re.search(r"^Compared with dense training: [\d.]+x as fast, [\d.]+ % of the bytes", outputs[0], re.MULTILINE)
     assert (tmp_path / "report.html").stat().st_size > 10_000

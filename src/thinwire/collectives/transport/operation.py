@@ -232,7 +232,7 @@ class Operation:
         while (verdict := board.read(f"verdict/{self.number}")) is None:
             cause = self._connection.cause or self._connection.reported_error()
             if cause is None and board.lost is not None:
-                cause = PeerError(f"the group's store does not answer, so the rank that runs it is lost: {board.lost}")
+                cause = self._without_store(board.lost)
             if cause is None and time.monotonic() > self._deadline:
                 cause = self._missing()
             if cause is not None:
@@ -270,17 +270,22 @@ class Operation:
         verb = "are" if len(late) > 1 else "is"
         return PeerError(f"{rank_list(late)} {verb} late: no call within {self._timeout:g} s", late)
 
+    def _without_store(self, reason: str) -> PeerError:
+        """Return the error after the store was lost. Usually rank 0 runs it, or an agent that ends together with it."""
+        if 0 in self.channel.ranks and self._me != 0:
+            return PeerError(f"rank 0 is lost, and with it the group's store: {reason}", [0])
+        return PeerError(f"the group's store does not answer, so the rank that runs it is lost: {reason}")
+
     def _failure_of(self, broken: LinkBroken) -> CollectiveError:
         peer = self.channel.ranks[broken.peer]
         theirs = self._read_here(broken.peer)
         if theirs is not None and theirs != self._record:
             return difference({self._me: self._record, peer: theirs})
         if not broken.late:
-            lost, ranks = self.channel.board.lost, self.channel.ranks
-            if lost is not None and 0 in ranks and 0 not in (peer, self._me):
-                # The peer may have closed its connections because of rank 0, which usually holds the store, and could
-                # not leave a notice.
-                return PeerError(f"rank 0 is lost, and with it the group's store ({lost}); rank {peer}: {broken}", [0])
+            lost = self.channel.board.lost
+            if lost is not None and 0 in self.channel.ranks and 0 not in (peer, self._me):
+                # The peer may have closed its connections because of rank 0, and could not leave a notice.
+                return self._without_store(f"{lost}; rank {peer}: {broken}")
             return PeerError(f"rank {peer} is lost: {broken}", [peer])
         how = "it has not reached this operation"
         if theirs is not None:
