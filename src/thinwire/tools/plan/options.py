@@ -51,7 +51,11 @@ class Options:
 
     By numbers: thinwire plan --params 7e9 --world 64 --bandwidth 1Gbps --step-compute 2s
 
-    Measured: torchrun --nnodes 2 ... -m thinwire plan --model gpt:layers=4,width=256
+    Estimated: thinwire plan --params 7e9 --world 64 --bandwidth 1Gbps --tokens 8192 --device h100 --gpu-memory 80GB
+
+    Measured here: thinwire plan --model gpt:layers=4,width=256 --world 8 --bandwidth wifi
+
+    Measured on a cluster: torchrun --nnodes 2 ... -m thinwire plan --model gpt:layers=4,width=256
     """
 
     params: Annotated[str | None, arg(metavar="COUNT", help_behavior_hint="")] = None
