@@ -95,6 +95,13 @@ def test_docstrings_become_markdown(site: Path) -> None:
     assert ":::" not in text
 
 
+def test_markdown_of_code_hosts_is_read(site: Path) -> None:
+    """A list after a paragraph, a table and a block of code become elements, also where Python's Markdown differs."""
+    for path in site.glob("*.html"):
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(r"^(<p>)?([*-] |\| ?-|```)", text, re.MULTILINE), path.name
+
+
 def test_search_finds_words_of_pages_and_docstrings(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text()  # which pages opened as files read
     assert all(word in index for word in ("training.html#my-script-breaks", "reference.html#thinwire.AdamW"))
