@@ -1,10 +1,7 @@
 """The docs build as a site without a warning, and every link and public name of it leads somewhere."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -13,9 +10,8 @@ import pytest
 
 import thinwire
 import thinwire.testing
-from support.frameworks.runs import require
+from support.site import build_site
 
-ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # links that a reader may follow; nothing is loaded from them
     "https://semver.org",
     "https://squidfunk.github.io/mkdocs-material/",
@@ -44,21 +40,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site, built as by `make docs`."""
-    for package in ("mkdocs", "material", "mkdocstrings"):
-        require(package, extra="docs")
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert not re.search("warning|error", done.stdout + done.stderr, re.IGNORECASE), done.stderr
-    return folder
+    return build_site(tmp_path_factory.mktemp("site"))
 
 
 def test_links_lead_to_files_of_the_site_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
@@ -93,6 +75,13 @@ def test_docstrings_become_markdown(site: Path) -> None:
     assert "<li><code>chunk</code>: a power of two" in text  # a list of arguments
     assert "<blockquote>" not in text  # a doctest that is not marked as code
     assert ":::" not in text
+
+
+def test_markdown_of_code_hosts_is_read(site: Path) -> None:
+    """A list after a paragraph, a table and a block of code become elements, also where Python's Markdown differs."""
+    for path in site.glob("*.html"):
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(r"^(<p>)?([*-] |\| ?-|```)", text, re.MULTILINE), path.name
 
 
 def test_search_finds_words_of_pages_and_docstrings(site: Path) -> None:
