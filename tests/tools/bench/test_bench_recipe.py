@@ -73,6 +73,29 @@ def test_every_method_between_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lab_can_be_built")
+def test_behind_links_loss_over_time_is_recorded_and_drawn(tmp_path: Path) -> None:
+    path, plot = tmp_path / "rows.jsonl", tmp_path / "time.svg"
+    methods = ["adamw dense", "adamw thinwire"]
+    given = [*SMALL, "--methods", *methods, "--link", "20mbit", "--out", str(path)]
+    result = subprocess.run(
+        [COMMAND, "bench", "recipe", *given], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    for row in record.read(path):
+        assert row["conditions"]["link"] == "20mbit"
+        assert [step for step, _ in row["losses"]] == [1, 2, 3, 4, 5, 6], "more often than without links"
+        assert row["times"] == sorted(row["times"])
+        assert row["times"][-1] == row["seconds"]
+    dense = rows_of(path)["adamw dense"]
+    assert dense["seconds"] >= 0.9 * 8 * dense["bytes_total"] / 20e6, "no more passes than the link carries"
+    assert cli.main(["bench", "results", str(path), "--plot", str(plot)]) == 0
+    drawn = plot.read_text()
+    assert "2 ranks behind links of 20mbit" in drawn
+    assert all(f"{method}: " in drawn for method in methods)
+    assert "seconds of training" in drawn
+
+
 def test_threads_in_place_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     options = [*SMALL, "--workers", "3", "--warmup-steps", "2", "--simulate", "--out", str(path)]
@@ -149,6 +172,8 @@ def test_the_warm_up_of_a_method_is_its_own() -> None:
         (["--steps", "5", "--warmup-steps", "5"], "--warmup-steps 5, expected 0 or more, and fewer than the 5 steps"),
         (["--lr", "0", "1"], "--lr 0 1, expected two numbers above 0"),
         (["--seeds"], "--seeds without a seed"),
+        (["--link", "fast"], "rate 'fast', expected bits per second"),
+        (["--link", "1gbit", "--simulate"], "--link with --simulate"),
         (["--out", "/nonexistent/rows.jsonl"], "/nonexistent/rows.jsonl"),
         pytest.param(
             ["--device", "cuda"],

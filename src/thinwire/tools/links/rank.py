@@ -28,6 +28,24 @@ def form(
     workers.ask("build", rank_class, args)
 
 
+class LinkedWorkers:
+    """`Workers` whose groups are formed through links.
+
+    timeout   time limit of any exchange in seconds.
+    """
+
+    def __init__(self, workers: Workers, links: Links, timeout: float) -> None:
+        self._workers, self._links, self._timeout = workers, links, timeout
+
+    def form(self, size: int, rank_class: Callable[..., object], *args: object) -> None:
+        """Form a process group through the links, and build `rank_class(rank, size, *args)` on each rank."""
+        form(self._workers, self._links, size, rank_class, *args, timeout=self._timeout)
+
+    def ask(self, method: str, *args: object) -> list[Any]:
+        """Call a method on every rank and return the results, ordered by rank."""
+        return self._workers.ask(method, *args)
+
+
 class _BehindLink:
     """A rank whose traffic goes through its link. It has the methods of what was built on it, too."""
 

@@ -11,17 +11,22 @@ If ranks end with different weights, the exit code is 1. Losses never change the
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+
+from thinwire.tools.links.network import network, prepare
+from thinwire.tools.units import parse_rate
 
 from ..harness import File, Line, Model, Names, Numbers, Progress, Row, arg, at_least, check_world, print_table
 from ..harness import run as run_benchmark
 from ..methods import BY_LOSS
 
 if TYPE_CHECKING:
-    from .trainer import Settings
+    from .trainer import Ranks, Settings
 
+_TIMEOUT_SECONDS = 300.0
 LEARNING_RATES = {"gpt": (1e-3, 0.2), "cnn": (1e-3, 0.02), "resnet18": (1e-3, 0.1)}
 """Learning rates of AdamW and SGD, by model.
 
@@ -64,22 +69,28 @@ class Options:
     hooks, which need processes."""
     bf16: bool = False
     """The model computes in bfloat16 (autocast); with --simulate."""
+    link: Annotated[str | None, arg(metavar="RATE", help_behavior_hint="")] = None
+    """Rate of each rank's link, such as 1gbit: network namespaces, or a relay if there are none."""
     out: File = None
     """Write JSON lines to this file: the conditions, then a row for each method and seed."""
 
 
 def run(options: Options) -> int:
     """Train and print the table. Return 0, or 1 if ranks ended with different weights or a rank failed."""
+    why_relay = None
+    if options.link is not None:
+        parse_rate(options.link)
+        if options.simulate or options.device != "cpu":
+            raise ValueError("--link with --simulate or --device cuda, expected ranks that are processes on the CPU")
+        why_relay = prepare()  # before torch is loaded
     # These load torch; --help and errors in options should not wait for that.
-    from thinwire.tools.workers import Workers
-
     from . import trainer
     from .gradients import Threads
 
     given = settings(options)
 
     def measure(progress: Progress) -> Iterator[Row]:
-        with Threads() if given.simulate else Workers(given.workers) as ranks:
+        with Threads() if given.simulate else workers_behind_links(given, why_relay) as ranks:
             yield from trainer.measure(given, ranks, progress)
 
     return run_benchmark(
@@ -90,6 +101,24 @@ def run(options: Options) -> int:
         progress_steps=len(given.methods) * len(given.seeds),
         **given.record(),
     )
+
+
+@contextmanager
+def workers_behind_links(given: "Settings", why_relay: str | None) -> "Iterator[Ranks]":
+    """Start processes, behind links if the settings have a rate.
+
+    why_relay   why the links need a relay; None if they can be network namespaces.
+    """
+    from thinwire.tools.links.rank import LinkedWorkers
+    from thinwire.tools.workers import Workers
+
+    if given.link is None:
+        with Workers(given.workers) as workers:
+            yield workers
+        return
+    links = network(given.workers, parse_rate(given.link), relay=why_relay is not None)
+    with links as net, Workers(given.workers) as workers:
+        yield LinkedWorkers(workers, net.links, timeout=_TIMEOUT_SECONDS)
 
 
 def settings(options: Options) -> "Settings":
@@ -143,6 +172,7 @@ def settings(options: Options) -> "Settings":
         device=options.device,
         simulate=options.simulate,
         bf16=options.bf16,
+        link=options.link,
     )
 
 

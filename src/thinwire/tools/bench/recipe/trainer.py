@@ -29,8 +29,11 @@ from ..training import Setup, Training, build
 from .gradients import Gradients
 
 _STEPS_AT_ONCE = 10
-_EVALUATIONS = 5
-"""Number of evaluations, evenly spread over the steps. The last one is the result, the others are only recorded."""
+_EVALUATIONS, _CURVE = 5, 20
+"""Number of evaluations, evenly spread over the steps; the second one behind links, where loss over time is drawn.
+
+The last one is the result, the others are only recorded.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Settings:
     device: str
     simulate: bool
     bf16: bool
+    link: str | None = None
+    """Rate of each rank's link."""
 
     def load_data(self) -> Data:
         """Load the data onto the device. Digits get noise, because trainings would otherwise end too much alike."""
@@ -66,7 +71,7 @@ class Settings:
 
     def record(self) -> dict[str, object]:
         """Return the settings for the conditions of a record."""
-        kept = {"workers", "batch", "steps", "warmup_steps", "lr", "simulate", "bf16"}
+        kept = {"workers", "batch", "steps", "warmup_steps", "lr", "simulate", "bf16", "link"}
         return {
             "model": self.config.name,
             "config": asdict(self.config),
@@ -103,10 +108,14 @@ def measure(settings: Settings, ranks: Ranks, progress: Progress) -> Iterator[Ro
 def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progress: Progress) -> Row:
     steps, title = settings.steps, f"{method.text}, seed {seed}"
     warmup = min(method.warmup(settings.warmup_steps), steps - 1)
-    evaluated = {steps * part // _EVALUATIONS for part in range(1, _EVALUATIONS + 1)} - {0}
+    points = _EVALUATIONS if settings.link is None else _CURVE
+    evaluated = {steps * part // points for part in range(1, points + 1)} - {0}
     stops = sorted({0, *range(0, steps, _STEPS_AT_ONCE), warmup, *evaluated})
-    sent, losses, accuracy, seconds = {0: 0.0}, [], 0.0, 0.0
+    sent, losses, times, accuracy, seconds = {0: 0.0}, [], [], 0.0, 0.0
     progress.start(title)
+    if settings.link is not None:  # time counts: kernels are compiled before
+        ranks.ask("start", method, seed)
+        ranks.ask("advance", min(warmup + 2, steps))
     ranks.ask("start", method, seed)
     for _, stop in pairwise(stops):
         started = time.perf_counter()
@@ -117,6 +126,7 @@ def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progre
         if stop in evaluated:
             loss, accuracy = ranks.ask("evaluate")[0]
             losses.append([stop, loss if math.isfinite(loss) else None])
+            times.append(seconds)
             progress.note(f"{title}, step {stop} of {steps}: loss {loss:.4f} after {seconds:.0f} s")
     same = len(set(ranks.ask("checksum"))) == 1
     dense = cost.ring(4 * settings.parameters, settings.workers)
@@ -135,6 +145,7 @@ def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progre
         "accuracy": accuracy,
         "losses": losses,
         "seconds": seconds,
+        "times": times,
         "fault": None if same else f"{title}: ranks ended with different weights, expected the same bits on all",
     }
 

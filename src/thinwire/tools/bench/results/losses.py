@@ -104,6 +104,8 @@ class _Row:
     value: float
     bytes_total: float
     dense_total: float
+    curve: tuple[tuple[float, float], ...]
+    """Seconds and loss of each evaluation; empty if ranks had no links of a rate."""
 
 
 @dataclass
@@ -233,6 +235,9 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
         value=value,
         bytes_total=float(line["bytes_total"]),
         dense_total=float(line["dense_total"]),
+        curve=tuple(zip(line["times"], (loss or math.nan for _, loss in line["losses"]), strict=True))
+        if given.get("link")
+        else (),
     )
 
 
@@ -346,6 +351,11 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     figure, panels = plt.subplots(
         len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
     )
+    if all(one.conditions.get("link") for one in comparisons):
+        for one, axes in zip(comparisons, panels[:, 0], strict=True):
+            _draw_curves(one, axes)
+        save_svg(figure, path)
+        return
     for one, axes in zip(comparisons, panels[:, 0], strict=True):
         best = one.dense()
         assert best
@@ -380,3 +390,30 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
         )
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     save_svg(figure, path)
+
+
+def _draw_curves(one: Comparison, axes: Any) -> None:
+    """Draw loss over time, the mean over seeds, with a line for each method and its name at its end."""
+    ends = []
+    for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
+        curves = [row.curve for row in one.rows if row.method == method]
+        seconds, losses = (
+            [_mean(list(values)) for values in zip(*parts, strict=True)]
+            for parts in (
+                [[point[0] for point in curve] for curve in curves],
+                [[point[1] for point in curve] for curve in curves],
+            )
+        )
+        axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
+        label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
+        axes.annotate(label, (seconds[-1], losses[-1]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        ends.append(seconds[-1])
+    axes.set_xlim(0, 1.25 * max(ends))
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("validation loss")
+    given = one.conditions
+    axes.set_title(
+        f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.worlds[0]} ranks behind links of "
+        f"{given['link']}, {given['steps']:,} steps",
+        fontsize=10,
+    )
