@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ("train", "contract", "links", "bench", "optim", "integrations")
+LONGEST = ("project", "train", "contract", "links", "bench", "optim", "integrations")
 """Folders whose files take longest. They come first, or one process would end long before the others."""
 
 

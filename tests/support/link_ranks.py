@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import thinwire
+from support.ports import ports_of_this_process
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.links.network import network
@@ -22,6 +23,9 @@ class TestedRank(LinkRank):
     def load_kernels(self, spec: str) -> None:
         """Before a time-out counts: they may have to be compiled."""
         thinwire.compressor(spec).compress(torch.randn(100_000), torch.zeros(100_000)).decompress()
+
+    def ports(self) -> list[int]:
+        return ports_of_this_process()
 
     def attempt(self) -> tuple[str, float]:
         """What one step raises, and after how many seconds; nothing if it ends well."""

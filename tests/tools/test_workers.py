@@ -117,7 +117,20 @@ def test_nonsense_in_the_store_is_ignored_or_an_error_that_names_the_call(places
 
 @pytest.mark.parametrize(
     "text",
-    ["", "words", "[]", "{}", "7", "null", "[1, 2]", '["1", {}, null]', "[1, [], null]", "[1, {}, 3]", "[" * 100_000],
+    [
+        "",
+        "words",
+        "[]",
+        "{}",
+        "7",
+        "null",
+        "[1, 2]",
+        '["1", {}, null]',
+        "[1, [], null]",
+        "[1, {}, 3]",
+        '[1, {"call": []}, null]',
+        "[" * 100_000,
+    ],
     ids=lambda text: text[:12],
 )
 def test_a_record_that_no_rank_wrote_is_none(text: str) -> None:

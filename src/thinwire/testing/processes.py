@@ -399,14 +399,14 @@ def _forget_meshes() -> None:
                     value.cache_clear()
 
 
-def loopback_store(timeout: timedelta) -> Any:
-    """Return a store that listens on the loopback interface alone. By itself, torch's listens on all interfaces."""
+def loopback_store(timeout: timedelta, host: str = HOST) -> Any:
+    """Return a store that listens at one address alone. By itself, torch's listens on all interfaces."""
     with socket.socket() as listening:
-        listening.bind((HOST, 0))
+        listening.bind((host, 0))
         listening.listen(128)
         port = listening.getsockname()[1]
         return TCPStore(
-            HOST,
+            host,
             port,
             is_master=True,
             wait_for_workers=False,

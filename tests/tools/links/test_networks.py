@@ -5,7 +5,9 @@ import torch
 
 import thinwire
 from support.link_ranks import TestedRank
+from support.ports import listening
 from support.transfer import Build, Transfer
+from thinwire.tools.links.network import network
 from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
@@ -18,6 +20,15 @@ def test_bytes_are_counted_and_no_faster_than_the_rate(build: Build) -> None:
     assert done.received == nbytes
     assert nbytes <= done.counted < 1.1 * nbytes  # TCP's and Ethernet's headers take 6 %
     assert done.seconds >= 0.9 * 8 * nbytes / 40e6  # a busy machine can only make it longer
+
+
+def test_the_store_of_a_relay_listens_on_loopback_alone() -> None:
+    with network(2, None, relay=True) as net, Workers(2) as workers:
+        form(workers, net.links, 2, TestedRank, timeout=60.0)
+        ports = [port for each in workers.ask("ports") for port in each]
+        found = {place.address for place in listening() if place.port in ports}
+    assert found
+    assert all(address.endswith("7F") for address in found), found  # 127.x.x.x, as Linux writes it
 
 
 def test_counted_bytes_are_those_of_the_compressor(build: Build) -> None:

@@ -63,6 +63,8 @@ def test_without_tools_or_rights_there_is_a_relay(tmp_path: Path) -> None:
     [
         (["--link", "fast"], "rate 'fast', expected bits per second"),
         (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
+        (["--link", "1gbit", "--recipe", "text-gpt", "--workers", "4", "--shard", "2"], "--link with --shard 2"),
+        (["--link", "1gbit", "--recipe", "mnist-cnn", "--download"], "ranks behind links reach no other network"),
     ],
 )
 def test_wrong_links_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
@@ -77,4 +79,4 @@ def test_torchrun_has_links_of_its_own(tmp_path: Path) -> None:
     start = (*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "thinwire", "train")
     done = run(tmp_path, "--link", "1gbit", program=start)
     assert done.code != 0
-    assert "--link under torchrun" in done.err
+    assert "under torchrun" in done.err

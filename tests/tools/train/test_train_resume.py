@@ -196,6 +196,8 @@ DAMAGES = {
     "weights without a run": ("model.pt", _state(lambda state: state.clear())),
     "counts in words": ("model.pt", _state(lambda state: state.update(counts="many"))),
     "a count in words": ("model.pt", _state(lambda state: state["counts"].update(samples="many"))),
+    "samples without end": ("model.pt", _state(lambda state: state["counts"].update(samples=10**30))),
+    "bytes without end": ("model.pt", _state(lambda state: state["counts"].update(bytes_sent=10**400))),
     "counts of another step": ("model.pt", _state(lambda state: state["counts"].update(step=11))),
     "a split without parts": ("model.pt", _state(lambda state: state["counts"].update(split={}))),
     "an evaluation in words": ("model.pt", _state(lambda state: state.update(evaluated={"loss": "low"}))),

@@ -33,6 +33,7 @@ class Record:
         except (ValueError, TypeError, RecursionError):
             return None
         fits = type(number) is int and isinstance(call, dict) and isinstance(refused, str | None)
+        fits = fits and isinstance(call.get("call", ""), str)
         return Record(number, call, refused) if fits else None
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -42,16 +41,33 @@ def network(ranks: int, rate: float | None, *, relay: bool) -> Network:
 def prepare() -> str | None:
     """Prepare this process to create namespaces, with or without root. Return why it cannot, or None if it can.
 
-    Without root, the process moves into a user namespace. It must have one thread only, so this comes before torch.
+    Without root, the process moves into a user namespace. It must have one thread only, so this comes before torch. A
+    copy of the process tries it first, because there is no way back.
     """
-    reason = lab.what_is_missing()
-    try:
-        if reason is None and os.geteuid():
-            become_root()
-        with Lab(1, None) if reason is None else nullcontext():  # root in a container may lack the rights
-            return reason
-    except (ValueError, OSError) as error:
-        return str(error)
+    reason = lab.what_is_missing() or _refusal()
+    if reason is None and os.geteuid():
+        become_root()
+    return reason
+
+
+def _refusal() -> str | None:
+    """Return why a copy of this process cannot create namespaces, or None if it can."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            if os.geteuid():
+                become_root()
+            with Lab(1, None):  # root in a container may lack the rights
+                pass
+        except BaseException as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as answer:
+        reason = answer.read()
+    os.waitpid(child, 0)
+    return reason or None
 
 
 def become_root() -> None:

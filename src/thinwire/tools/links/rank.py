@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from thinwire.testing.processes import loopback_store
 from thinwire.tools.workers import Workers
 
 from . import Links
@@ -59,7 +60,7 @@ class _BehindLink:
         """Start the store on rank 0 and return its port. Return 0 on all other ranks."""
         if self._rank:
             return 0
-        self._store = TCPStore(self._links.address(0), 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = loopback_store(self._timeout, self._links.address(0))
         return int(self._store.port)
 
     def join(self, port: int) -> None:

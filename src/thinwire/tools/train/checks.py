@@ -16,6 +16,7 @@ from .models import model_config
 
 LARGEST_SEED = 1 << 62
 LARGEST_BATCH = 1 << 20
+LARGEST_STEPS = 1 << 40
 
 
 def check(config: Config) -> None:
@@ -24,6 +25,8 @@ def check(config: Config) -> None:
         _at_least(config, name, least)
     for name in ("warmup_steps", "checkpoint_every", "eval_every", "seed"):
         _at_least(config, name, 0)
+    if config.steps > LARGEST_STEPS:
+        raise ValueError("--steps is too large, expected at most 2**40")
     if config.batch > LARGEST_BATCH:
         raise ValueError(f"--batch {config.batch}, expected at most {LARGEST_BATCH:,} samples per rank and step")
     if config.seed > LARGEST_SEED:
@@ -44,8 +47,11 @@ def check(config: Config) -> None:
         )
     if config.link is not None:
         parse_rate(config.link)
-        if config.device == "cuda" or config.shard > 1:
-            raise ValueError("--link with --device cuda or --shard, expected ranks on the CPU with DDP")
+        if config.device not in ("auto", "cpu") or config.shard > 1:
+            given = f"--shard {config.shard}" if config.shard > 1 else f"--device {config.device}"
+            raise ValueError(f"--link with {given}, expected ranks on the CPU with DDP: leave one of them out")
+        if config.download or "wandb" in config.log_to:
+            raise ValueError("--link with --download or --log-to wandb: ranks behind links reach no other network")
     _check_shard(config)
     max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)

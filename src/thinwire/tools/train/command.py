@@ -5,7 +5,7 @@ It is not in `__init__.py`, because a model must not need the packages of the co
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,10 +42,13 @@ def run(options: Options) -> int:
     given = {name: value for name, value in vars(options).items() if name != "config"}
     place, config = Place.of_torchrun(), Config(**given)
     why_relay = None
-    if place is not None and config.link is not None:
-        raise ValueError(
-            "--link under torchrun, expected ranks that thinwire train starts itself: leave out one of them"
-        )
+    if config.link is not None:
+        if place is not None:
+            raise ValueError(
+                "--link, or link in the config of the run, under torchrun: expected ranks that thinwire train starts "
+                "itself, without torchrun"
+            )
+        config = replace(config, device="cpu" if config.device == "auto" else config.device)
     if place is None:
         if config.link is not None:
             why_relay = prepare()

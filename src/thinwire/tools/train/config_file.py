@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -97,7 +98,7 @@ def _once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise ValueError(f"{key!r:.80} is given twice")
+            raise ValueError(f"{reprlib.repr(key)} is given twice")
         made[key] = value
     return made
 
@@ -113,20 +114,26 @@ def _value(name: object, value: object) -> Any:
     """Return the value of one option. In a file, a path is text and a tuple a list."""
     if not isinstance(name, str) or name not in _NAMES:
         nearest = difflib.get_close_matches(str(name).replace("-", "_"), _MEANT, 1, cutoff=0.0)
-        raise ValueError(f"unknown option {name!r:.80}; did you mean {_MEANT[nearest[0]]}?")
+        raise ValueError(f"unknown option {reprlib.repr(name)}; did you mean {_MEANT[nearest[0]]}?")
     default = Config().record()[name]
     kinds = {float: (int, float), tuple: (list,), type(None): (str, type(None))}.get(type(default), (type(default),))
     if type(value) not in kinds:
         names = {str: "text", list: "a list of texts", bool: "true or false", type(None): "nothing"}
         expected = " or ".join(names.get(kind, kind.__name__) for kind in kinds)
-        raise ValueError(f"{name} is {value!r:.80}, expected {expected}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected {expected}")
+    if isinstance(default, float):
+        try:
+            value = float(value)  # type: ignore[arg-type]
+        except OverflowError:
+            raise ValueError(f"{name} is a whole number of {len(str(value))} digits, expected a float") from None
     if isinstance(value, list) and not all(isinstance(part, str) for part in value):
-        raise ValueError(f"{name} is {value!r:.80}, expected a list of texts")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a list of texts")
     hint = get_type_hints(Config)[name]
     choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
     if isinstance(value, str) and choices and value not in choices:
         nearest = difflib.get_close_matches(value, choices, 1, cutoff=0.0)
-        raise ValueError(f"{name} is {value!r:.80}, expected one of {', '.join(choices)}; did you mean {nearest[0]}?")
+        expected = f"{', '.join(choices)}; did you mean {nearest[0]}?"
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected one of {expected}")
     if isinstance(value, str) and (hint is Path or Path in get_args(hint)):
         return Path(value)
     return tuple(value) if isinstance(value, list) else value

@@ -34,8 +34,6 @@ def choose_folder(config: Config) -> Path:
         return _numbered(config.recipe)
     if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
         raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
-    if config.out.exists() and not config.out.is_dir():
-        raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
     try:
         config.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

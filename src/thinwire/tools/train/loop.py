@@ -29,6 +29,8 @@ from .view import PHASES, Result, View
 PATIENCE = 20
 """Number of steps in a row without a finite loss after which training fails."""
 _EVALUATION_BATCH = 256
+_LARGEST = 1 << 53
+"""Bound of the numbers in a checkpoint: of bytes, steps, samples."""
 
 
 @dataclass
@@ -401,7 +403,8 @@ def _checked_scores(saved: object) -> dict[str, Any] | None:
 
 
 def _is_number(value: object, kind: type) -> bool:
-    return type(value) is int or (kind is float and type(value) is float)
+    """Return whether a value is of the kind, finite, and not so large that a float would not hold it exactly."""
+    return (type(value) is int or (kind is float and type(value) is float)) and abs(value) < _LARGEST
 
 
 def _check_same_run(config: Config, saved: object) -> None:

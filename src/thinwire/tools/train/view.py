@@ -129,7 +129,7 @@ def compare(ours: Result, dense: Result) -> str:
     """Return the result of a training beside that of dense training, as one sentence."""
     parts = [f"{_factor(dense.seconds / ours.seconds)} as fast"]
     if ours.bytes_sent:
-        parts.append(f"{100 * ours.bytes_sent / dense.bytes_sent:.2g} % of the bytes")
+        parts.append(f"{100 * ours.bytes_sent / dense.bytes_sent:.1f} % of the bytes")
     if ours.accuracy is not None and dense.accuracy is not None:
         parts.append(f"accuracy {ours.accuracy:.1%} (dense {dense.accuracy:.1%})")
     else:
