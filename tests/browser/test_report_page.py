@@ -143,7 +143,8 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
         "0.01250",
         "90.0 %",
         "160 kB",
-        "1/100 of dense",
+        "dense 16.0 MB",
+        "100x",
         "20.0 s",
         "2.00 steps/s",
         "123 k",
@@ -151,7 +152,7 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
     ):
         assert text in first
     assert "16.0 MB" in dense
-    assert "as much as dense" in dense
+    assert "1.0x" in dense
     assert "not finished, 30 of 40 steps" in killed
     assert page.locator("#command").inner_text().startswith("thinwire report ")
     assert re.fullmatch(r"Made on \d{4}-\d\d-\d\d \d\d:\d\d UTC by thinwire .*\.", page.locator("#made").inner_text())
@@ -162,7 +163,100 @@ def test_one_run_has_cards_and_its_own_title(tmp_path: Path, open_page: Open) ->
     page = open_page(tmp_path / "page.html")
     expect(page.get_by_role("heading", level=1)).to_have_text("alone")
     labels = page.locator(".cards dt").all_inner_texts()
-    assert labels == ["Validation loss", "Accuracy", "Sent per rank", "Wall-clock", "Ranks", "Parameters"]
+    figures = ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
+    assert labels == figures
+
+
+def test_the_name_of_one_run_is_there_once(tmp_path: Path, open_page: Open) -> None:
+    report.write([write_run(tmp_path / "digits-cnn-7", 1)], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    page.locator("#command").evaluate("element => element.remove()")  # the path is in it
+    hover(page, chart(page, "Loss"), 0.5)
+    assert page.locator("body").inner_text().count("digits-cnn") == 1
+    page.locator("#config summary").click()
+    assert page.locator("body").inner_text().count("digits-cnn-7") == 1  # and the recipe
+
+
+@pytest.fixture
+def resumed(tmp_path: Path, open_page: Open) -> Page:
+    """A run with a warm-up of two steps and a refresh after 16, stopped after step 17; its checkpoint is of step 15."""
+    lines: list[dict[str, Any]] = []
+    sent = 0
+    for step in range(1, STEPS + 1):
+        why = ["warm-up"] if step < 3 else ["refresh"] if step == 16 else ["evaluation"] if step == 21 else []
+        sent += {"warm-up": 100_000, "refresh": 50_000, "evaluation": 4_010}.get(why[0] if why else "", 4_000)
+        place = {"step": step, "seconds": 0.5 * step, "bytes_sent": sent, "bytes_dense": 400_000 * step}
+        lines.append({"kind": "step", **place, "loss": loss(1, step), "events": why, "reduction_after_warmup": 90.0})
+        if step % 20 == 0:
+            lines.append({"kind": "evaluation", **place, "loss": 0.5, "accuracy": 0.8 + step / 1000})
+    start = {"kind": "conditions", "config": {"steps": STEPS}, "first_step": 0}
+    stop = {"kind": "end", "reason": "stopped", "step": 17, "seconds": 8.5}
+    whole = [start, *lines[:17], stop, {**start, "first_step": 15}, *lines[15:]]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    report.write([tmp_path / "run"], tmp_path / "page.html")
+    return open_page(tmp_path / "page.html")
+
+
+def place_in(page: Page, title: str, x: float) -> float:
+    """Where a value of the x axis is, in pixels of the window."""
+    left, *_ = place_of(page, chart(page, title))
+    found: float = page.evaluate(f"([title, x]) => {CHART}.uplot.valToPos(x, 'x')", [title, x])
+    return left + found
+
+
+def test_a_stop_and_a_resume_are_marked(resumed: Page) -> None:
+    expect(resumed.locator("#subtitle")).to_contain_text("resumed once")
+    for name, x in (("Steps", 15), ("Time", 7.5), ("Bytes sent", 200_000 + 13 * 4_000)):
+        resumed.get_by_text(name, exact=True).click()
+        for title in ("Loss", "Accuracy", "Bytes per step"):
+            mark = chart(resumed, title).locator(".stop")
+            expected = place_in(resumed, title, x)
+            box = mark.bounding_box()
+            assert box
+            assert box["x"] == pytest.approx(expected, abs=2)
+            expect(chart(resumed, title).locator(".note:not(.bump)")).to_have_text("stopped at step 17, resumed")
+
+
+def test_bumps_in_the_bytes_have_a_name(resumed: Page) -> None:
+    bumps = chart(resumed, "Bytes per step").locator(".bump")
+    assert bumps.all_inner_texts() == ["warm-up", "refresh"]  # one for both steps; an evaluation of 10 bytes is none
+    box = bumps.nth(1).bounding_box()
+    assert box
+    assert box["x"] == pytest.approx(place_in(resumed, "Bytes per step", 16), abs=6)
+    figure = chart(resumed, "Bytes per step")
+    figure.locator(".plot").focus()
+    resumed.keyboard.press("Home")
+    tooltip = resumed.locator("#tooltip")
+    expect(tooltip.locator(".place")).to_have_text("step 1: warm-up")
+    for _ in range(20):
+        resumed.keyboard.press("ArrowRight")
+    expect(tooltip.locator(".place")).to_have_text("step 21: evaluation")
+    resumed.keyboard.press("ArrowRight")
+    expect(tooltip.locator(".place")).to_have_text("step 22")
+
+
+def test_the_whole_run_and_the_steady_state_are_side_by_side(resumed: Page) -> None:
+    cards = [each.inner_text().split("\n") for each in resumed.locator(".cards > div").all()]
+    at = [label for label, *_ in cards].index("Reduction")
+    sent = 2 * 100_000 + 50_000 + 10 + 37 * 4_000
+    assert cards[at] == ["Reduction", f"{400_000 * STEPS / sent:.0f}x", "whole run"]
+    assert cards[at + 1] == ["After the warm-up", "90x", "since the last resume"]
+
+
+def test_one_run_is_drawn_with_the_dense_bytes(resumed: Page) -> None:
+    found = drawn(resumed, "Bytes per step")
+    assert set(found["dense"]) == {400_000}
+    assert found["sent"][:4] == [100_000, 100_000, 4_000, 4_000]
+    log = chart(resumed, "Bytes per step").get_by_role("button", name="Log")
+    expect(log).to_have_attribute("aria-pressed", "true")  # else what was sent would be the axis
+
+
+def test_accuracy_begins_at_zero(resumed: Page) -> None:
+    low = f"(title) => {CHART}.uplot.scales.y.min"
+    assert resumed.evaluate(low, "Accuracy") == 0
+    chart(resumed, "Accuracy").get_by_role("button", name="From 0 %").click()
+    assert 0.8 < resumed.evaluate(low, "Accuracy") < 0.82
 
 
 def test_every_chart_draws_every_run(three: Path, open_page: Open) -> None:
@@ -425,7 +519,7 @@ def test_a_run_that_has_just_begun(lines: int, tmp_path: Path, open_page: Open) 
     if lines == 1:
         expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
     else:
-        assert drawn(page, "Loss") == {"new training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
+        assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
         assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
 
 

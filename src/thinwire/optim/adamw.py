@@ -471,6 +471,7 @@ class AdamW(CompressedOptimizer):
 
     def _refresh(self, seconds: Sequence[Tensor]) -> None:
         """Average the logarithms of second moments over ranks."""
+        self.sync.stats.refreshes += 1
         pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)
         for start in range(0, len(pieces), _AT_ONCE):

@@ -29,6 +29,8 @@ class SyncStats:
     """Part of `bytes_sent` until the end of the warm-up, and of the trials of "auto"."""
     warmup_bytes_dense: int = 0
     """Part of `bytes_dense` until then."""
+    refreshes: int = 0
+    """Averages of the ranks' second moments, by AdamW."""
     last_bytes_sent: int = 0
     """Bytes sent by this rank in the last step, and in averages after it."""
     messages: int = 0

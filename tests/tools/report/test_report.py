@@ -140,6 +140,39 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> Non
     assert run.conditions["first_step"] == 10
 
 
+@pytest.mark.parametrize(
+    ("ends", "first_step", "texts"),
+    [
+        ([], 10, ["resumed"]),
+        ([("stopped", 20)], 20, ["stopped, resumed"]),
+        ([("stopped", 20)], 10, ["stopped at step 20, resumed"]),
+        ([("failed", 20)], 10, ["failed at step 20, resumed"]),
+        ([("finished", 20)], 20, ["finished, resumed"]),
+        ([("stopped", 20)], None, ["stopped"]),
+        ([("finished", 20)], None, []),
+        ([("stopped", 20)], 0, []),
+    ],
+)
+def test_stops_and_resumes_are_marked(
+    ends: list[tuple[str, int]], first_step: int | None, texts: list[str], tmp_path: Path
+) -> None:
+    """At the checkpoint from which a run went on, with its bytes and seconds, so that any axis has the mark."""
+    ended = [{**step(number), "kind": "end", "reason": reason} for reason, number in ends]
+    more = [] if first_step is None else [conditions(first_step=first_step), step(30)]
+    marks = content(run_of(tmp_path, [conditions(), step(10), step(20), *ended, *more]))["marks"]
+    assert [mark["text"] for mark in marks] == texts
+    place = 20 if first_step is None else first_step
+    expected = {"step": place, "seconds": pytest.approx(0.1 * place), "bytes": 100 * place}
+    assert all({name: mark[name] for name in expected} == expected for mark in marks)
+
+
+def test_a_run_that_stopped_often_has_a_mark_for_each_stop(tmp_path: Path) -> None:
+    stopped = [conditions(), step(10), {**step(10), "kind": "end", "reason": "stopped"}]
+    again = [conditions(first_step=10), step(20), conditions(first_step=20), step(30), conditions(first_step=20)]
+    found = [(mark.step, mark.text) for mark in run_of(tmp_path, [*stopped, *again]).marks]
+    assert found == [(10, "stopped, resumed"), (20, "resumed"), (20, "resumed")]
+
+
 def test_a_run_from_step_0_is_another_one(tmp_path: Path) -> None:
     run = run_of(tmp_path, [conditions(), evaluation(0), step(30), END, conditions(lr=2), evaluation(0), step(10)])
     assert [row.step for row in run.rows] == [10, 0]
@@ -182,6 +215,7 @@ def test_what_is_not_finite_is_a_gap(value: str, tmp_path: Path) -> None:
         ('{"kind": "step", "step": -1}\n', r":2: step -1, expected a whole number, from 0"),
         ('{"kind": "step", "step": 1, "loss": "low"}\n', r":2: loss 'low', expected a number or null"),
         ('{"kind": "step", "step": 1, "split": 3}\n', r":2: split 3, expected an object with compute"),
+        ('{"kind": "step", "step": 1, "events": [3]}\n', r":2: events \[3\], expected a list of names"),
         ('{"kind": "end", "step": 1, "ranks": [3]}\n', r":2: ranks \[3\], expected a list of objects"),
         ('{"kind": "end", "step": 1, "ranks": [{"rank": "a"}]}\n', r":2: rank 'a', expected a whole number"),
         ('{"kind": "step", "step": 1' + "0" * 400 + "}\n", r":2: step 10+\.\.\.0+, expected a whole number"),
@@ -241,7 +275,14 @@ def test_rows_need_conditions(tmp_path: Path) -> None:
 
 def test_bytes_per_step_are_differences(tmp_path: Path) -> None:
     rows = [step(10, bytes_sent=1000), step(20, bytes_sent=None), step(40, bytes_sent=7000), step(40, bytes_sent=7000)]
-    assert bytes_per_step(run_of(tmp_path, [conditions(), *rows])) == [100, None, 200, None]
+    steps = run_of(tmp_path, [conditions(), *rows]).steps
+    assert bytes_per_step(steps, [row.bytes_sent for row in steps]) == [100, None, 200, None]
+    assert content(run_of(tmp_path, [conditions(), *rows]))["dense"]["value"] == [8000, 8000, 8000, None]
+
+
+def test_what_sent_further_bytes_is_read(tmp_path: Path) -> None:
+    lines = [step(1, events=["warm-up"]), step(10, events=["warm-up", "evaluation"]), step(20, events=[]), step(30)]
+    assert content(run_of(tmp_path, [conditions(), *lines]))["events"] == [[1, "warm-up"], [10, "warm-up, evaluation"]]
 
 
 def test_a_step_takes_the_mean_over_steps_not_lines(tmp_path: Path) -> None:

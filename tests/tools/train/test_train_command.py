@@ -95,6 +95,29 @@ def test_metrics_are_lines_of_known_kinds_in_order(folder: Path) -> None:
     assert all(json.dumps(line, allow_nan=False) for line in lines(folder))
 
 
+def test_metrics_say_what_sent_further_bytes(ran: Ran, folder: Path) -> None:
+    """Those of a checkpoint and an evaluation are counted with the step after it."""
+    expected: dict[int, list[str]] = {step: [] for step in range(1, 31)}
+    if folder == ran.folder:
+        expected |= {step: ["warm-up"] for step in range(1, 6)}
+    for step in (6, 11, 16, 21, 26):
+        expected[step] += ["evaluation"] * (step in (11, 21)) + ["checkpoint"]
+    if folder == ran.folder:
+        expected[16].append("refresh")
+    assert {line["step"]: line["events"] for line in lines(folder, "step")} == expected
+
+
+def test_the_first_step_is_logged(ranks: RankPool, tmp_path: Path) -> None:
+    """Also that of a run that goes on: so a curve begins where the run does, and not log_every steps later."""
+    config = changed(SMALL, steps=12, log_every=5, checkpoint_every=0, out=Path("run"))
+    assert train(ranks, 2, config, tmp_path).finished
+    assert logged_steps(tmp_path / "run") == [1, 5, 10, 12]
+    assert train(ranks, 2, changed(config, steps=18, resume="auto"), tmp_path).finished
+    assert logged_steps(tmp_path / "run") == [1, 5, 10, 12, 13, 15, 18]
+    assert lines(tmp_path / "run", "step")[4]["events"] == ["resume"]
+    assert [line["step"] for line in lines(tmp_path / "run", "end")] == [12, 18]
+
+
 def test_times_of_a_step_add_up(folder: Path) -> None:
     """What is waited for is never more than the step; the phases add up to it, and the speed is computed from it."""
     steps, before = lines(folder, "step"), 0.0

@@ -123,7 +123,7 @@ def test_metrics_that_come_again_are_cut_off(tmp_path: Path) -> None:
     assert read() == ["conditions", 1, 2, 3, "conditions", 4, 5, 6, 6]
     assert lines(tmp_path)[1] == {"kind": "step", "step": 1, "loss": None, "split": {"wait": None}}
     write(6, 7)
-    assert read() == ["conditions", 1, 2, 3, "conditions", 4, 5, 6, "conditions", 7]
+    assert read() == ["conditions", 1, 2, 3, "conditions", 4, 5, 6, 6, "conditions", 7], "the end at step 6 stays"
     write(2, 3)
     assert read() == ["conditions", 1, 2, "conditions", 3]
     write(0)

@@ -72,7 +72,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 def assert_whole(folder: Path, steps: int = 16) -> None:
     assert logged_steps(folder) == list(range(1, steps + 1))
-    assert [line["kind"] for line in lines(folder)].count("end") == 1
+    assert [line["reason"] for line in lines(folder, "end")].count("finished") == 1
     assert lines(folder)[-1]["kind"] == "end"
 
 

@@ -49,8 +49,35 @@ class Chart {
           ...round(view.x.log), values: texts(view.x.tick), grid: { show: false }, ticks: { stroke: colour("line") } }),
         axis({ ...round(view.y.log), values: texts(view.y.tick), size: room, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } }),
       ],
-      hooks: { setCursor: [(u) => this.read(u)] },
+      hooks: { setCursor: [(u) => this.read(u)], ready: [(u) => this.annotate(u, view)] },
     };
+  }
+
+  // Texts over the plot: where runs stopped or went on, and what each bump is. A text that would cover another is left out.
+  annotate(u, { marks = [], bumps = [] }) {
+    const taken = [];
+    const put = (node, x, y) => {
+      node.style.left = node.style.top = "0";
+      u.over.append(node);
+      const [width, height] = [node.offsetWidth, node.offsetHeight];
+      const left = Math.max(0, Math.min(x, u.over.clientWidth - width));
+      const top = Math.max(0, y - height);
+      const covers = taken.some((box) => left < box.right + 4 && left + width + 4 > box.left && top < box.bottom && top + height > box.top);
+      if (covers) node.remove();
+      else taken.push({ left, right: left + width, top, bottom: top + height });
+      [node.style.left, node.style.top] = [`${left}px`, `${top}px`];
+      return !covers;
+    };
+    for (const { x, y, text } of bumps) {
+      put(element("span", { class: "note bump" }, text), u.valToPos(x, "x") + 3, u.valToPos(y, "y") - 1);
+    }
+    for (const { index, x, text } of marks) {
+      const line = element("i", { class: `stop ${colourOf(index)}`, title: text });
+      line.style.left = `${u.valToPos(x, "x")}px`;
+      u.over.append(line);
+      const node = element("span", { class: `note ${colourOf(index)}` }, text);
+      [0.4, 0.25, 0.55, 0.7, 0.1, 0.9].some((height) => put(node, u.valToPos(x, "x") + 5, height * u.over.clientHeight));
+    }
   }
 
   read(u) {
@@ -179,17 +206,41 @@ function withMeasured(layer, values) {
   return [{ ...layer, kind: "faint", column: "measured" }, { ...layer, values, column: `${layer.column}, mean` }];
 }
 
+// The places of an axis at which runs stopped or went on; what happened at the same place is one text.
+function marksOf(runs, axisName) {
+  const marks = new Map();
+  for (const { run, index } of runs) {
+    for (const mark of run.marks) {
+      const x = mark[axisName];
+      if (x === null) continue;
+      const key = `${index} ${x}`;
+      marks.set(key, { index, x, text: marks.has(key) ? `${marks.get(key).text}, ${mark.text}` : mark.text });
+    }
+  }
+  return [...marks.values()];
+}
+
+// The points of a run at which more was sent than usual, and why, the highest first.
+function bumpsOf({ traffic, events }, axisName) {
+  const why = new Map(events);
+  const usual = traffic.value.filter((value, at) => value !== null && !why.has(traffic.step[at])).sort((a, b) => a - b);
+  const floor = 1.2 * (usual[Math.floor(usual.length / 2)] ?? 0);
+  return traffic.value.map((y, at) => ({ x: traffic[axisName][at], y, text: why.get(traffic.step[at]) }))
+    .filter(({ x, y, text }) => text && x !== null && y > floor).sort((a, b) => b.y - a.y);
+}
+
 function seriesOf({ index, name, kind, column, points }) {
   const marks = (kind === "marks" && points.length <= 60) || points.filter((point) => point[1] !== null).length === 1;
   return {
-    label: `${name} ${column}`.trim(), stroke: colour(colourOf(index)), dash: dashOf(index), width: kind === "line" ? 1.75 : 1.25,
+    label: `${name} ${column}`.trim(), stroke: colour(kind === "reference" ? "muted" : colourOf(index)),
+    dash: kind === "reference" ? [6, 4] : dashOf(index), width: kind === "line" ? 1.75 : 1.25,
     alpha: kind === "faint" ? 0.25 : 1, points: { show: marks, size: 7, fill: colour("card") },
   };
 }
 
-// What a chart of lines draws. `layers`: [{ index, name, curve, values, kind, column }]. The kind is "line", "faint" or
-// "marks"; the column, that of the tooltip, in which there is one row for each run.
-function lineView({ layers, axisName, y, height, label, format }) {
+// What a chart of lines draws. `layers`: [{ index, name, curve, values, kind, column }]. The kind is "line", "faint",
+// "marks" or "reference"; the column, that of the tooltip, in which there is one row for each run. `why(step)` is a text.
+function lineView({ layers, axisName, y, height, label, format, marks = [], bumps = [], why = () => "" }) {
   const axis = axisFor(axisName, layers.map((layer) => layer.curve));
   const drawn = layers.map((layer) => ({ ...layer, points: pointsOf(layer.curve, axis, axisName, y.log, layer.values) }));
   const values = drawn.flatMap((layer) => layer.points.map((point) => point[1])).filter((value) => value !== null);
@@ -197,8 +248,10 @@ function lineView({ layers, axisName, y, height, label, format }) {
   const [bottom, top] = rangeOf(y.zero && !y.log ? Math.min(0, lowest(values)) : lowest(values), highest(values), y.log);
   const visible = drawn.filter((layer) => layer.points.length);
   const tables = visible.map(({ points }) => [points.map((point) => point[0]), points.map((point) => point[1])]);
+  const inside = ({ x }) => x >= axis.low && x <= axis.high;
   return {
     height, data: uPlot.join(tables, tables.map(() => [0, 1])), series: visible.map(seriesOf), x: axis,
+    marks: marks.filter(inside), bumps: bumps.filter(inside),
     y: { low: bottom, high: Math.min(top, y.most ?? Infinity), log: y.log, tick: y.tick },
     label: `${label} against ${axis.title}. The arrow keys read its values.`,
     read(place, pixel) {
@@ -211,7 +264,8 @@ function lineView({ layers, axisName, y, height, label, format }) {
         if (!rows.has(index)) rows.set(index, { key: swatch(index), name: shortened(name, 24), cells: columns.map(() => "") });
         rows.get(index).cells[columns.indexOf(column)] = format(points[at][1]);
       }
-      return { heading: axis.text(place), columns: columns.length > 1 ? columns : [], rows: [...rows.values()] };
+      const heading = [axis.text(place), why(place)].filter(Boolean).join(": ");
+      return { heading, columns: columns.length > 1 ? columns : [], rows: [...rows.values()] };
     },
   };
 }
@@ -269,7 +323,7 @@ function splitView(run, runs, axisName) {
       const shade = colour(`part-${part}`);
       return { label: DATA.parts[part], fill: shade, stroke: shade, width: 1, points: { show: points.length === 1, size: 7 } };
     }),
-    label: `Time of a step of ${run.name} against ${axis.title}. The arrow keys read its values.`,
+    label: `Time of a step${runs.length > 1 ? ` of ${run.name}` : ""} against ${axis.title}. The arrow keys read its values.`,
     read(place) {
       const at = split[axisName].lastIndexOf(place);
       const total = splitTotals(run)[at];

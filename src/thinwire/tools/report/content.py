@@ -1,16 +1,19 @@
 """The data of a run that the page shows, for JSON: figures, configuration and curves."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from thinwire.tools.train.view import PHASES
 
-from .runs import Run
+from .runs import Run, Step
 from .series import Value, curve, short, stack
 
 _DEEPEST, _LONGEST = 5, 2000
 """Levels of a configuration that become rows of their own, and characters that are shown of a value."""
+_DENSE_LIMIT = 100
+"""Number of points of the dense bytes, which hardly change."""
+_MARK = ("step", "seconds", "bytes", "text")
 
 
 def content(run: Run) -> dict[str, Any]:
@@ -19,6 +22,9 @@ def content(run: Run) -> dict[str, Any]:
     at_steps = [(row.step, row.seconds, row.bytes_sent) for row in steps]
     at_evaluations = [(row.step, row.seconds, row.bytes_sent) for row in evaluations]
     accuracies = [row.accuracy for row in evaluations]
+    traffic = curve(at_steps, bytes_per_step(steps, [row.bytes_sent for row in steps]))
+    dense = bytes_per_step(steps, [row.bytes_dense for row in steps])
+    drawn = set(traffic["step"])
     return {
         "name": run.name,
         "status": run.status,
@@ -27,23 +33,26 @@ def content(run: Run) -> dict[str, Any]:
         "loss": curve(at_steps, [row.loss for row in steps]),
         "validation": curve(at_evaluations, [row.loss for row in evaluations]),
         "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
-        "traffic": curve(at_steps, bytes_per_step(run)),
+        "traffic": traffic,
+        "dense": curve(at_steps, dense, _DENSE_LIMIT),
+        "events": [[row.step, row.events] for row in steps if row.events and row.step in drawn],
+        "marks": [dict(zip(_MARK, (*map(short, mark[:3]), mark.text), strict=True)) for mark in run.marks],
         "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
         "step_seconds": _step_seconds(run),
         "ranks": [{name: short(value) for name, value in each._asdict().items()} for each in run.ranks],
     }
 
 
-def bytes_per_step(run: Run) -> list[Value]:
+def bytes_per_step(rows: Sequence[Step], totals: Sequence[Value]) -> list[Value]:
     """Return the bytes per step between each line and the one before it; the first line is compared with step 0."""
     result: list[Value] = []
-    step, sent = 0, 0.0
-    for row in run.steps:
-        if row.bytes_sent is None:
+    step, before = 0, 0.0
+    for row, total in zip(rows, totals, strict=True):
+        if total is None:
             result.append(None)
             continue
-        result.append((row.bytes_sent - sent) / (row.step - step) if row.step > step else None)
-        step, sent = row.step, row.bytes_sent
+        result.append((total - before) / (row.step - step) if row.step > step else None)
+        step, before = row.step, total
     return result
 
 

@@ -1,15 +1,16 @@
 // The page: its state, its controls, and which chart shows what.
 
 const DATA = JSON.parse(byId("data").textContent);
-const state = { axis: "step", hidden: new Set(), logLoss: false, logTraffic: null, smoothing: 0 };
+const state = { axis: "step", hidden: new Set(), logLoss: false, logTraffic: null, accuracyFromZero: true, smoothing: 0 };
 const charts = [];
 
 const shown = () => DATA.runs.map((run, index) => ({ run, index })).filter(({ index }) => !state.hidden.has(index));
+const single = DATA.runs.length === 1; // then its name is the title, and nowhere else
 const has = (name) => DATA.runs.some((run) => run[name].value.some((value) => value !== null));
 
 function layersOf(name, kind = "line") {
   return shown().filter(({ run }) => run[name].step.length)
-    .map(({ run, index }) => ({ index, name: run.name, curve: run[name], values: run[name].value, kind, column: "" }));
+    .map(({ run, index }) => ({ index, name: single ? "" : run.name, curve: run[name], values: run[name].value, kind, column: "" }));
 }
 
 function lossView() {
@@ -18,23 +19,35 @@ function lossView() {
   const training = layersOf("loss").flatMap((layer) => withMeasured({ ...layer, column: "training" }, smoothed(layer.curve, reach)));
   const validation = layersOf("validation", "marks").map((layer) => ({ ...layer, column: "nearest validation" }));
   const layers = [...training, ...validation];
-  return lineView({ layers, axisName: state.axis, y: { log: state.logLoss, tick: shortNumber }, height: 340, label: "Loss", format: formatLoss });
+  const y = { log: state.logLoss, tick: shortNumber };
+  return lineView({ layers, axisName: state.axis, y, height: 340, label: "Loss", format: formatLoss, marks: marksOf(shown(), state.axis) });
 }
 
 function accuracyView() {
   const layers = layersOf("accuracy", "marks");
-  const y = { log: false, most: 1, tick: shortPercent };
-  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Validation accuracy in percent", format: formatPercent });
+  const y = { log: false, zero: state.accuracyFromZero, most: 1, tick: shortPercent };
+  const marks = marksOf(shown(), state.axis);
+  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Validation accuracy in percent", format: formatPercent, marks });
 }
 
 function trafficView() {
   const layers = layersOf("traffic").flatMap((layer) => withMeasured({ ...layer, column: "sent" }, smoothed(layer.curve, 0)));
+  if (single) layers.push(...layersOf("dense", "reference").map((layer) => ({ ...layer, column: "dense" })));
   const y = { log: state.logTraffic, zero: true, tick: shortBytes };
-  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Bytes per step", format: formatBytes });
+  const bumps = shown().flatMap(({ run }) => bumpsOf(run, state.axis));
+  const marks = marksOf(shown(), state.axis);
+  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Bytes per step", format: formatBytes, marks, bumps, why: eventsAt });
+}
+
+// What sent further bytes at a place of the axis, in a page of one run.
+function eventsAt(place) {
+  if (!single) return "";
+  const [{ traffic, events }] = DATA.runs;
+  return new Map(events).get(traffic.step[traffic[state.axis].lastIndexOf(place)]) ?? "";
 }
 
 function trafficRange() {
-  const values = layersOf("traffic").flatMap((layer) => layer.values).filter((value) => value > 0);
+  const values = [...layersOf("traffic"), ...(single ? layersOf("dense") : [])].flatMap((layer) => layer.values).filter((value) => value > 0);
   return [lowest(values), Math.max(0, highest(values))];
 }
 
@@ -44,7 +57,7 @@ function addChart(parent, title, describe, { unit = () => "", tools = [], wide =
   chart.caption = () => { small.textContent = unit(); };
   const tool = element("div", { class: "tools" }, ...tools);
   parent.append(element("figure", { class: wide ? "card wide" : "card" },
-    element("figcaption", {}, element(level, {}, title), small, tool), chart.plot));
+    element("figcaption", {}, title ? element(level, {}, title) : null, small, tool), chart.plot));
   charts.push(chart);
   new ResizeObserver(() => requestAnimationFrame(() => { if (chart.plot.clientWidth !== chart.width) chart.render(); })).observe(chart.plot);
   return chart;
@@ -68,6 +81,7 @@ function smoothingSlider() {
 }
 
 function fillLegend() {
+  if (single) return;
   DATA.runs.forEach((run, index) => {
     const button = toggle("", true, (on) => (on ? state.hidden.delete(index) : state.hidden.add(index)));
     button.title = run.name;
@@ -86,12 +100,14 @@ function addCharts() {
   addChart(parent, "Loss", lossView, {
     wide: true, unit: key, tools: [smoothingSlider(), toggle("Log", false, (on) => { state.logLoss = on; })],
   });
-  if (has("accuracy")) addChart(parent, "Accuracy", accuracyView, { unit: () => "validation, %" });
+  if (has("accuracy")) addChart(parent, "Accuracy", accuracyView, {
+    unit: () => "validation, %", tools: [toggle("From 0 %", true, (on) => { state.accuracyFromZero = on; })],
+  });
   if (has("traffic")) {
     const [low, high] = trafficRange();
     state.logTraffic = high / low > 20;
     addChart(parent, "Bytes per step", trafficView, {
-      unit: () => "per rank",
+      unit: () => `per rank${single ? "; dashed: dense" : ""}`,
       tools: [toggle("Log", state.logTraffic, (on) => { state.logTraffic = on; })], wide: !has("accuracy"),
     });
   }
@@ -107,7 +123,7 @@ function addSplits() {
     const index = DATA.runs.indexOf(run);
     const visible = () => runs.filter((other) => !state.hidden.has(DATA.runs.indexOf(other)));
     const unit = () => splitCaption(run, visible());
-    const chart = addChart(byId("splits"), run.name, () => splitView(run, visible(), state.axis), { unit, level: "h3" });
+    const chart = addChart(byId("splits"), single ? "" : run.name, () => splitView(run, visible(), state.axis), { unit, level: "h3" });
     chart.run = index;
   }
 }

@@ -29,6 +29,8 @@ class Step(NamedTuple):
     """Loss; None where it was not finite."""
     split: tuple[float, ...] | None
     """Seconds per step, in the order of `PHASES`."""
+    events: str = ""
+    """What sent further bytes since the line before, such as "warm-up, refresh"."""
 
 
 class Evaluation(NamedTuple):
@@ -40,6 +42,15 @@ class Evaluation(NamedTuple):
     bytes_dense: float | None
     loss: float | None
     accuracy: float | None
+
+
+class Mark(NamedTuple):
+    """A place where a run stopped or was resumed."""
+
+    step: int
+    seconds: float | None
+    bytes_sent: float | None
+    text: str
 
 
 class Sent(NamedTuple):
@@ -74,6 +85,7 @@ class Run:
     reduction_after_warmup: float | None = None
     ranks: list[Sent] = field(default_factory=list)
     """What each rank has sent, once the run has ended."""
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def rows(self) -> "list[Step | Evaluation]":
@@ -116,13 +128,15 @@ def _add(run: Run, line: Line) -> None:
     step = _count(line, "step")
     place = (step, _number(line, "seconds"), _number(line, "bytes_sent"), _number(line, "bytes_dense"))
     if kind == "step":
-        run.steps.append(Step(*place, _number(line, "loss"), _split(line)))
+        run.steps.append(Step(*place, _number(line, "loss"), _split(line), _events(line)))
     elif kind == "evaluation":
         run.evaluations.append(Evaluation(*place, _number(line, "loss"), _number(line, "accuracy")))
     else:
         reason = line.get("reason")
         run.status = reason if reason in ("finished", "failed") else "stopped"
         run.ranks = _ranks(line)
+        if run.status != "finished":
+            run.marks.append(Mark(*place[:3], run.status))
     later = _number(line, "reduction_after_warmup")
     run.reduction_after_warmup = run.reduction_after_warmup if later is None else later
     run.step = max(run.step, step)
@@ -136,11 +150,28 @@ def _start(run: Run, line: Line) -> None:
         # A start at step 0 is another run in the same file; a later one resumes a checkpoint and repeats older lines.
         run.steps = [row for row in run.steps if first and row.step <= first]
         run.evaluations = [row for row in run.evaluations if first and row.step <= first]
+        run.marks = _resumed(run, first) if first else []
     if not first:
         run.started, run.resumes = _date(line), 0
     run.started = run.started or _date(line)
     run.conditions, run.status, run.step, run.ranks = line, "unfinished", first, []
     run.seconds = max((row.seconds or 0.0 for row in run.rows), default=None)
+
+
+def _resumed(run: Run, first: int) -> list[Mark]:
+    """Return the marks up to the checkpoint of step `first`, and that of the resume, which says why the run ended."""
+    kept = [mark for mark in run.marks if mark.step < first or (mark.step == first and "resumed" in mark.text)]
+    where = f" at step {run.step:,}" if run.step > first else ""
+    text = "resumed" if run.status == "unfinished" else f"{run.status}{where}, resumed"
+    last = max(run.rows, key=lambda row: row.step, default=None)
+    return [*kept, Mark(first, last.seconds if last else None, last.bytes_sent if last else None, text)]
+
+
+def _events(line: Line) -> str:
+    events = line.get("events", [])
+    if not isinstance(events, list) or not all(isinstance(each, str) for each in events):
+        raise ValueError(f"events {reprlib.repr(events)}, expected a list of names")
+    return ", ".join(events)
 
 
 def _split(line: Line) -> tuple[float, ...] | None:

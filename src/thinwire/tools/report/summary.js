@@ -13,27 +13,25 @@ function figuresOf({ summary }) {
     {
       label: "Sent per rank",
       value: formatBytes(summary.bytes),
-      note: summary.bytes && summary.dense ? sentBeside(summary) : "",
+      note: summary.dense ? `dense ${formatBytes(summary.dense)}` : "",
+    },
+    { label: "Reduction", value: summary.bytes && summary.dense ? times(summary.dense / summary.bytes) : MISSING, note: "whole run" },
+    {
+      label: "After the warm-up",
+      value: summary.reduction_after_warmup ? times(summary.reduction_after_warmup) : MISSING,
+      note: summary.resumes ? "since the last resume" : "reduction",
     },
     {
       label: "Wall-clock",
       value: formatDuration(summary.seconds),
       note: summary.seconds ? `${significant(summary.step / summary.seconds)} steps/s` : "",
     },
-    { label: "Ranks", value: summary.ranks, note: "" },
-    { label: "Parameters", value: formatShort(summary.parameters), note: "" },
+    { label: "Ranks", value: summary.ranks, note: summary.parameters === null ? "" : `${formatShort(summary.parameters)} parameters` },
   ];
   return figures;
 }
 
-function sentBeside({ bytes, dense, reduction_after_warmup: later }) {
-  return besideDense(dense / bytes) + (later ? `, ${besideDense(later)} after the warm-up` : "");
-}
-
-function besideDense(ratio) {
-  if (ratio >= 0.95 && ratio < 1.05) return "as much as dense";
-  return ratio > 1 ? `1/${formatRatio(ratio)} of dense` : `${formatRatio(1 / ratio)}x dense`;
-}
+const times = (ratio) => `${formatRatio(ratio)}x`;
 
 function statusOf({ status, summary }) {
   const total = summary.steps && summary.steps !== summary.step ? ` of ${formatCount(summary.steps)}` : "";
@@ -50,7 +48,8 @@ function fillHeader(runs) {
   byId("title").textContent = title;
   const known = (...texts) => texts.filter((text) => text && text !== MISSING);
   if (runs.length === 1) {
-    const facts = known(summary.recipe, summary.model, summary.compressor, summary.started.slice(0, 10));
+    const recipe = name.startsWith(summary.recipe) ? "" : summary.recipe; // a folder is named after it
+    const facts = known(recipe, summary.model, summary.compressor, summary.started.slice(0, 10));
     byId("subtitle").append(statusOf(runs[0]), ...facts.map((fact) => element("span", {}, fact)));
   } else {
     byId("subtitle").append(...new Set(runs.flatMap((run) => known(run.summary.recipe))));
@@ -112,7 +111,6 @@ function fillConfig(runs) {
     return element("tr", { class: differs ? "differs" : null }, element("th", { scope: "row" }, name),
       ...values.map((value) => element("td", {}, value)));
   });
-  const head = element("tr", {}, element("td", {}), ...runs.map((run, index) =>
-    element("th", { scope: "col" }, runs.length > 1 ? swatch(index) : null, run.name)));
-  byId("config").querySelector("table").append(element("thead", {}, head), element("tbody", {}, ...rows));
+  const head = element("tr", {}, element("td", {}), ...runs.map((run, index) => element("th", { scope: "col" }, swatch(index), run.name)));
+  byId("config").querySelector("table").append(runs.length > 1 ? element("thead", {}, head) : "", element("tbody", {}, ...rows));
 }

@@ -139,6 +139,9 @@ class _Run:
         self.interface_bytes = self.counter.sent_bytes() if self.counter is not None else 0
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}
+        self.last_warmup = self.last_refreshes = 0
+        self.events: dict[str, None] = {"resume": None} if self.resumed else {}
+        """What has sent further bytes since the last line of metrics, in order and once."""
         self.last_loss, self.not_finite = 0.0, 0
         self.ranks: list[dict[str, int]] = []
         """What each rank has sent; known at the end."""
@@ -161,19 +164,17 @@ class _Run:
             counts.step += 1
             counts.samples += config.batch * self.place.world_size
             seconds = time.perf_counter() - started
-            if first:
-                self.view.first(counts.step, message.loss)
-                first = False
             self._count(seconds)
             self._show_choice()
             self._check_loss(message.loss)
             stops = message.stops
             logged.add(message.loss)
+            self._note_events()
             self.view.advance(counts.step)
             last = counts.step == config.steps
-            if last or stops or _due(counts.step, config.log_every):
+            if first or last or stops or _due(counts.step, config.log_every):
                 self._log(logged)
-                logged = Logged(counts)
+                logged, first = Logged(counts), False
             if last or _due(counts.step, config.eval_every):
                 self._evaluate()
             if not last and (stops or _due(counts.step, config.checkpoint_every)):
@@ -228,6 +229,15 @@ class _Run:
         for phase in PHASES:
             counts.split[phase] += split[phase]
 
+    def _note_events(self) -> None:
+        """Note whether the last step was one of the warm-up, and whether the second moments were averaged after it."""
+        stats = self.learner.sync.stats
+        if stats.warmup_bytes_sent > self.last_warmup:
+            self.events["warm-up"] = None
+        if stats.refreshes > self.last_refreshes:
+            self.events["refresh"] = None
+        self.last_warmup, self.last_refreshes = stats.warmup_bytes_sent, stats.refreshes
+
     def _show_choice(self) -> None:
         """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
         choice = self.learner.sync.choice
@@ -265,14 +275,17 @@ class _Run:
             "samples_per_second": steps * config.batch * self.place.world_size / seconds,
             "split": {phase: split[phase] / steps for phase in PHASES},
             "skipped": counts.skipped,
+            "events": list(self.events),
             **self._after_warmup(),
         }
+        self.events = {}
         if self.metrics is not None:
             self.metrics.write("step", line)
             self.view.step(line)
 
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
+        self.events["evaluation"] = None
         totals = [0.0, 0.0, 0.0]
         with self.learner.evaluating(self.control.total):
             for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
@@ -288,6 +301,7 @@ class _Run:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite."""
         if self.saved == self.counts.step or not math.isfinite(self.last_loss):
             return
+        self.events["checkpoint"] = None
         counts = {**vars(self.counts), "seconds": self._seconds()}
         shared = {
             "config": self.config.record(),

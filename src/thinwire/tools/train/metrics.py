@@ -3,10 +3,12 @@
 Lines of metrics.jsonl, after the conditions that they were measured under (which are written again after each resume):
 
     step         loss (mean over ranks, and over the steps since the last line), lr, samples_per_second, split (seconds
-                 per step of compute, compress, wait and decode, which add up), skipped (steps with a NaN or Inf)
+                 per step of compute, compress, wait and decode, which add up), skipped (steps with a NaN or Inf),
+                 events (what sent further bytes since the last line: warm-up, refresh of the second moments,
+                 evaluation, checkpoint, resume); of the first step after a start, and every log_every steps
     evaluation   loss and accuracy on validation data
     choice       the choice of --compressor auto for each bucket, its measurements and the reason; once
-    end          reason: finished, stopped by a signal, or failed
+    end          reason: finished, stopped by a signal, or failed; a resume from this step keeps it
     step, end    reduction_after_warmup: that of the steps after the warm-up, since the start or the last resume
     end          ranks: what each rank has sent in exchanges since then (bytes_between_nodes, bytes_inside_nodes, and
                  bytes_dense); with --shard, its replica and shard, and the bytes are those to other replicas
@@ -158,7 +160,7 @@ def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
 
 
 def _cut(path: Path, first_step: int) -> None:
-    """Remove the lines that will be written again: later steps, the end, and a line that was cut off by a crash."""
+    """Remove the lines that will be written again: those of later steps, and a line that was cut off by a crash."""
     if not path.exists():
         return
     kept = []
@@ -167,7 +169,7 @@ def _cut(path: Path, first_step: int) -> None:
             line = json.loads(text) if text.endswith("\n") else None
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice"):
+        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice", "end"):
             step = line.get("step", line.get("first_step"))
             if isinstance(step, int) and step <= first_step:
                 kept.append(text)

@@ -56,11 +56,6 @@ class View:
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def first(self, step: int, loss: float) -> None:
-        """Show the first step of a process, before the first figures come."""
-        if self._live is None:
-            self.say(f"step {step}/{self._steps}  loss {loss:.4f}")
-
     def step(self, line: Mapping[str, Any]) -> None:
         """Show the figures of a step."""
         if self._live is not None:  # below the bar, in as many lines as the terminal needs
