@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from support.ports import free_port
 from support.slow import slow
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -107,9 +107,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hosts_with_several_ranks(tmp_path: Path) -> None:
     """Two agents, as on two machines: all ranks measure together, and one prints."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
+    port = str(free_port())
     arguments = ("--model", "gpt:layers=1,width=32,context=8", "--specs", "quantize:bits=8")
     with ExitStack() as stack:
         agents = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.ports import free_port
 from support.training_faults import InSteps, SignalToParent
 from support.training_runs import (
     SMALL,
@@ -47,12 +48,6 @@ def on_one_machine(cwd: Path, *given: str, **more: str) -> Job:
 
 
 BUG = RaiseError(rank=1, step=3, error=RuntimeError("a bug of ours"))
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

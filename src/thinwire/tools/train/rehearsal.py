@@ -27,7 +27,7 @@ def compile_kernels(config: Config, place: Place, control: Control, device: torc
     started = time.perf_counter()
     for leads in (True, False):
         if (place.local_rank == 0) == leads:
-            LocalWorld(2).run(_rehearse, config, device)
+            LocalWorld(2, turns=True).run(_rehearse, config, device)
         control.gather(None)
     return time.perf_counter() - started
 
