@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import thinwire
 from support.slow import slow
+from thinwire.collectives.transport.board import Board
 from thinwire.testing import LOST, RankPool, store_barrier
 
 TOPK = "topk:ratio=1/64,bits=2"
@@ -197,3 +199,36 @@ def call_without_a_store(rank: int, world_size: int) -> tuple[tuple[int, ...], s
 def test_a_rank_that_took_the_store_with_it_is_named(ranks: RankPool) -> None:
     for named, text in ranks.run(call_without_a_store, 3, lost=[0], store="rank0")[1:]:
         assert named == (0,), text
+
+
+def die_comparing(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+    """The last rank to come compares the calls of all. It dies before it has written what it found."""
+    thinwire.all_reduce_compressed(torch.ones(64), "quantize:bits=8", timeout=30.0)
+    if rank == 1:
+        write, store = Board.write, dist.distributed_c10d._get_default_store()
+        store.wait(["the others have come"], timedelta(seconds=30))
+
+        def write_or_die(board: Board, key: str, text: str) -> None:
+            if key.startswith("verdict/"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(board, key, text)
+
+        Board.write = write_or_die  # type: ignore[method-assign]
+    else:
+        count = Board.count
+
+        def count_and_say(board: Board, key: str) -> int:
+            counted = count(board, key)
+            if key.startswith("arrived/") and counted == world_size - 1:
+                dist.distributed_c10d._get_default_store().set("the others have come", "")
+            return counted
+
+        Board.count = count_and_say  # type: ignore[method-assign]
+    with pytest.raises(thinwire.CollectiveError) as caught:
+        thinwire.all_reduce_compressed(torch.ones(65), "quantize:bits=8", timeout=3.0)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_a_rank_that_dies_before_it_has_compared_the_calls_is_named(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks.run(die_comparing, 3, lost=[1])):
+        assert found is LOST or found[0] == (1,), (rank, found)

@@ -137,7 +137,7 @@ def nan(draw: Random) -> Tried:
     world, method, void = draw.randint(2, 4), draw.choice(METHODS), 8
     faults = [
         NotFinite(rank, step, float(draw.choice(["nan", "inf", "-inf"])), draw.randrange(10), draw.randrange(8))
-        for step in draw.sample(range(1, STEPS), void)  # after the first, DDP makes other buckets
+        for step in draw.sample(range(FIRST, STEPS), void)  # before, owners hand their residuals on to other buckets
         for rank in draw.sample(range(world), draw.randint(1, world))
     ]
     found = [digests for each in (faults, []) for digests in ranks().run(meet_not_finite, world, method, each)]

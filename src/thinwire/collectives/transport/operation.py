@@ -167,13 +167,19 @@ class Operation:
         wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
         if self.channel.size > 1:
             wrapped.found = self._connection.reported_error() or self._lost(wrapped.found)
+            if not wrapped.found.ranks:  # the lost rank had come this far
+                wrapped.found = self._closed() or wrapped.found
         return self.give_up(wrapped)
 
     def find_lost(self, error: Exception) -> CollectiveError:
-        """End this operation after a collective of torch failed. Return an error that names the lost rank, if any.
+        """End this operation after a collective of torch failed. Return an error that names the lost rank, if any."""
+        cause = self._closed() or CollectiveError(f"torch's collective failed: {essence(str(error))}")
+        return self._error(self._connection.fail(cause))
 
-        That is the rank whose connection to this one is closed, unless a rank has reported another: then a connection
-        may be closed because of that.
+    def _closed(self) -> CollectiveError | None:
+        """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.
+
+        If a rank has reported another, that one is named: a connection may be closed because of it.
         """
         end, posted = time.monotonic() + 2 * PATIENCE_SECONDS, []
         cause = self._connection.reported_error()
@@ -185,8 +191,7 @@ class Operation:
                 self.channel.pause(0.02)
             except LinkBroken as broken:
                 cause = self._connection.reported_error() or self._failure_of(broken)
-        cause = cause or CollectiveError(f"torch's collective failed: {essence(str(error))}")
-        return self._error(self._connection.fail(cause))
+        return cause
 
     def _named_by(self, error: RuntimeError) -> list[int]:
         """Return the peer that gloo could not connect to. Its message ends with a key, and the key with the rank."""
@@ -265,8 +270,10 @@ class Operation:
         board.write(f"verdict/{self.number}", json.dumps(found))
         board.delete(f"arrived/{self.number}")
 
-    def _missing(self) -> PeerError:
+    def _missing(self) -> CollectiveError:
         late = self._absent()
+        if not late:  # all have come, and the last one has not compared their calls
+            return self._closed() or PeerError(f"no rank has compared the calls within {self._timeout:g} s")
         verb = "are" if len(late) > 1 else "is"
         return PeerError(f"{rank_list(late)} {verb} late: no call within {self._timeout:g} s", late)
 
