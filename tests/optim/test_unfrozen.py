@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.optimizers import ADAMW, make
+from support.optimizers import ADAMW, BOTH, make
 from support.training import (
     TOPK,
     assert_same,
@@ -226,3 +226,47 @@ def by_ddp(rank: int, world_size: int) -> dict[str, bytes]:
 
 def test_new_after_a_resume_with_ddp(ranks: RankPool) -> None:
     assert identical(ranks.run(by_ddp, 2))
+
+
+def frozen_in_the_second_run(rank: int, world_size: int) -> dict[str, bytes]:
+    """DDP does not exchange what is frozen when it is made, so that it takes no step."""
+    module = make_net()
+    first = DistributedDataParallel(module)
+    optimizer = make("AdamW", first, policy(TOPK), warmup_steps=2)
+    train(first, optimizer, [rank], range(4))
+    module[LATE].requires_grad_(False)
+    second = DistributedDataParallel(module)
+    resumed = make("AdamW", second, policy(TOPK), warmup_steps=2)
+    resumed.load_state_dict(optimizer.state_dict())
+    before = module[LATE].weight.detach().clone()
+    *_, after = train(second, resumed, [rank], range(4, 8))
+    assert torch.equal(before, after)
+    kept = resumed.state_dict()
+    assert [float(kept["state"][number]["step"]) for number in (0, LATE)] == [8.0, 4.0]
+    number = kept["thinwire"]["family_of"][f"{LATE}.weight"]
+    assert kept["thinwire"]["weights"][number] == optimizer.state_dict()["thinwire"]["weights"][0]
+    return weight_bits(second)
+
+
+def test_frozen_after_a_resume_with_ddp(ranks: RankPool) -> None:
+    assert identical(ranks.run(frozen_in_the_second_run, 2))
+
+
+def frozen_too_late(rank: int, world_size: int, kind: str) -> None:
+    """DDP with find_unused_parameters goes on to send zeros for it, and momentum would move it."""
+    model = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    optimizer = make(kind, model, policy(TOPK), warmup_steps=2)
+    train(model, optimizer, [rank], range(4))
+    layer = model.module[LATE].requires_grad_(False)
+    before = layer.weight.detach().clone()
+    with raises(RuntimeError, f"'{LATE}.", "frozen after DistributedDataParallel", "anew"):
+        train(model, optimizer, [rank], range(4, 5))
+    assert torch.equal(before, layer.weight)
+    layer.requires_grad_(True)
+    train(model, optimizer, [rank], range(4, 6))
+    assert not torch.equal(before, layer.weight)
+
+
+@BOTH
+def test_freezing_what_ddp_exchanges_is_refused(ranks: RankPool, kind: str) -> None:
+    ranks.run(frozen_too_late, 2, kind)

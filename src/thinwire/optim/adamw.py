@@ -207,6 +207,8 @@ class AdamW(CompressedOptimizer):
 
         One that is unfrozen later is sent dense for as many steps, as a gradient.
         """
+        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
+        """Parameters that DDP exchanges: those that were not frozen when it was made."""
         self._present: set[int] = set()
         """Numbers of the families that take part in the step under way."""
         self._found: dict[str, float] = {}
@@ -229,7 +231,8 @@ class AdamW(CompressedOptimizer):
         return dict(self._scales)
 
     def _updates(self, device: torch.device) -> Updates:
-        absent = {name for name, parameter in self._given.items() if self._is_absent(name, parameter)}
+        trained = {name for name, parameter in self._given.items() if parameter.requires_grad}
+        absent = self._given.keys() - (trained if self.ddp is None else self._exchanged)
         self._families.split(absent)
         self._present = {number for name, number in self._families.number_of.items() if name not in absent}
         self._choose_dense()
@@ -242,11 +245,6 @@ class AdamW(CompressedOptimizer):
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
         on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
         return replace(made, rules=on_device, numbers=numbers)
-
-    def _is_absent(self, name: str, parameter: Tensor) -> bool:
-        """Return whether a parameter is frozen; what DDP and FSDP once exchange they exchange always."""
-        is_plain = self.ddp is None and self._sharded is None
-        return not parameter.requires_grad and (is_plain or not self._families.of(name).steps)
 
     def _choose_dense(self) -> None:
         """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
