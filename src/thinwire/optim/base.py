@@ -424,7 +424,7 @@ class CompressedOptimizer(StatefulOptimizer):
             self.sync.drop()
             raise RuntimeError(
                 f"parameter {frozen!r} was frozen after DistributedDataParallel(...) was made, which goes on to "
-                "exchange it: set requires_grad before that, or save the state, make DDP and the optimizer anew, and load it"
+                "exchange it: freeze it before that, or save the state, make DDP and the optimizer anew, and load it"
             )
 
     def _check_gradients(self) -> None:
