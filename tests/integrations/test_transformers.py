@@ -7,7 +7,7 @@ import pytest
 
 from support.frameworks.like_plain import LikeAPlainLoop
 from support.frameworks.runs import PROGRAMS, Trained, environment, require, trained_by
-from support.training_runs import run
+from support.training_runs import TORCHRUN, run
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def test_a_gpt2_learns_with_the_arguments_that_transformers_has(trained: Trained
 REFUSED = {
     "optimizers": "options of thinwire.AdamW go into optimizer_cls_and_kwargs=",
     "optim": "optim='sgd'",
+    "optim of 8 bits": "optim='adamw_torch_8bit'",
     "optim_args": "optim_args='foreach=True'",
     "auto_find_batch_size": "auto_find_batch_size=True",
     "fsdp": "fsdp in the TrainingArguments",
@@ -53,9 +54,11 @@ def test_each_node_saves_and_a_compiled_model_is_trained(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [(sys.executable,), (*TORCHRUN, "--standalone")], ids=["python", "torchrun"])
+def test_one_process_trains_with_any_launcher(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Accelerate makes the model DDP if it is torchrun's, too."""
     require("transformers")
-    program = sys.executable, PROGRAMS["transformers"][-1]
-    done = run(tmp_path, str(tmp_path / "run"), program=program, **environment())
+    program = *launcher, PROGRAMS["transformers"][-1]
+    done = run(tmp_path, str(tmp_path / "run"), "alone", program=program, **environment())
     assert done.code == 0, done.err
     assert "same bits True" in done.out

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,13 +39,13 @@ class TrainerMixin:
     optimizer_cls_and_kwargs: Any
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the model DDP, as the Trainer would do next, and return its optimizer. One process needs no DDP."""
+        """Make the model DDP, as the Trainer would do next, and return its optimizer."""
         if self.optimizer is None:
             self._check_arguments()
-            if self.accelerator.num_processes > 1:
+            if self.accelerator.distributed_type != DistributedType.NO:  # also one process of torchrun becomes DDP
                 self.model_wrapped = self.accelerator.prepare_model(self.model)
                 inner = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)  # of torch.compile's wrapper
-                if not isinstance(inner, DistributedDataParallel):
+                if self.accelerator.num_processes > 1 and not isinstance(inner, DistributedDataParallel):
                     raise ValueError(f"the model became a {type(inner).__name__}, expected DistributedDataParallel")
             self.optimizer = self._make()
             self.accelerator.clip_grad_norm_ = self._norm
@@ -64,7 +65,7 @@ class TrainerMixin:
                     "exchanges by DistributedDataParallel"
                 )
         named = str(getattr(self.args.optim, "value", self.args.optim))
-        if not named.startswith("adamw_torch") or self.args.optim_args:
+        if named not in ("adamw_torch", "adamw_torch_fused") or self.args.optim_args:
             raise ValueError(
                 f"TrainingArguments(optim={named!r}, optim_args={self.args.optim_args!r}), expected neither: this "
                 "Trainer uses thinwire.AdamW; options go into optimizer_cls_and_kwargs="
