@@ -216,7 +216,7 @@ class Synchronizer:
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
         if self.stats.steps and self._channels:
-            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {}, self.stats.steps)
+            self._saves.note(next(iter(self._channels.values()))[1], self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -546,6 +546,7 @@ class Synchronizer:
         found = self._channels.get(device)
         if found is None or found[0] is not world:
             found = self._channels[device] = world, channels(self.group, device)
+            self._saves.number(found[1])
         return found[1]
 
     # State from step to step.
