@@ -24,6 +24,7 @@ from support.training import (
     weight_bits,
 )
 from thinwire.collectives import LocalGroup
+from thinwire.sync.checkpoint import DamagedError
 from thinwire.testing import RankPool, run_threads
 
 FROZEN = [*range(5), 9, 10, 11]
@@ -174,13 +175,36 @@ def load_older(group: LocalGroup) -> None:
         run.train(4, 9)
         ends.append(optimizer_bits(run.optimizer))
     assert_same(*ends, "of an older checkpoint")
-    damaged = first.optimizer.state_dict()
-    damaged["thinwire"]["family_of"] = {f"{LATE}.weight": 7}
-    with raises(ValueError, f"'{LATE}.weight' has no family", "damaged"):
-        run.optimizer.load_state_dict(damaged)
-    damaged["thinwire"]["families"] = []
-    with raises(ValueError, "do not fit", "damaged"):
-        run.optimizer.load_state_dict(damaged)
+
+
+def load_damaged(group: LocalGroup) -> None:
+    first = Run(group)
+    first.train(0, 6)
+    saved = copy.deepcopy(first.optimizer.state_dict())
+    first.train(6, 7)
+    before = optimizer_bits(first.optimizer)
+    for damage, word in DAMAGES:
+        damaged = {**saved, "thinwire": {**saved["thinwire"], **damage}}
+        with raises(DamagedError, word, "damaged"):
+            first.optimizer.load_state_dict(damaged)
+        assert_same(before, optimizer_bits(first.optimizer), str(damage))
+        assert first.optimizer.sync.steps == 7
+
+
+DAMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"family_of": {f"{LATE}.weight": 7}}, f"'{LATE}.weight' has no family"),
+    ({"families": []}, "do not fit"),
+    ({"families": 3}, "TypeError"),
+    ({"weights": [None, None]}, "TypeError"),
+    ({"weights": [["a", "b"], ["a", "b"]]}, "could not convert"),
+    ({"family_of": {f"{LATE}.weight": None}}, f"'{LATE}.weight' has no family"),
+    ({"count": None}, "TypeError"),
+    ({"scales": []}, "AttributeError"),
+]
+
+
+def test_damaged_families_change_nothing() -> None:
+    run_threads(load_damaged, 2)
 
 
 def test_older_checkpoints_are_loaded() -> None:

@@ -9,7 +9,7 @@ Second moments span many orders of magnitude, so their logarithms are sent, in 4
 is larger than that of the averaged gradient: `second_moment.py` describes by how much, and the correction.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import takewhile
@@ -28,6 +28,7 @@ from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
 from ..sync.parts import Updates
 from ..sync.policy import DEFAULT, Policy, Spec
+from ..sync.residuals import NamedVectors
 from ..sync.step import Step
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
@@ -493,18 +494,24 @@ class AdamW(CompressedOptimizer):
         measured = {"scales": dict(self._scales), "measured": dict(self._found)}
         return {**super()._own_state(), **self._families.state_dict(), **measured}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
-        known = self._vectors["exp_avg_sq"]
+    def _parse_own_state(self, state: Mapping[str, Any], loaded: Mapping[str, NamedVectors]) -> Callable[[], None]:
+        take_count = super()._parse_own_state(state, loaded)
+        known = loaded["exp_avg_sq"]
         untrained = [] if self._sharded is not None else [name for name in self._parameters if name not in known]
-        self._families.load_state_dict(state, steps=self._count, untrained=untrained)
-        self._choose_dense()
+        families = self._families.parsed(state, steps=int(state["count"]), untrained=untrained)
         saved, here = int(state["world_size"]), self.sync.world_size
-        self._scales, self._found = (
+        scales, found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
             for kind in ("scales", "measured")
         )
-        self._measures_next = saved != here
+
+        def take() -> None:
+            take_count()
+            self._families.take(families)
+            self._choose_dense()
+            self._scales, self._found, self._measures_next = scales, found, saved != here
+
+        return take
 
 
 def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
