@@ -2,8 +2,11 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from support.frameworks.like_plain import LikeAPlainLoop
 from support.frameworks.runs import PROGRAMS, Trained, environment, require, trained_by
@@ -43,6 +46,25 @@ REFUSED = {
 @pytest.mark.parametrize("argument", REFUSED)
 def test_what_the_trainer_cannot_do_is_refused(trained: Trained, argument: str) -> None:
     assert REFUSED[argument] in trained.result["refused"][argument]
+
+
+def test_states_of_all_ranks_are_not_loaded_onto_a_gpu(tmp_path: Path) -> None:
+    require("transformers")
+    from thinwire.frameworks.transformers import Trainer
+
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"name": name, "tensor": torch.ones(3)}, tmp_path / name)
+    trainer, optimizer, scheduler = Trainer.__new__(Trainer), Mock(), Mock()
+    trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
+    trainer.args = SimpleNamespace(device=torch.device("meta"), world_size=2)  # meta for a GPU
+    trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_fsdp_xla_v1_enabled = False
+    trainer._load_optimizer_and_scheduler(None)
+    trainer._load_optimizer_and_scheduler(str(tmp_path / "missing"))
+    assert not optimizer.load_state_dict.called
+    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    for name, each in (("optimizer.pt", optimizer), ("scheduler.pt", scheduler)):
+        state = each.load_state_dict.call_args.args[0]
+        assert (state["name"], state["tensor"].device.type) == (name, "cpu")
 
 
 @pytest.mark.slow

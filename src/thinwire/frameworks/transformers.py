@@ -9,6 +9,7 @@ This module needs the package `transformers`, which thinwire does not install.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..optim import SGD, AdamW
 
@@ -36,6 +38,7 @@ class TrainerMixin:
     model: Any
     model_wrapped: Any
     optimizer: Any
+    lr_scheduler: Any
     optimizer_cls_and_kwargs: Any
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -109,6 +112,13 @@ class TrainerMixin:
             _inner(self.optimizer).consolidate_state_dict(to=rank)
             if rank == self.args.process_index:
                 super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both from a checkpoint that has them, into CPU memory: the states of all ranks may not fit on a GPU."""
+        paths = [Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if checkpoint is not None and all(path.is_file() for path in paths):
+            for path, each in zip(paths, (self.optimizer, self.lr_scheduler), strict=True):
+                each.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
