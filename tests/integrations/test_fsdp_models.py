@@ -18,7 +18,7 @@ from thinwire.testing import RankPool
 @pytest.fixture(scope="module")
 def found(ranks: RankPool) -> Found:
     cases = {f"as_users_do {case.__name__}": (as_users_do, case.__name__) for case in CASES}
-    return call_all(ranks, {**cases, "accumulate": (accumulate,), "scaled": (scaled,)})
+    return call_all(ranks, {**cases, "accumulate": (accumulate,), "scaled": (scaled,), "freeze": (freeze,)})
 
 
 class Block(nn.Module):
@@ -234,6 +234,23 @@ def scaled(rank: int, mesh: Any) -> Any:
         scaler.update()
         changed.append(local_bits(model) != before)
     return changed, scaler.get_scale(), local_bits(model)
+
+
+def freeze(rank: int, mesh: Any) -> Any:
+    """A block that is frozen between steps is not exchanged from then on, so that it takes no step."""
+    model: Any = as_blocks(mesh)
+    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), group=mesh["replicate"], warmup_steps=1)
+    for step in range(2):
+        take_step(model, optimizer, [rank], step)
+    before = local_bits(model.blocks[0].requires_grad_(False))
+    for step in range(2, 4):
+        take_step(model, optimizer, [rank], step)
+    state = optimizer.state_dict()["state"]
+    return local_bits(model.blocks[0]) == before, float(state[0]["step"]), float(state[len(state) - 1]["step"])
+
+
+def test_a_frozen_block_takes_no_step(found: Found) -> None:
+    assert set(found["freeze"]) == {(True, 2.0, 4.0)}
 
 
 def test_a_grad_scaler_has_the_same_scale_on_all_shards(found: Found) -> None:

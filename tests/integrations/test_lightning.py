@@ -40,3 +40,9 @@ def test_attach_exchanges_and_is_in_checkpoints(trained: Trained) -> None:
     assert trained.result["attached_bytes"] > 0
     trained.assert_same("attached")
     trained.assert_same("attached-resumed", as_name="attached")
+
+
+def test_a_second_fit_goes_on_with_the_residuals_of_the_first(trained: Trained) -> None:
+    """Also after a test with a checkpoint; another module starts anew, as do Lightning's optimizers."""
+    assert trained.result["fitted_again"] == [10, 20, 30, 10]
+    assert trained.result["ours_again"] == [10, 20]

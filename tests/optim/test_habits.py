@@ -245,10 +245,23 @@ def save(group: LocalGroup, who: list[str]) -> None:
     train(model, optimizer, group.rank, len(who) + 1, len(who) + 2)
 
 
-def warned(*who: str) -> list[str]:
+def save_one_of_two(group: LocalGroup, alone: tuple[str, ...]) -> None:
+    """Two models with the same names, after 3 steps and 1. All ranks save both, or rank 0 the first alone."""
+    both = [(model, make("SGD", model, group=group)) for model in (make_net(), make_net())]
+    for (model, optimizer), last in zip(both, (3, 1), strict=True):
+        train(model, optimizer, group.rank, 0, last)
+    if group.rank == 0 or not alone:
+        both[0][1].state_dict()
+    train(*both[1], group.rank, 1, 5 if alone else 2)
+    both[1][1].state_dict()
+    for model, optimizer in both:
+        train(model, optimizer, group.rank, 5, 6)
+
+
+def warned(*who: str, function: Any = save) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_threads(save, 3, who)
+        run_threads(function, 3, who)
     return [str(one.message) for one in caught if "state_dict" in str(one.message)]
 
 
@@ -262,3 +275,8 @@ def test_rank_0_is_warned_if_it_saves_alone(before: str) -> None:
 
 def test_nobody_is_warned_of_complete_states() -> None:
     assert warned("all", "all", "nobody", "consolidated", "all", "consolidated") == []
+
+
+def test_models_with_the_same_names_are_told_apart() -> None:
+    assert warned(function=save_one_of_two) == []
+    assert len(warned("alone", function=save_one_of_two)) == 1

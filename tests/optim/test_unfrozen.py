@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.optimizers import ADAMW, make
+from support.optimizers import ADAMW, BOTH, make
 from support.training import (
     TOPK,
     assert_same,
@@ -24,6 +24,7 @@ from support.training import (
     weight_bits,
 )
 from thinwire.collectives import LocalGroup
+from thinwire.sync.checkpoint import DamagedError
 from thinwire.testing import RankPool, run_threads
 
 FROZEN = [*range(5), 9, 10, 11]
@@ -174,13 +175,36 @@ def load_older(group: LocalGroup) -> None:
         run.train(4, 9)
         ends.append(optimizer_bits(run.optimizer))
     assert_same(*ends, "of an older checkpoint")
-    damaged = first.optimizer.state_dict()
-    damaged["thinwire"]["family_of"] = {f"{LATE}.weight": 7}
-    with raises(ValueError, f"'{LATE}.weight' has no family", "damaged"):
-        run.optimizer.load_state_dict(damaged)
-    damaged["thinwire"]["families"] = []
-    with raises(ValueError, "do not fit", "damaged"):
-        run.optimizer.load_state_dict(damaged)
+
+
+def load_damaged(group: LocalGroup) -> None:
+    first = Run(group)
+    first.train(0, 6)
+    saved = copy.deepcopy(first.optimizer.state_dict())
+    first.train(6, 7)
+    before = optimizer_bits(first.optimizer)
+    for damage, word in DAMAGES:
+        damaged = {**saved, "thinwire": {**saved["thinwire"], **damage}}
+        with raises(DamagedError, word, "damaged"):
+            first.optimizer.load_state_dict(damaged)
+        assert_same(before, optimizer_bits(first.optimizer), str(damage))
+        assert first.optimizer.sync.steps == 7
+
+
+DAMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"family_of": {f"{LATE}.weight": 7}}, f"'{LATE}.weight' has no family"),
+    ({"families": []}, "do not fit"),
+    ({"families": 3}, "TypeError"),
+    ({"weights": [None, None]}, "TypeError"),
+    ({"weights": [["a", "b"], ["a", "b"]]}, "could not convert"),
+    ({"family_of": {f"{LATE}.weight": None}}, f"'{LATE}.weight' has no family"),
+    ({"count": None}, "TypeError"),
+    ({"scales": []}, "AttributeError"),
+]
+
+
+def test_damaged_families_change_nothing() -> None:
+    run_threads(load_damaged, 2)
 
 
 def test_older_checkpoints_are_loaded() -> None:
@@ -226,3 +250,47 @@ def by_ddp(rank: int, world_size: int) -> dict[str, bytes]:
 
 def test_new_after_a_resume_with_ddp(ranks: RankPool) -> None:
     assert identical(ranks.run(by_ddp, 2))
+
+
+def frozen_in_the_second_run(rank: int, world_size: int) -> dict[str, bytes]:
+    """DDP does not exchange what is frozen when it is made, so that it takes no step."""
+    module = make_net()
+    first = DistributedDataParallel(module)
+    optimizer = make("AdamW", first, policy(TOPK), warmup_steps=2)
+    train(first, optimizer, [rank], range(4))
+    module[LATE].requires_grad_(False)
+    second = DistributedDataParallel(module)
+    resumed = make("AdamW", second, policy(TOPK), warmup_steps=2)
+    resumed.load_state_dict(optimizer.state_dict())
+    before = module[LATE].weight.detach().clone()
+    *_, after = train(second, resumed, [rank], range(4, 8))
+    assert torch.equal(before, after)
+    kept = resumed.state_dict()
+    assert [float(kept["state"][number]["step"]) for number in (0, LATE)] == [8.0, 4.0]
+    number = kept["thinwire"]["family_of"][f"{LATE}.weight"]
+    assert kept["thinwire"]["weights"][number] == optimizer.state_dict()["thinwire"]["weights"][0]
+    return weight_bits(second)
+
+
+def test_frozen_after_a_resume_with_ddp(ranks: RankPool) -> None:
+    assert identical(ranks.run(frozen_in_the_second_run, 2))
+
+
+def frozen_too_late(rank: int, world_size: int, kind: str) -> None:
+    """DDP with find_unused_parameters goes on to send zeros for it, and momentum would move it."""
+    model = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    optimizer = make(kind, model, policy(TOPK), warmup_steps=2)
+    train(model, optimizer, [rank], range(4))
+    layer = model.module[LATE].requires_grad_(False)
+    before = layer.weight.detach().clone()
+    with raises(RuntimeError, f"'{LATE}.", "frozen after DistributedDataParallel", "anew"):
+        train(model, optimizer, [rank], range(4, 5))
+    assert torch.equal(before, layer.weight)
+    layer.requires_grad_(True)
+    train(model, optimizer, [rank], range(4, 6))
+    assert not torch.equal(before, layer.weight)
+
+
+@BOTH
+def test_freezing_what_ddp_exchanges_is_refused(ranks: RankPool, kind: str) -> None:
+    ranks.run(frozen_too_late, 2, kind)

@@ -24,7 +24,7 @@ from support.training import (
     sync_bits,
     weight_bits,
 )
-from thinwire.collectives import LocalGroup
+from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.sync import consolidate
 from thinwire.sync.checkpoint import own_state
 from thinwire.sync.ranked import strip
@@ -285,3 +285,12 @@ def leave(rank: int, world_size: int, group: LocalGroup) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run_group(leave, 3)
+
+
+def test_states_are_gathered_on_the_device_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the first step: a group of NCCL alone has no other device."""
+    sync, devices = thinwire.Synchronizer(TOPK, group=LocalWorld(1).groups[0]), []
+    monkeypatch.setattr(sync, "gather", lambda state, to, device: devices.append(device))
+    sync.register_parameters([("weight", torch.empty(3, device="meta"))])
+    sync.consolidate_state_dict()
+    assert devices == [torch.device("meta")]

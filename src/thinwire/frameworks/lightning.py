@@ -5,6 +5,7 @@ module needs the package `lightning`, which thinwire does not install.
 """
 
 from typing import Any
+from weakref import ReferenceType, ref
 
 import lightning.pytorch as pl
 
@@ -26,16 +27,29 @@ class Attach(pl.Callback):
     def __init__(self, compressor: Spec | Policy, **options: Any) -> None:
         self._compressor, self._options = compressor, options
         self._loaded: dict[str, Any] | None = None
+        self._stage = "fit"
+        self._module: ReferenceType[Any] | None = None
+        """The module of the last fit()."""
         self.sync: Synchronizer | None = None
         """What `thinwire.attach` has returned, once training has begun."""
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Remember what the Trainer does: a checkpoint that is loaded for a test is not for training."""
+        self._stage = stage
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the model, which is DDP by now, and go on with the residuals of a checkpoint."""
+        """Attach to the model, which is DDP by now, and go on with the residuals of a checkpoint.
+
+        A second fit() of a module has a new DDP model, and goes on with the residuals of the first.
+        """
+        if self._loaded is None and self.sync is not None and self._module is not None and self._module() is pl_module:
+            self._loaded = self.sync.state_dict()
+        self._module = ref(pl_module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.sync = attach(trainer.strategy.model, self._compressor, **{"grad_scaler": scaler, **self._options})
         if self._loaded is not None:
             self.sync.load_state_dict(self._loaded)
-            self._loaded = None  # a second fit() goes on with the residuals that are there
+            self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0, which Lightning saves. All ranks call this."""
@@ -46,4 +60,5 @@ class Attach(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until the model is there to attach to."""
-        self._loaded = state_dict
+        if self._stage == "fit":
+            self._loaded = state_dict

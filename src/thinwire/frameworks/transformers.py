@@ -9,13 +9,16 @@ This module needs the package `transformers`, which thinwire does not install.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..optim import SGD, AdamW
 
@@ -35,16 +38,17 @@ class TrainerMixin:
     model: Any
     model_wrapped: Any
     optimizer: Any
+    lr_scheduler: Any
     optimizer_cls_and_kwargs: Any
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the model DDP, as the Trainer would do next, and return its optimizer. One process needs no DDP."""
+        """Make the model DDP, as the Trainer would do next, and return its optimizer."""
         if self.optimizer is None:
             self._check_arguments()
-            if self.accelerator.num_processes > 1:
+            if self.accelerator.distributed_type != DistributedType.NO:  # also one process of torchrun becomes DDP
                 self.model_wrapped = self.accelerator.prepare_model(self.model)
                 inner = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)  # of torch.compile's wrapper
-                if not isinstance(inner, DistributedDataParallel):
+                if self.accelerator.num_processes > 1 and not isinstance(inner, DistributedDataParallel):
                     raise ValueError(f"the model became a {type(inner).__name__}, expected DistributedDataParallel")
             self.optimizer = self._make()
             self.accelerator.clip_grad_norm_ = self._norm
@@ -64,7 +68,7 @@ class TrainerMixin:
                     "exchanges by DistributedDataParallel"
                 )
         named = str(getattr(self.args.optim, "value", self.args.optim))
-        if not named.startswith("adamw_torch") or self.args.optim_args:
+        if named not in ("adamw_torch", "adamw_torch_fused") or self.args.optim_args:
             raise ValueError(
                 f"TrainingArguments(optim={named!r}, optim_args={self.args.optim_args!r}), expected neither: this "
                 "Trainer uses thinwire.AdamW; options go into optimizer_cls_and_kwargs="
@@ -108,6 +112,13 @@ class TrainerMixin:
             _inner(self.optimizer).consolidate_state_dict(to=rank)
             if rank == self.args.process_index:
                 super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both from a checkpoint that has them, into CPU memory: the states of all ranks may not fit on a GPU."""
+        paths = [Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if checkpoint is not None and all(path.is_file() for path in paths):
+            for path, each in zip(paths, (self.optimizer, self.lr_scheduler), strict=True):
+                each.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

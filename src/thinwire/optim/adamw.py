@@ -9,7 +9,7 @@ Second moments span many orders of magnitude, so their logarithms are sent, in 4
 is larger than that of the averaged gradient: `second_moment.py` describes by how much, and the correction.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import takewhile
@@ -28,6 +28,7 @@ from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
 from ..sync.parts import Updates
 from ..sync.policy import DEFAULT, Policy, Spec
+from ..sync.residuals import NamedVectors
 from ..sync.step import Step
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
@@ -207,6 +208,8 @@ class AdamW(CompressedOptimizer):
 
         One that is unfrozen later is sent dense for as many steps, as a gradient.
         """
+        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
+        """Parameters that DDP exchanges: those that were not frozen when it was made."""
         self._present: set[int] = set()
         """Numbers of the families that take part in the step under way."""
         self._found: dict[str, float] = {}
@@ -229,7 +232,8 @@ class AdamW(CompressedOptimizer):
         return dict(self._scales)
 
     def _updates(self, device: torch.device) -> Updates:
-        absent = {name for name, parameter in self._given.items() if self._is_absent(name, parameter)}
+        trained = {name for name, parameter in self._given.items() if parameter.requires_grad}
+        absent = self._given.keys() - (trained if self.ddp is None else self._exchanged)
         self._families.split(absent)
         self._present = {number for name, number in self._families.number_of.items() if name not in absent}
         self._choose_dense()
@@ -242,11 +246,6 @@ class AdamW(CompressedOptimizer):
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
         on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
         return replace(made, rules=on_device, numbers=numbers)
-
-    def _is_absent(self, name: str, parameter: Tensor) -> bool:
-        """Return whether a parameter is frozen; what DDP and FSDP once exchange they exchange always."""
-        is_plain = self.ddp is None and self._sharded is None
-        return not parameter.requires_grad and (is_plain or not self._families.of(name).steps)
 
     def _choose_dense(self) -> None:
         """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
@@ -496,18 +495,24 @@ class AdamW(CompressedOptimizer):
         measured = {"scales": dict(self._scales), "measured": dict(self._found)}
         return {**super()._own_state(), **self._families.state_dict(), **measured}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
-        known = self._vectors["exp_avg_sq"]
+    def _parse_own_state(self, state: Mapping[str, Any], loaded: Mapping[str, NamedVectors]) -> Callable[[], None]:
+        take_count = super()._parse_own_state(state, loaded)
+        known = loaded["exp_avg_sq"]
         untrained = [] if self._sharded is not None else [name for name in self._parameters if name not in known]
-        self._families.load_state_dict(state, steps=self._count, untrained=untrained)
-        self._choose_dense()
+        families = self._families.parsed(state, steps=int(state["count"]), untrained=untrained)
         saved, here = int(state["world_size"]), self.sync.world_size
-        self._scales, self._found = (
+        scales, found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
             for kind in ("scales", "measured")
         )
-        self._measures_next = saved != here
+
+        def take() -> None:
+            take_count()
+            self._families.take(families)
+            self._choose_dense()
+            self._scales, self._found, self._measures_next = scales, found, saved != here
+
+        return take
 
 
 def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:

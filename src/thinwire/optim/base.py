@@ -175,6 +175,7 @@ class CompressedOptimizer(StatefulOptimizer):
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
         """Send one bucket of gradients, which are only read."""
+        self._check_frozen(bucket)
         if first:
             self._check_begin()
             if self._sharded is not None and self._is_first_exchange:
@@ -414,6 +415,16 @@ class CompressedOptimizer(StatefulOptimizer):
                 "a second exchange before step(): the gradients of the first were sent; exchange once per step, with "
                 "DDP by no_sync() for all but the last backward pass, with FSDP by set_requires_gradient_sync(False); "
                 "checkpoint() needs use_reentrant=False with FSDP"
+            )
+
+    def _check_frozen(self, bucket: Bucket) -> None:
+        """Raise RuntimeError if DDP sends zeros for a frozen parameter, which momentum would still move."""
+        frozen = next((name for name in bucket.names if not self._given[name].requires_grad), None)
+        if frozen is not None:
+            self.sync.drop()
+            raise RuntimeError(
+                f"parameter {frozen!r} was frozen after DistributedDataParallel(...) was made, which goes on to "
+                "exchange it: freeze it before that, or save the state, make DDP and the optimizer anew, and load it"
             )
 
     def _check_gradients(self) -> None:

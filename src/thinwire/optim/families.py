@@ -76,8 +76,8 @@ class Families:
             "family_of": {name: number for name, number in self.number_of.items() if number != self._groups[name]},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, steps: int, untrained: Collection[str]) -> None:
-        """Load the state of a checkpoint.
+    def parsed(self, state: Mapping[str, Any], *, steps: int, untrained: Collection[str]) -> "Families":
+        """Return the families of a checkpoint; raise DamagedError if they do not fit. Nothing changes here.
 
         steps, untrained   the number of steps, and the names of parameters that have taken none, for the checkpoint of
                            a version of thinwire that saved one count for all parameters.
@@ -88,13 +88,21 @@ class Families:
         family_of = {**self._groups, **({} if is_older else state["family_of"])}
         if len(families) != len(weights) or family_of.keys() != self._groups.keys():
             raise DamagedError("families of a saved state do not fit its weights: the checkpoint is damaged")
-        made = [Family(int(group), int(count), pair) for (group, count), pair in zip(families, weights, strict=True)]
+        made = Families([])
+        made.all = [
+            Family(int(group), int(count), pair) for (group, count), pair in zip(families, weights, strict=True)
+        ]
         for name, number in family_of.items():
-            if number not in range(len(made)) or made[number].group != self._groups[name]:
+            if number not in range(len(made.all)) or made.all[number].group != self._groups[name]:
                 raise DamagedError(f"{name!r} has no family in a saved state: the checkpoint is damaged")
-        self.all = made
-        self.number_of.update(family_of)
+        made.number_of = family_of
         if is_older:
-            self.split(untrained)
-            for family in (self.of(name) for name in untrained):
+            made.split(untrained)
+            for family in (made.of(name) for name in untrained):
                 family.steps, family.weights = 0, (0.0, 0.0)
+        return made
+
+    def take(self, other: "Families") -> None:
+        """Take over the families that `parsed` has returned."""
+        self.all = other.all
+        self.number_of.update(other.number_of)

@@ -47,8 +47,8 @@ class GradientGuard:
             if name not in sent:
                 if grad is not None:
                     return (
-                        f"parameter {name!r} has a gradient that was not exchanged: set requires_grad before "
-                        "DistributedDataParallel(...) is made, or set its .grad to None"
+                        f"parameter {name!r} has a gradient that was not exchanged: set its .grad to None, or, "
+                        "to train it with DDP, set requires_grad before DistributedDataParallel(...) is made"
                     )
             elif name not in self._sent:
                 return "the backward pass did not come to an end: call zero_grad(), and backward again"

@@ -1,7 +1,7 @@
 """States of the optimizers: saved as torch does, consolidated, and loaded from thinwire's or torch's optimizer."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,10 +180,16 @@ class StatefulOptimizer(Optimizer):
                     elif name in vectors:
                         vectors[name] = torch.zeros_like(vectors[name])
             loaded[kind].load(vectors)
+        try:
+            take_own_state = self._parse_own_state(alike["thinwire"], loaded)
+        except checkpoint.DamagedError:
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise checkpoint.DamagedError(f"{error!r} in a saved state: the checkpoint is damaged") from error
         self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         self._vectors, self._gathered = loaded, None
-        self._load_own_state(alike["thinwire"])
+        take_own_state()
 
     def _local_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the parameters whose momentum differs between ranks in a checkpoint: those sent as updates.
@@ -198,8 +204,14 @@ class StatefulOptimizer(Optimizer):
         local = [name for name in last if name in after]
         return {"optimizer": type(self).__name__, "count": self._count, "local": local}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._count = int(state["count"])
+    def _parse_own_state(self, state: Mapping[str, Any], loaded: Mapping[str, NamedVectors]) -> Callable[[], None]:
+        """Check what was saved beside the moments, `loaded`, and return a function that takes it over."""
+        count = int(state["count"])
+
+        def take() -> None:
+            self._count = count
+
+        return take
 
     def _fill_state(self) -> None:
         """Fill `state` as torch does: with views of the vectors, in the shapes of the parameters."""

@@ -15,8 +15,8 @@ _SETTINGS = {
 """Settings that torch's and thinwire's optimizers share. `initial_lr` is that of schedulers."""
 _KIND = {"AdamW": "betas", "SGD": "momentum"}
 """A setting by which torch's optimizers are distinguished."""
-_KEPT = {"AdamW": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "SGD": {"momentum_buffer"}}
-"""What torch's optimizers keep for a parameter."""
+_KEPT = {"AdamW": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "SGD": {"step", "momentum_buffer"}}
+"""What torch's optimizers keep for a parameter. thinwire counts steps of SGD too, and torch's SGD keeps the count."""
 
 
 def is_from_torch(state: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """The warning for a program in which rank 0 alone saves its state, though states differ between ranks."""
 
 import warnings
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from ..collectives.transport.channel import Channel
 
@@ -15,16 +15,24 @@ class Saves:
     """
 
     def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
+        """The number of this synchronizer among those of a channel."""
         self._noted: tuple[Channel, str, int] | None = None
         """The last call: the channel, the key of this model on its board, and the number of steps before the call."""
         self._is_checked = self._has_warned = False
 
-    def note(self, channels: Sequence[Channel], names: Iterable[str], steps: int) -> None:
-        """Note a call of `state_dict()` after `steps` steps; `names` distinguish the models of a program."""
+    def number(self, channels: Sequence[Channel]) -> None:
+        """Number this synchronizer among those of its channels. All ranks call this in the same order."""
+        for channel in channels:
+            if channel not in self._numbers:
+                self._numbers[channel] = next(channel.users)
+
+    def note(self, channels: Sequence[Channel], steps: int) -> None:
+        """Note a call of `state_dict()` after `steps` steps."""
         channel = next((each for each in channels if each.size > 1), None)
         if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
             return
-        self._noted = channel, f"saved/{zlib.crc32(' '.join(names).encode())}", steps
+        self._noted = channel, f"saved/{self._numbers[channel]}", steps
         self._is_checked = False
         channel.board.write(f"{self._noted[1]}/{channel.rank}", str(steps))
 

@@ -141,6 +141,8 @@ class Synchronizer:
         self._step: Step | None = None
         """The step under way."""
         self.last_step: Step | None = None
+        self._device = torch.device("cpu")
+        """The device of the parameters, for what is sent besides gradients: a group may have no other."""
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self.workspace = Workspace(group)
         self._fresh, self._loaded = True, False
@@ -216,7 +218,7 @@ class Synchronizer:
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
         if self.stats.steps and self._channels:
-            self._saves.note(next(iter(self._channels.values()))[1], self.numels or {}, self.stats.steps)
+            self._saves.note(next(iter(self._channels.values()))[1], self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -239,9 +241,8 @@ class Synchronizer:
 
         All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
         """
-        device = next(iter(self._channels), torch.device("cpu"))
         self._gathered = None
-        self._gathered = self.gather(self.state_dict(), to, device)
+        self._gathered = self.gather(self.state_dict(), to, self._device)
 
     def gather(self, state: Mapping[str, Any], to: int, device: torch.device) -> list[dict[str, Any]] | None:
         """Return the states of all ranks by rank, in CPU memory, on rank `to`, and None on the other ranks."""
@@ -318,7 +319,7 @@ class Synchronizer:
                     f"parameter {name!r} is complex, expected real numbers: make the parameter real, and take "
                     "torch.view_as_complex of it where it is used"
                 )
-            numels[name] = parameter.numel()
+            numels[name], self._device = parameter.numel(), parameter.device
         self.policy.check_patterns(numels.keys())
         if self._unchecked is not None:
             checkpoint.check_model(self._unchecked, numels)
@@ -336,6 +337,7 @@ class Synchronizer:
         updates   the settings of an optimizer that sends updates; None if gradients are sent.
         """
         self.drop()
+        self._device = device
         if self.policy.by_ranks and self.policy.ranks is None:
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
             self._assignment = None
@@ -546,6 +548,7 @@ class Synchronizer:
         found = self._channels.get(device)
         if found is None or found[0] is not world:
             found = self._channels[device] = world, channels(self.group, device)
+            self._saves.number(found[1])
         return found[1]
 
     # State from step to step.

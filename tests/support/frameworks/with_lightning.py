@@ -33,6 +33,9 @@ class Module(L.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def test_step(self, batch: Any, index: int) -> None:
+        loss_of(self.layers, **batch)
+
     def configure_optimizers(self) -> Any:
         if self.ours:
             return thinwire.AdamW(self.parameters(), **OPTIONS)
@@ -67,6 +70,27 @@ def twice(folder: Path, name: str, steps: int, ours: bool = True) -> tuple[Modul
     return made[0]
 
 
+def fit_again(folder: Path) -> dict[str, Any]:
+    """Fit an epoch of 10 steps, and then more: how many steps each synchronizer has taken. Needs `twice` before."""
+    module, attached = Module(20, ours=False), Attach("quantize:bits=1")
+    fitting, made = trainer(callbacks=[attached], max_epochs=1), []
+    for epochs in (1, 2, 3):
+        fitting.fit_loop.max_epochs = epochs
+        fitting.fit(module)
+        assert attached.sync is not None
+        made.append(attached.sync.steps)
+        if epochs == 2:
+            fitting.test(module, batches(0, 1), ckpt_path=folder / "attached" / "epoch=0.ckpt", verbose=False)
+    trainer(callbacks=[attached], max_epochs=1).fit(Module(20, ours=False))
+    made.append(attached.sync.steps)
+    ours = Module(20)
+    fitting = trainer(max_epochs=1)
+    for epochs in (1, 2):
+        fitting.fit_loop.max_epochs = epochs
+        fitting.fit(ours)
+    return {"fitted_again": made, "ours_again": [ours.optimizers().sync.steps, len(ours.losses)]}
+
+
 class Scaled(Module):
     """A module whose optimizer has the Trainer's GradScaler."""
 
@@ -96,6 +120,7 @@ def main(folder: Path, steps: int) -> None:
     whole, sent = twice(folder, "whole", steps)
     result: dict[str, Any] = {"loss": whole.losses[-1], "bytes": sent, "interface_bytes": whole.meter.interface_bytes}
     result["attached_bytes"] = twice(folder, "attached", 20, ours=False)[1]
+    result |= fit_again(folder)
     accumulated = Module(20)
     trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(accumulated)
     save(folder, "accumulated", accumulated)

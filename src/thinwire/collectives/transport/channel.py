@@ -44,6 +44,8 @@ class Channel(ABC):
         self.timeout = timeout
         self.board, self.wire = board, wire
         """If `wire` is None, exchanges run at once, in the thread and on the stream of the caller."""
+        self.users = itertools.count()
+        """Numbers for synchronizers, in the order in which they first use this channel, the same on all ranks."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
