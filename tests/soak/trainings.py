@@ -97,7 +97,7 @@ def full_disk(draw: Random) -> Tried:
     step = draw.randint(1, STEPS - config.checkpoint_every)
     with ExitStack() as stack:
         try:
-            cwd = stack.enter_context(small_disk(Path(stack.enter_context(temporary())) / "disk"))
+            cwd = stack.enter_context(small_disk(Path(stack.enter_context(temporary())) / "disk", size="12m"))
         except PermissionError as error:
             raise Skipped(str(error)) from None
         fault = FullDisk(rank=draw.randrange(world), step=step, path=cwd / "ballast")
