@@ -22,7 +22,7 @@ def listening() -> set[Listening]:
 
 
 def free_port() -> int:
-    """A port that nobody has, for a program that must be told one.
+    """A port that nobody has, for a program that needs its number in advance.
 
     It is not one of those that the system gives out: a connection of another test may get such a port at any moment,
     and one that tries again and again to reach it may at last be connected to itself.

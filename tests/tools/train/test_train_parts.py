@@ -105,12 +105,12 @@ def test_sinks_are_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_metrics_that_come_again_are_cut_off(tmp_path: Path) -> None:
-    def write(first_step: int, *steps: int, end: bool = False) -> None:
+    def write(first_step: int, *steps: int, reason: str = "") -> None:
         metrics = Metrics(tmp_path, SMALL, first_step, {"world_size": 2})
         for step in steps:
             metrics.write("step", {"step": step, "loss": math.nan, "split": {"wait": math.inf}})
-        if end:
-            metrics.write("end", {"step": steps[-1], "reason": "finished"})
+        if reason:
+            metrics.write("end", {"step": steps[-1], "reason": reason})
         metrics.close()
 
     def read() -> list[object]:
@@ -119,11 +119,14 @@ def test_metrics_that_come_again_are_cut_off(tmp_path: Path) -> None:
     write(0, 1, 2, 3, 4, 5)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "step", "ste')
-    write(3, 4, 5, 6, end=True)
+    write(3, 4, 5, 6, reason="stopped")
     assert read() == ["conditions", 1, 2, 3, "conditions", 4, 5, 6, 6]
     assert lines(tmp_path)[1] == {"kind": "step", "step": 1, "loss": None, "split": {"wait": None}}
     write(6, 7)
     assert read() == ["conditions", 1, 2, 3, "conditions", 4, 5, 6, 6, "conditions", 7], "the end at step 6 stays"
+    write(7, 8, reason="finished")
+    write(8, 9)
+    assert read()[-4:] == ["conditions", 8, "conditions", 9], "a run that goes on has not finished"
     write(2, 3)
     assert read() == ["conditions", 1, 2, "conditions", 3]
     write(0)

@@ -171,7 +171,8 @@ def _cut(path: Path, first_step: int) -> None:
             line = None
         if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice", "end"):
             step = line.get("step", line.get("first_step"))
-            if isinstance(step, int) and step <= first_step:
+            # A run that goes on has not finished; that it was stopped before stays.
+            if isinstance(step, int) and step <= first_step and line.get("reason") != "finished":
                 kept.append(text)
     replace_text(path, "".join(kept))
 
