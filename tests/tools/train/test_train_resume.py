@@ -202,6 +202,7 @@ DAMAGES = {
     "a split without parts": ("model.pt", _state(lambda state: state["counts"].update(split={}))),
     "an evaluation in words": ("model.pt", _state(lambda state: state.update(evaluated={"loss": "low"}))),
     "a config in words": ("model.pt", _state(lambda state: state.update(config="as before"))),
+    "an optimizer in lists": ("model.pt", _state(lambda state: state["config"].update(optimizer=[[["adamw"]]]))),
     "no weights": ("model.pt", _state(lambda state: state.update(learner={}))),
     "weights in words": ("model.pt", _state(lambda state: state["learner"].update(model="heavy"))),
     "a weight in words": ("model.pt", _state(lambda state: state["learner"]["model"].update({"head.bias": "heavy"}))),

@@ -427,6 +427,8 @@ def _check_same_run(config: Config, saved: object) -> None:
     if not isinstance(saved, dict) or not saved.keys() >= here.keys():
         raise DamagedError("its config is incomplete")
     for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
+        if type(here[name]) is not type(saved[name]):
+            raise DamagedError(f"its config has a {type(saved[name]).__name__} as {name}")
         if here[name] != saved[name]:
             flag = name.replace("_", "-")
             raise ValueError(
