@@ -42,12 +42,12 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 dataset-fashion-mnist >/dev/null; }
 
-# Three processes of pytest, since many tests wait. Each takes a file of tests at a time, the longest ones first. Then come the tests
+# Two processes of pytest. Each takes a file of tests at a time, the longest ones first. Then come the tests
 # that want the machine for themselves.
 WHICH := not slow
 
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 3 --dist loadfile --no-loadscope-reorder --durations=30 \
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
 		tests src
 	$(BIN)/python -m pytest -m "alone and ($(WHICH))"
 
