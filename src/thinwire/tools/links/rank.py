@@ -1,7 +1,9 @@
 """Ranks behind links: each enters its link and forms the process group through it.
 
-with network(2, 100e6, relay=False) as net, Workers(2) as workers:
-form(workers, net.links, 2, RankClass, *args, timeout=60.0)     # as workers.form(2, RankClass, *args)
+    with network(2, 100e6, relay=False) as net, Workers(2) as workers:
+        form(workers, net.links, 2, RankClass, *args, timeout=60.0)     # as workers.form(2, RankClass, *args)
+
+Calls of the ranks then go through `workers.ask`, as without links.
 """
 
 from collections.abc import Callable

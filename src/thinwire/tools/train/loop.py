@@ -57,32 +57,28 @@ class Ended:
     """False if a signal stopped it."""
 
 
-def train(
-    config: Config,
-    folder: Path,
-    *,
-    place: Place,
-    control: Control,
-    device: torch.device,
-    data: Data,
-    counter: Counter | None,
-    compile_seconds: float,
-    should_stop: Callable[[], bool],
-) -> Ended:
-    """Train from the first step, or from a checkpoint. The call is collective: all ranks pass the same config."""
-    view = View(config.steps, shown=place.rank == 0)
+@dataclass(frozen=True)
+class Setup:
+    """What a training is given on one rank."""
+
+    config: Config
+    """The same on all ranks."""
+    folder: Path
+    place: Place
+    control: Control
+    device: torch.device
+    data: Data
+    counter: Counter | None
+    """Counts the bytes that this rank sends; None if they cannot be counted."""
+    compile_seconds: float
+    """Seconds that the kernels took to compile or load."""
+
+
+def train(setup: Setup, should_stop: Callable[[], bool]) -> Ended:
+    """Train from the first step, or from a checkpoint. All ranks call this."""
+    view = View(setup.config.steps, shown=setup.place.rank == 0)
     try:
-        run = _Run(
-            config,
-            folder,
-            place=place,
-            control=control,
-            device=device,
-            data=data,
-            counter=counter,
-            compile_seconds=compile_seconds,
-            view=view,
-        )
+        run = _Run(setup, view)
         try:
             return run.train(should_stop)
         except BaseException:
@@ -96,22 +92,11 @@ def train(
 
 
 class _Run:
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        *,
-        place: Place,
-        control: Control,
-        device: torch.device,
-        data: Data,
-        counter: Counter | None,
-        compile_seconds: float,
-        view: View,
-    ) -> None:
+    def __init__(self, setup: Setup, view: View) -> None:
+        config, folder, place, control = setup.config, setup.folder, setup.place, setup.control
         self.config, self.folder, self.place, self.control = config, folder, place, control
-        self.data, self.view = data, view
-        self.learner = Learner(config, device)
+        self.data, self.view = setup.data, view
+        self.learner = Learner(config, setup.device)
         self.counts = Counts()
         self.evaluated: dict[str, Any] | None = None
         self.checkpoints = Checkpoints(folder, place=place, control=control, keep=config.keep, say=view.say)
@@ -125,17 +110,17 @@ class _Run:
             facts = {
                 "world_size": place.world_size,
                 "parameters": parameters,
-                "device": str(device),
-                "compile_seconds": compile_seconds,
+                "device": str(setup.device),
+                "compile_seconds": setup.compile_seconds,
             }
             self.metrics = Metrics(folder=folder, config=config, first_step=self.counts.step, more=facts)
         view.say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
-            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {folder}"
+            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {setup.device.type}, in {folder}"
         )
         if loaded is not None:
             view.say(f"resuming from step {loaded.step}")
-        self.counter = counter if loopback.is_counted() and not self.resumed else None
+        self.counter = setup.counter if loopback.is_counted() and not self.resumed else None
         self.interface_bytes = self.counter.sent_bytes() if self.counter is not None else 0
         self.last_sent = self.last_dense = self.last_skipped = 0
         self.last_blocked: dict[str, float] = {}

@@ -20,7 +20,7 @@ from .data import Data
 from .datasets import load_data
 from .device import pick_device
 from .folder import choose_folder, locked
-from .loop import Ended, train
+from .loop import Ended, Setup, train
 from .models import model_config
 from .place import Place
 from .rehearsal import compile_kernels
@@ -76,17 +76,17 @@ class Rank:
         if self._place.local_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         control.gather(None)
-        return train(
-            dataclasses.replace(config, out=folder),
-            folder,
+        setup = Setup(
+            config=dataclasses.replace(config, out=folder),
+            folder=folder,
             place=self._place,
             control=control,
             device=self._device,
             data=data,
             counter=self._counter,
             compile_seconds=self._compile_seconds,
-            should_stop=lambda: self._stops,
         )
+        return train(setup, should_stop=lambda: self._stops)
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""

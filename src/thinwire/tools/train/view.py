@@ -122,7 +122,7 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
 
 def compare(ours: Result, dense: Result) -> str:
     """Return the result of a training beside that of dense training, as one sentence."""
-    parts = [f"{_factor(dense.seconds / ours.seconds)} as fast"]
+    parts = [f"{reduction(ours.seconds, dense.seconds)} as fast"]
     if ours.bytes_sent:
         parts.append(f"{100 * ours.bytes_sent / dense.bytes_sent:.1f} % of the bytes")
     if ours.accuracy is not None and dense.accuracy is not None:
@@ -130,10 +130,6 @@ def compare(ours: Result, dense: Result) -> str:
     else:
         parts.append(f"loss {ours.loss:.3f} (dense {dense.loss:.3f})")
     return f"Compared with dense training: {', '.join(parts)}."
-
-
-def _factor(ratio: float) -> str:
-    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _rows_of_ranks(results: Sequence[Result]) -> dict[str, list[str]]:
