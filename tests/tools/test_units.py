@@ -9,6 +9,7 @@ from thinwire.tools.units import (
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_link,
     parse_rate,
     parse_seconds,
 )
@@ -85,3 +86,30 @@ def test_numbers_for_a_person() -> None:
         "0.021", "1.0", "6.1", "12", "120,000",
     ]  # fmt: skip
     assert format_rate(5e5) == "500 kbit/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [
+        ("100mbit", (1e8, 0.0)),
+        ("100mbit,100ms", (1e8, 0.1)),
+        ("1 Gbps, 0.5 s", (1e9, 0.5)),
+        ("1gbit,50us", (1e9, 5e-5)),
+    ],
+)
+def test_links_have_a_rate_and_may_have_a_round_trip_time(text: str, speed: tuple[float, float]) -> None:
+    assert parse_link(text) == pytest.approx(speed)
+
+
+@pytest.mark.parametrize(
+    "text", ["100mbit,", "100mbit,0ms", "100mbit,-5ms", "100mbit,100", "100mbit,3s", "1gbit,1ms,2"]
+)
+def test_round_trip_times_that_no_link_has(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"link {text!r}, expected a rate, or a rate and a round-trip time above 0"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize("text", ["fast,100ms", ",100ms", "100ms"])
+def test_a_link_without_a_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="expected bits per second"):
+        parse_link(text)

@@ -2,12 +2,25 @@
 
 import math
 import re
+from decimal import Decimal
+from typing import NamedTuple
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _NUMBER = r"([-+]?(?:\d+(?:_\d+)*)(?:\.\d+)?(?:e[-+]?\d+)?)"
 SLOWEST, FASTEST = 1e5, 1e12
 """Bits per second that a link may have."""
+LONGEST_ROUND_TRIP = 2.0
+"""Seconds. A satellite has 0.6."""
+
+
+class LinkSpeed(NamedTuple):
+    """What a link does to bytes."""
+
+    rate: float
+    """Bits per second, in each direction."""
+    round_trip: float = 0.0
+    """Seconds from sending a message to an answer that is sent at once. Half of it passes in each direction."""
 
 
 def parse_seconds(option: str, text: str, *, zero: bool = False) -> float:
@@ -31,10 +44,11 @@ def parse_count(option: str, text: str, largest: float = 1e13) -> int:
     (7000000000, 350000000, 1000)
     """
     match = re.fullmatch(rf"{_NUMBER}\s*([kmgbt]?)", text.strip().lower())
-    value = float(match[1].replace("_", "")) * _SCALES[match[2]] if match else math.nan
-    if not 1 <= value <= largest or value != round(value):
+    number, scale = (match[1].replace("_", ""), _SCALES[match[2]]) if match else ("nan", 1.0)
+    # First as a float, because a huge Decimal cannot be multiplied; then exactly, because 1.001k is whole.
+    if not 1 <= float(number) * scale <= largest or (value := Decimal(number) * Decimal(scale)) % 1:
         raise ValueError(f"{option} {text!r}, expected a whole number from 1 to {largest:g}, such as 7e9, 350M or 7B")
-    return round(value)
+    return int(value)
 
 
 def parse_bytes(option: str, text: str) -> int:
@@ -65,6 +79,28 @@ def parse_rate(text: str) -> float:
             f"rate {text!r}, expected bits per second from 100kbit to 1000gbit, such as 100mbit, 2.5gbit or 1Gbps"
         )
     return rate
+
+
+def parse_link(text: str) -> LinkSpeed:
+    """Parse the rate of a link, and behind a comma its round-trip time, which is 0 if it is left out.
+
+    >>> parse_link("100mbit,100ms"), parse_link("1gbit")
+    (LinkSpeed(rate=100000000.0, round_trip=0.1), LinkSpeed(rate=1000000000.0, round_trip=0.0))
+    """
+    rate, comma, round_trip = text.partition(",")
+    speed = LinkSpeed(parse_rate(rate))
+    if not comma:
+        return speed
+    try:
+        speed = speed._replace(round_trip=parse_seconds("", round_trip))
+    except ValueError:
+        speed = speed._replace(round_trip=math.inf)
+    if speed.round_trip > LONGEST_ROUND_TRIP:
+        raise ValueError(
+            f"link {text!r}, expected a rate, or a rate and a round-trip time above 0 and up to "
+            f"{LONGEST_ROUND_TRIP:g}s, such as 100mbit,100ms"
+        )
+    return speed
 
 
 def format_number(value: float, digits: int = 2) -> str:

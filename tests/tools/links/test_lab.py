@@ -33,7 +33,7 @@ def test_an_error_inside_leaves_nothing() -> None:
 
 
 def test_an_error_while_it_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lab, "shape", lambda self, rate: 1 / 0)
+    monkeypatch.setattr(Lab, "shape", lambda self, *speed: 1 / 0)
     with pytest.raises(ZeroDivisionError), Lab(2, 1e9):
         pass
     assert not ours()

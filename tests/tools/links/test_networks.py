@@ -1,4 +1,4 @@
-"""What holds for links by namespaces and by a relay: the rate, and bytes that are those of the compressor."""
+"""What holds for links by namespaces and by a relay: rate, round-trip time, and bytes that are the compressor's."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 import thinwire
 from support.link_ranks import TestedRank
 from support.ports import listening
+from support.round_trips import round_trips
 from support.transfer import Build, Transfer
 from thinwire.tools.links.network import network
 from thinwire.tools.links.rank import form
@@ -20,6 +21,37 @@ def test_bytes_are_counted_and_no_faster_than_the_rate(build: Build) -> None:
     assert done.received == nbytes
     assert nbytes <= done.counted < 1.1 * nbytes  # TCP's and Ethernet's headers take 6 %
     assert done.seconds >= 0.9 * 8 * nbytes / 40e6  # a busy machine can only make it longer
+
+
+def test_a_round_trip_takes_as_long_as_it_was_given(build: Build) -> None:
+    with build(3, 100e6) as net:
+        net.shape(100e6, 0.2)
+        delayed = round_trips(net, 5)
+        net.shape(100e6)
+        direct = round_trips(net, 5)
+    assert min(delayed) >= 0.2  # a busy machine can only make it longer
+    assert min(delayed) < 0.4, "half of it passes in each direction, and not the whole"
+    assert min(direct) < 0.1, "the delay ends when another speed is set"
+
+
+def test_a_delay_does_not_limit_the_rate(build: Build) -> None:
+    """What a link of 40 Mbit/s carries in a second; piece by piece it would take ten times as long."""
+    nbytes = 5_000_000
+    with build(2, None) as net:
+        net.shape(40e6, 0.2)
+        done = Transfer(net, nbytes)
+    assert done.received == nbytes
+    assert nbytes <= done.counted < 1.2 * nbytes  # headers, and packets that TCP sends again
+    assert 0.9 * 8 * nbytes / 40e6 + 0.2 <= done.seconds < 8.0
+
+
+@pytest.mark.parametrize("round_trip", [-0.1, 3.0, float("nan")])
+def test_a_round_trip_time_that_no_link_has_is_refused(build: Build, round_trip: float) -> None:
+    with (
+        build(2, None) as net,
+        pytest.raises(ValueError, match=r"a round-trip time of \S+ s, expected 0 to 2 s"),
+    ):
+        net.shape(1e8, round_trip)
 
 
 def test_the_store_of_a_relay_listens_on_loopback_alone() -> None:

@@ -9,10 +9,10 @@ route of the machine changes, and removing the namespaces removes everything. Th
 that created them. They are always removed at the end of the block. A second process, which ^C does not reach, waits for
 the end of this process and then cleans up, so that even SIGKILL leaves nothing behind.
 
-A token bucket (`tc ... tbf`) shapes both ends of a link, so a rank sends and receives at most at the rate.
+A token bucket (`tc ... tbf`) shapes both ends of a link, so a rank sends and receives at most at the rate. With a
+round-trip time, the switch is one that delivers each packet half of it later (`delay`), not the kernel's bridge.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -24,16 +24,18 @@ from typing import Self
 
 from thinwire.tools.loopback import Counter
 
-from . import LARGEST_WORLD
+from . import LARGEST_WORLD, check_round_trip, namespace
+from .delay import DelayingSwitch
 
-_FOLDER = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
 _LIMIT_SECONDS = 30.0
 _NETWORK = "10.83.0"
 """Prefix of the addresses, which exist inside the namespaces only."""
 _BURST_SECONDS, _SMALLEST_BURST = 0.002, 16_000
 """Size of a burst: two milliseconds at the rate, but at least a few packets."""
 _QUEUE_SECONDS = 0.05
+"""What a link queues: this long at the rate, or a round-trip time if that is longer."""
+_WINDOW_BYTES = 64 << 20
+"""Largest window of TCP where links have a round-trip time: four times what 1 Gbit/s carries in 100 ms."""
 
 
 def what_is_missing() -> str | None:
@@ -72,9 +74,7 @@ class Links:
 
     def enter(self, rank: int) -> None:
         """Move the calling thread, and all threads that it starts from now on, into the namespace of a rank."""
-        with open(_FOLDER / self.namespaces[rank + 1], encoding="utf-8") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {file.name}")
+        namespace.enter(self.namespaces[rank + 1])
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
@@ -85,11 +85,12 @@ class Links:
 class Lab:
     """Network namespaces with shaped links. Use it as a context manager.
 
-    ranks   number of ranks.
-    rate    rate of each link in bits per second. None means no limit.
+    ranks        number of ranks.
+    rate         rate of each link in bits per second. None means no limit.
+    round_trip   seconds until the answer to a packet to another rank arrives, besides the time at the rate.
     """
 
-    def __init__(self, ranks: int, rate: float | None) -> None:
+    def __init__(self, ranks: int, rate: float | None, round_trip: float = 0.0) -> None:
         reason = why_not()
         if reason is not None:
             raise ValueError(reason)
@@ -97,45 +98,33 @@ class Lab:
             raise ValueError(f"{ranks} ranks, expected 1 to {LARGEST_WORLD}")
         if rate is not None and not rate >= 1e5:
             raise ValueError(f"a rate of {rate:g} bit/s, expected 100 kbit/s or more")
-        self._rate = rate
+        self._rate, self._round_trip = rate, check_round_trip(round_trip)
         self.links = Links(f"thinwire-{os.getpid()}-", ranks)
+        self._delaying: DelayingSwitch | None = None
         self._guard: subprocess.Popen[bytes] | None = None
 
     def cut(self, rank: int) -> None:
         """Take the link of a rank down."""
         _run("ip", "-n", self.links.namespaces[0], "link", "set", f"port{rank}", "down")
 
-    def shape(self, rate: float | None) -> None:
-        """Set the rate of all links."""
+    def shape(self, rate: float | None, round_trip: float = 0.0) -> None:
+        """Set the rate and the round-trip time of all links."""
+        self._delay(check_round_trip(round_trip) / 2)
         switch, *others = self.links.namespaces
-        for rank, namespace in enumerate(others):
-            for where, device in ((namespace, "eth0"), (switch, f"port{rank}")):
+        for rank, name in enumerate(others):
+            for where, device in ((name, "eth0"), (switch, f"port{rank}")):
                 if self._rate is not None:
                     _run("tc", "-n", where, "qdisc", "del", "dev", device, "root")
                 if rate is not None:
                     burst = max(_SMALLEST_BURST, int(rate / 8 * _BURST_SECONDS))
-                    _run(
-                        "tc",
-                        "-n",
-                        where,
-                        "qdisc",
-                        "add",
-                        "dev",
-                        device,
-                        "root",
-                        "tbf",
-                        "rate",
-                        f"{int(rate)}bit",
-                        "burst",
-                        str(burst),
-                        "latency",
-                        f"{int(1000 * _QUEUE_SECONDS)}ms",
-                    )
+                    queue = f"{int(1000 * max(_QUEUE_SECONDS, round_trip))}ms"
+                    shaped = ("tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "latency", queue)
+                    _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shaped)
         self._rate = rate
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes sent so far by the interface of each rank, headers included."""
-        return [_counters(namespace)["tx"]["bytes"] for namespace in self.links.namespaces[1:]]
+        return [_counters(name)["tx"]["bytes"] for name in self.links.namespaces[1:]]
 
     def __enter__(self) -> Self:
         sweep()
@@ -152,29 +141,45 @@ class Lab:
 
     def _build(self) -> None:
         switch, *others = self.links.namespaces
-        for namespace in self.links.namespaces:
-            _run("ip", "netns", "add", namespace)
+        for name in self.links.namespaces:
+            _run("ip", "netns", "add", name)
         _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "switch", "up")
-        for rank, namespace in enumerate(others):
+        for rank, name in enumerate(others):
             port = f"port{rank}"
-            _run("ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
-            _run("ip", "-n", namespace, "addr", "add", f"{self.links.address(rank)}/24", "dev", "eth0")
+            _run("ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-n", switch, "link", "set", port, "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.links.address(rank)}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
-                _run("ip", "-n", namespace, "link", "set", device, "up")
+                _run("ip", "-n", name, "link", "set", device, "up")
         rate, self._rate = self._rate, None
-        self.shape(rate)
+        self.shape(rate, self._round_trip)
+
+    def _delay(self, seconds: float) -> None:
+        """Join the cables by a switch that delays packets, or by the kernel's bridge if there is no delay."""
+        switch, *others = self.links.namespaces
+        ports = [f"port{rank}" for rank in range(self.links.ranks)]
+        if self._delaying is not None:
+            self._delaying.close()
+            self._delaying = None
+        for port in ports:
+            _run("ip", "-n", switch, "link", "set", port, *(("nomaster",) if seconds else ("master", "switch")))
+        for name in others if seconds else ():
+            _widen_windows(name)
+        if seconds:
+            self._delaying = DelayingSwitch(switch, ports, seconds)
 
     def _remove(self) -> None:
         """Close the input of the guard process, which then removes the namespaces, and wait for it."""
         assert self._guard is not None
+        if self._delaying is not None:
+            self._delaying.close()
         self._guard.communicate(timeout=_LIMIT_SECONDS)
 
 
 def sweep() -> None:
     """Remove the namespaces of labs whose process no longer exists."""
-    for path in _FOLDER.glob("thinwire-*"):
+    for path in namespace.FOLDER.glob("thinwire-*"):
         process = path.name.split("-")[1]
         if process.isdecimal() and not Path(f"/proc/{process}").exists():
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True, timeout=_LIMIT_SECONDS, check=False)
@@ -190,8 +195,14 @@ def _guard(namespaces: list[str]) -> "subprocess.Popen[bytes]":
     )
 
 
-def _counters(namespace: str) -> dict[str, dict[str, int]]:
-    (shown,) = json.loads(_run("ip", "-json", "-statistics", "-n", namespace, "link", "show", "dev", "eth0"))
+def _widen_windows(name: str) -> None:
+    """Let TCP in a namespace have as many bytes on their way as a fast link with a long round-trip time carries."""
+    sizes = ";".join(f"echo 4096 131072 {_WINDOW_BYTES} >/proc/sys/net/ipv4/tcp_{way}mem" for way in "rw")
+    _run("ip", "netns", "exec", name, "sh", "-c", sizes)
+
+
+def _counters(name: str) -> dict[str, dict[str, int]]:
+    (shown,) = json.loads(_run("ip", "-json", "-statistics", "-n", name, "link", "show", "dev", "eth0"))
     counters: dict[str, dict[str, int]] = shown.get("stats64") or shown["stats"]
     return counters
 

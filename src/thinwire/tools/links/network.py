@@ -1,9 +1,14 @@
-"""The interface of links between ranks that have a rate and count their bytes. `lab` and `relay` implement it."""
+"""The interface of links between ranks, with a rate, a round-trip time and a count of bytes.
+
+`lab` and `relay` implement it.
+"""
 
 import ctypes
 import os
 from pathlib import Path
 from typing import Protocol, Self
+
+from thinwire.tools.units import LinkSpeed, format_seconds
 
 from . import Links, lab
 from .lab import Lab
@@ -19,8 +24,11 @@ class Network(Protocol):
     def links(self) -> Links:
         """Return the part that is sent to the process of each rank."""
 
-    def shape(self, rate: float | None) -> None:
-        """Set the rate of all links, in bits per second in each direction. None means no limit."""
+    def shape(self, rate: float | None, round_trip: float = 0.0) -> None:
+        """Set the rate of all links, in bits per second in each direction, and their round-trip time in seconds.
+
+        A rate of None means no limit.
+        """
 
     def cut(self, rank: int) -> None:
         """Disconnect a rank: nothing passes its link, and no rank gets an error from it."""
@@ -33,9 +41,21 @@ class Network(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-def network(ranks: int, rate: float | None, *, relay: bool) -> Network:
+def network(ranks: int, rate: float | None, round_trip: float = 0.0, *, relay: bool) -> Network:
     """Return a relay or a lab, which is not yet entered."""
-    return Relay(ranks, rate) if relay else Lab(ranks, rate)
+    return (Relay if relay else Lab)(ranks, rate, round_trip)
+
+
+def description(speed: LinkSpeed, why_relay: str | None) -> str:
+    """Return how links of this speed are made, as text for the user.
+
+    why_relay   why the links need a relay; None if they are network namespaces.
+    """
+    made = "network namespaces, shaped by tc" if why_relay is None else f"a relay, since {why_relay}"
+    if not speed.round_trip:
+        return made
+    what = "packet" if why_relay is None else "byte"
+    return f"{made}; thinwire delivers each {what} {format_seconds(speed.round_trip / 2, 3)} after it was sent"
 
 
 def prepare() -> str | None:
