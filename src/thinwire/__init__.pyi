@@ -2,6 +2,7 @@
 
 from . import kernels as kernels
 from .collectives import CollectiveError as CollectiveError
+from .collectives import ElasticGroup as ElasticGroup
 from .collectives import LocalWorld as LocalWorld
 from .collectives import MismatchError as MismatchError
 from .collectives import PeerError as PeerError
@@ -22,6 +23,7 @@ from .compressors.statistics import Statistics as Statistics
 from .integrations import attach as attach
 from .optim import SGD as SGD
 from .optim import AdamW as AdamW
+from .optim import LocalSteps as LocalSteps
 from .sync.policy import Policy as Policy
 from .sync.policy import default_compressor as default_compressor
 from .sync.policy import ramp as ramp

@@ -1,19 +1,36 @@
 """The Triton kernels on a machine without a GPU: in Triton's interpreter, bit for bit the reference; and they compile.
 
-The interpreter must be chosen before Triton is loaded, so each test is a process of its own.
+The interpreter must be chosen before Triton is loaded, and tests change what modules have. So each is a copy of one of
+two processes that have loaded torch and Triton.
 """
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.processes import run_python
+from support.processes import Copies, run_python
 from support.slow import some_slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 TESTS = Path(__file__).parent.parent
 IN_TESTS = {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+
+LOADED = "import torch, triton, thinwire.kernels.cuda.launch"
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Copies]:
+    with Copies(LOADED, TRITON_INTERPRET="1", **IN_TESTS) as copies:
+        yield copies
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Copies]:
+    with Copies(LOADED) as copies:
+        yield copies
+
 
 SPECS = {
     "topk": ["topk:ratio=1/64,bits=2"],
@@ -28,12 +45,12 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", some_slow(SPECS, "topk-bits", "topk-small", "topk-global", "stochastic"))
-def test_interpreted_kernels_are_the_reference(name: str) -> None:
+def test_interpreted_kernels_are_the_reference(interpreted: Copies, name: str) -> None:
     code = f"from support import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
-    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    interpreted.run(code, time_limit=250)
 
 
-def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -> None:
+def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(interpreted: Copies) -> None:
     """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
     code = """
         from support import triton_rows
@@ -44,10 +61,10 @@ def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded() -
         for spec in ("topk:ratio=1/64,bits=2,chunk=64", "quantize:bits=8,block=32"):
             assert triton_rows.spared(spec) == []
         """
-    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    interpreted.run(code, time_limit=250)
 
 
-def test_candidates_by_a_sample() -> None:
+def test_candidates_by_a_sample(interpreted: Copies) -> None:
     """The exact top-k of a large tensor, here with a sample so small that this one is large."""
     code = f"""
         from support import triton_rows
@@ -55,7 +72,7 @@ def test_candidates_by_a_sample() -> None:
         topk_global._SAMPLE = 1024
         assert triton_rows.main("cpu", {SPECS["topk-global"]}) == 0
         """
-    run_python(code, time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    interpreted.run(code, time_limit=250)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +86,7 @@ def test_candidates_by_a_sample() -> None:
         ("none", "bfloat16"),
     ],
 )
-def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
+def test_kernels_compile_for_hopper(compiled: Copies, spec: str, dtype: str) -> None:
     """Without a GPU: what the interpreter allows, the compiler may not. No product is fused into a sum."""
     code = f"""
         import torch, triton, thinwire
@@ -111,11 +128,11 @@ def test_kernels_compile_for_hopper(spec: str, dtype: str) -> None:
         assert len(done) > 2, done
         assert kernel is not topk or "none" in "{spec}" or any("sum_chunks" in str(one) for one in done)
         """
-    run_python(code)
+    compiled.run(code)
 
 
-def test_interpreted_adam() -> None:
-    run_python("from support import triton_adam; triton_adam.check('cpu')", TRITON_INTERPRET="1", **IN_TESTS)
+def test_interpreted_adam(interpreted: Copies) -> None:
+    interpreted.run("from support import triton_adam; triton_adam.check('cpu')")
 
 
 def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() -> None:
@@ -143,7 +160,9 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
 
 
 @pytest.mark.parametrize(("capability", "backend"), [((9, 0), "cuda"), ((7, 5), "reference")])
-def test_cuda_tensors_use_triton_where_it_knows_the_gpu(capability: tuple[int, int], backend: str) -> None:
+def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
+    compiled: Copies, capability: tuple[int, int], backend: str
+) -> None:
     """And float64, which nobody sends gradients in, goes to the reference."""
     code = f"""
         import torch
@@ -160,14 +179,14 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(capability: tuple[int, i
         assert kernels.select(large, device)[0] == "reference"
         assert kernels.adam(device).__name__ == "thinwire.kernels.{backend}.adam"
         """
-    run_python(code)
+    compiled.run(code)
 
 
-def test_interpreted_steps() -> None:
+def test_interpreted_steps(interpreted: Copies) -> None:
     """Compressors, collectives and optimizers with kernels of a device."""
-    run_python((TESTS / "support" / "triton_steps.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    interpreted.run((TESTS / "support" / "triton_steps.py").read_text(), time_limit=250)
 
 
-def test_sums_in_shared_memory() -> None:
+def test_sums_in_shared_memory(interpreted: Copies) -> None:
     """The kernel that is written in part as PTX, with NumPy in the place of that."""
-    run_python((TESTS / "support" / "triton_shared.py").read_text(), time_limit=250, TRITON_INTERPRET="1", **IN_TESTS)
+    interpreted.run((TESTS / "support" / "triton_shared.py").read_text(), time_limit=250)

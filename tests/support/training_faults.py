@@ -112,6 +112,25 @@ class SignalInStep:
 
 
 @dataclass(frozen=True)
+class StopInStep:
+    """Each rank gets SIGTERM when this step begins."""
+
+    step: int
+
+    def install(self, patch: Patch) -> None:
+        learn, steps = Learner.learn, 0
+
+        def learn_and_stop(learner: Learner, *args: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == self.step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            learn(learner, *args)
+
+        patch(Learner, "learn", learn_and_stop)
+
+
+@dataclass(frozen=True)
 class KilledWhileWriting:
     """All processes are killed when half of rank 1's file of the checkpoint of `step` is written."""
 

@@ -159,7 +159,8 @@ def _command_line(pid: int) -> str:
         return ""
 
 
-def wait_until_gone(left: Callable[[], list[int]], limit: float = 20.0) -> None:
+def wait_until_gone(left: Callable[[], list[int]], limit: float = LIMIT) -> None:
+    """Wait for processes to end. A server of ranks that is still loading torch does so only afterwards."""
     deadline = time.monotonic() + limit
     while pids := left():
         assert time.monotonic() < deadline, f"left behind: {[(pid, _command_line(pid)) for pid in pids]}"

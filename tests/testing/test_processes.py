@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from thinwire.testing import LOST, RankError, RankPool
 
 
@@ -19,6 +21,16 @@ def add_ranks(rank: int, world_size: int, start: int) -> int:
     total = torch.tensor(start + rank)
     dist.all_reduce(total)
     return int(total)
+
+
+def raise_in_a_training(rank: int, world_size: int) -> None:
+    """Rank 0 raises with a model in its hands, whose connections the others wait on."""
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    thinwire.attach(model, "quantize:bits=8")
+    for step in range(3):
+        if rank == 0 and step == 2:
+            raise KeyError("the reason")
+        model(torch.ones(1, 64)).sum().backward()
 
 
 def process_id(rank: int, world_size: int) -> int:
@@ -65,6 +77,14 @@ def test_an_exception_reaches_the_test_with_its_rank(ranks: RankPool, function: 
     assert caught.value.ranks == [1]
     assert "rank 1 of 3 raised\nTraceback" in str(caught.value)
     assert ranks.run(add_ranks, 3, 0) == [3, 3, 3]
+
+
+def test_a_rank_that_raises_in_a_training_ends_the_others(ranks: RankPool) -> None:
+    """Its connections are closed at once, those of thinwire among them: nobody waits for a time-out."""
+    with pytest.raises(RankError, match="rank 0 of 2 raised") as caught:
+        ranks.run(raise_in_a_training, 2)
+    assert "KeyError: 'the reason'" in str(caught.value)
+    assert "did not end" not in str(caught.value)
 
 
 def test_a_killed_rank_is_reported_and_replaced(ranks: RankPool) -> None:

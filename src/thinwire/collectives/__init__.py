@@ -8,6 +8,7 @@ channel         numbered operations of a group       link       messages over gl
 """
 
 from .all_reduce import all_reduce_compressed as all_reduce_compressed
+from .elastic import ElasticGroup as ElasticGroup
 from .handle import Handle as Handle
 from .handle import Report as Report
 from .local import LocalGroup as LocalGroup

@@ -6,11 +6,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .elastic import ElasticGroup
 from .local import LocalGroup, LocalWorld
 from .transport.channel import Channel, channel_of
 from .transport.link import backend_of
 
-Group = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | None
+_WITH_CHANNEL = (LocalGroup, ElasticGroup)
+"""Groups that have a channel of their own, and need no group of torch."""
+Group = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | ElasticGroup | None
 """The ranks that take part: a group or a mesh of one dimension, None for all; where nodes have a fast network inside, a
 mesh of two dimensions or two groups."""
 
@@ -19,7 +22,7 @@ _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh,
 
 def channels(group: object, device: torch.device) -> list[Channel]:
     """Return the channels of a group: [between ranks], or [inside this node, between nodes]."""
-    if isinstance(group, LocalGroup):
+    if isinstance(group, _WITH_CHANNEL):
         return [group.channel]
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
 
@@ -31,7 +34,7 @@ def as_group(group: Group) -> Group:
 
 def check_kind(group: object) -> None:
     """Raise ValueError if `group` has the wrong type. Whether this rank is a member is checked on first use."""
-    kinds = (dist.ProcessGroup, DeviceMesh, LocalGroup, tuple)
+    kinds = (dist.ProcessGroup, DeviceMesh, *_WITH_CHANNEL, tuple)
     if group is not None and is_member(group) and not isinstance(group, kinds):
         raise ValueError(_EXPECTED.format(group))
 
@@ -47,6 +50,11 @@ def group_of_one() -> LocalGroup:
     return LocalWorld(1).groups[0]
 
 
+def needs_torch(group: object) -> bool:
+    """Return whether torch.distributed must be initialised for a group."""
+    return not isinstance(group, _WITH_CHANNEL)
+
+
 def is_member(group: object) -> bool:
     """Return whether this is a group, and not torch's mark for a rank outside of it."""
     return group is not dist.GroupMember.NON_GROUP_MEMBER
@@ -54,7 +62,7 @@ def is_member(group: object) -> bool:
 
 def place(group: object) -> tuple[int, int]:
     """Return (rank, world size) over all ranks of `group`. With two groups, ranks are numbered node by node."""
-    if isinstance(group, LocalGroup):
+    if isinstance(group, _WITH_CHANNEL):
         return group.rank, group.size
     rank, size = 0, 1
     for member in reversed(_groups(group)):
@@ -64,7 +72,7 @@ def place(group: object) -> tuple[int, int]:
 
 def compressing_ranks(group: object) -> int:
     """Return the number of compressed payloads in a sum: one for each rank, or with two groups one for each node."""
-    return group.size if isinstance(group, LocalGroup) else dist.get_world_size(_groups(group)[-1])
+    return group.size if isinstance(group, _WITH_CHANNEL) else dist.get_world_size(_groups(group)[-1])
 
 
 def _groups(group: object) -> list[dist.ProcessGroup]:

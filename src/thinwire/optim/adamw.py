@@ -210,8 +210,6 @@ class AdamW(CompressedOptimizer):
         """
         self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
         """Parameters that DDP exchanges: those that were not frozen when it was made."""
-        self._present: set[int] = set()
-        """Numbers of the families that take part in the step under way."""
         self._found: dict[str, float] = {}
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
@@ -234,8 +232,7 @@ class AdamW(CompressedOptimizer):
     def _updates(self, device: torch.device) -> Updates:
         trained = {name for name, parameter in self._given.items() if parameter.requires_grad}
         absent = self._given.keys() - (trained if self.ddp is None else self._exchanged)
-        self._families.split(absent)
-        self._present = {number for name, number in self._families.number_of.items() if name not in absent}
+        self._families.leave_out(absent)
         self._choose_dense()
         made = super()._updates(device)
         by_numbers = kernels.adam_by_numbers(device)
@@ -396,8 +393,10 @@ class AdamW(CompressedOptimizer):
             return frozenset()
         if warms_up:
             return frozenset(self._sent_as_updates(number + 1))
-        due = {each for each in self._present if self._measures_next or self._is_refresh(self._steps_after(each))}
-        ends = {each for each in self._present if self._steps_after(each) == self._own_warmup}
+        due = {
+            each for each in self._families.present if self._measures_next or self._is_refresh(self._steps_after(each))
+        }
+        ends = {each for each in self._families.present if self._steps_after(each) == self._own_warmup}
         sampled = (
             [name for name in self._sent_as_updates(number) if self._families.number_of[name] in due] if due else []
         )
@@ -417,13 +416,13 @@ class AdamW(CompressedOptimizer):
         super()._after_step(sent)
         if was_dense - self.sync.dense and not self._warms_up(self.sync.steps):
             self._to_updates(was_dense - self.sync.dense)
-        due = {number for number in self._present if self._is_refresh(self._families.all[number].steps)}
+        due = {number for number in self._families.present if self._is_refresh(self._families.all[number].steps)}
         if due and not sent.warms_up:
             self._refresh([v for name, v in self._second_moments() if self._families.number_of[name] in due])
 
     def _follow_weights(self, sent: Step) -> None:
         by_gradients = sent.warms_up or not self._sent_as_updates(sent.number)
-        for family in (self._families.all[number] for number in self._present):
+        for family in (self._families.all[number] for number in self._families.present):
             as_gradients = by_gradients or family.steps < self._own_warmup
             beta1, beta2 = self.param_groups[family.group]["betas" if as_gradients else "compressed_betas"]
             first, second = family.weights

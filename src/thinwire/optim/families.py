@@ -39,11 +39,22 @@ class Families:
         self.number_of = {name: number for number, names in enumerate(groups) for name in names}
         """The number of each parameter's family, by name. This dict changes in place."""
         self.all = [Family(number) for number in range(len(groups))]
+        self.present = set(range(len(groups)))
+        """Numbers of the families that take part in the step under way."""
         self._groups = dict(self.number_of)
+        self._absent: set[str] | None = None
+        """The parameters that `present` leaves out; None if it was not computed from any."""
 
     def of(self, name: str) -> Family:
         """Return the family of a parameter."""
         return self.all[self.number_of[name]]
+
+    def leave_out(self, absent: set[str]) -> None:
+        """Let the step that begins leave these parameters out, mostly the same as in the step before."""
+        if absent != self._absent:
+            self.split(absent)
+            self.present = {number for name, number in self.number_of.items() if name not in absent}
+            self._absent = absent
 
     def split(self, chosen: Collection[str]) -> None:
         """Give the chosen parameters families of their own, unless all parameters of a family are chosen."""
@@ -67,6 +78,7 @@ class Families:
             kinds.setdefault((group, count), Family(group, count))
         self.all, numbers = list(kinds.values()), {kind: number for number, kind in enumerate(kinds)}
         self.number_of.update({name: numbers[group, steps.get(name, 0)] for name, group in self._groups.items()})
+        self._absent = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -104,5 +116,5 @@ class Families:
 
     def take(self, other: "Families") -> None:
         """Take over the families that `parsed` has returned."""
-        self.all = other.all
+        self.all, self._absent = other.all, None
         self.number_of.update(other.number_of)

@@ -63,8 +63,8 @@ class GradientGuard:
         """Return the message for a gradient that has changed."""
         return (
             f"the gradient of {which} was changed after it was exchanged, as clip_grad_norm_ does; what was sent is "
-            f"the gradient before that. To clip, give thinwire.{self._optimizer} max_grad_norm=; to scale, scale "
-            "the loss"
+            f"the gradient before that. To clip, leave clip_grad_norm_ out and give thinwire.{self._optimizer} "
+            "max_grad_norm=; to scale, scale the loss"
         )
 
     def _is_as_sent(self, name: str, grad: Tensor, is_checked_by_scaler: bool) -> bool:

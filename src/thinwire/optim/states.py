@@ -133,9 +133,7 @@ class StatefulOptimizer(Optimizer):
         self.sync.reset()
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._gathered, self._count = None, max(steps.values(), default=0)
-        for kind, vectors in loaded.items():
-            self._vectors[kind] = NamedVectors()
-            self._vectors[kind].load(vectors)
+        self._vectors = {kind: NamedVectors(vectors) for kind, vectors in loaded.items()}
         self._begin_from_torch(steps)
         if not self._warms_up(0):
             self._to_updates(self._sent_as_updates(0))
@@ -169,7 +167,7 @@ class StatefulOptimizer(Optimizer):
         check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
         taken = [by_rank[int(state["rank"])] for state in choice.taken]
         apart = self._local_names(choice.alike) if choice.alike["steps"] else []
-        loaded = {kind: NamedVectors() for kind in self.moments}
+        loaded: dict[str, NamedVectors] = {}
         for kind in self.moments:
             vectors = self._vectors_in(alike, kind)
             if kind in self.local_moments:
@@ -179,7 +177,7 @@ class StatefulOptimizer(Optimizer):
                         vectors[name] = local[name]
                     elif name in vectors:
                         vectors[name] = torch.zeros_like(vectors[name])
-            loaded[kind].load(vectors)
+            loaded[kind] = NamedVectors(vectors)
         try:
             take_own_state = self._parse_own_state(alike["thinwire"], loaded)
         except checkpoint.DamagedError:

@@ -8,7 +8,7 @@ The packed parameters of several buckets are copied into one tensor and exchange
 
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -131,14 +131,7 @@ def plan_bucket(
             and all(taken_out <= _TAKEN_OUT for taken_out in waiting)
         ):
             kept = last.names + (None,) * len(waiting) + (name,)
-            slices[-1] = Slice(
-                start=last.start,
-                stop=stop,
-                compressor=compressor,
-                family=family,
-                names=kept,
-                sizes=(*last.sizes, *waiting, size),
-            )
+            slices[-1] = replace(last, stop=stop, names=kept, sizes=(*last.sizes, *waiting, size))
             waiting = []
         else:
             slices.append(

@@ -29,26 +29,11 @@ _RANKS = "ranks"
 """The key of the states of all ranks, in what thinwire adds to the state of one rank."""
 
 
-_KEYS = {
-    "format",
-    "rank",
-    "world_size",
-    "policy",
-    "options",
-    "steps",
-    "scale",
-    "entries",
-    "layout",
-    "residuals",
-    "owners",
-    "shared",
-}
-
-
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
+_KEYS = {"format", "policy", "shared", *_TYPES}
 
 
 class DamagedError(ValueError):
@@ -180,20 +165,18 @@ def _check_types(state: State) -> None:
         )
 
 
-def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> NamedVectors:
-    """Return the vectors of this rank, merged from those of the states that it takes over."""
-    made = NamedVectors()
+def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Return the vectors of this rank, merged from those of the states that it takes over.
+
+    With the same world size they are those of its own state, which are not copied.
+    """
     if choice.same_world:
-        made.load(vectors[0] if vectors else {})
-        return made
+        return vectors[0] if vectors else {}
     names = {name: tensor for named in vectors for name, tensor in named.items()}
-    made.load(
-        {
-            name: choice.factor * sum((named[name].view(-1) for named in vectors if name in named), torch.zeros(()))
-            for name in names
-        }
-    )
-    return made
+    return {
+        name: choice.factor * sum((named[name].view(-1) for named in vectors if name in named), torch.zeros(()))
+        for name in names
+    }
 
 
 def residuals_of(state: State) -> dict[str, Tensor]:

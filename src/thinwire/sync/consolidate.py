@@ -8,7 +8,7 @@ each continues with its own, to the same bits.
 
 import hashlib
 import io
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,20 @@ _PIECE = 32 << 20
 
 
 def gather_states(
-    state: Mapping[str, Any], *, group: Group, device: torch.device, to: int, timeout: float | None
+    state: Mapping[str, Any],
+    *,
+    group: Group,
+    device: torch.device,
+    to: int,
+    timeout: float | None,
+    sources: Collection[int] | None = None,
+    name: str = "consolidate_state_dict",
 ) -> list[dict[str, Any]] | None:
-    """Return the states of all ranks by rank, in CPU memory, on rank `to`, and None on others. All ranks call this."""
+    """Return the states of ranks, in CPU memory, on rank `to`, and None on others. All ranks call this.
+
+    sources   the ranks whose states are returned, in order; by default all.
+    name      the name of the call, for errors.
+    """
     rank, world_size = place(group)
     if type(to) is not int or not 0 <= to < world_size:
         raise ValueError(f"to={to!r}, expected a rank from 0 to {world_size - 1}")
@@ -40,6 +51,8 @@ def gather_states(
         gathered[rank] = fill(rest, mine)
 
     def visit(source: int, ask: Ask) -> None:
+        if sources is not None and source not in sources:
+            return
         header = torch.load(io.BytesIO(bytes(ask(_request(b"header")).numpy())), weights_only=True)
         found, wanted = {}, {}
         for path, (dtype, shape, digest) in header["tensors"].items():
@@ -66,9 +79,10 @@ def gather_states(
         answer=answers.send,
         requests=2 + nbytes // _PIECE,  # the header and the pieces; states of all ranks are about as large
         timeout=timeout,
-        name="consolidate_state_dict",
+        name=name,
     )
-    return [gathered[other] for other in range(world_size)] if rank == to else None
+    wanted_ranks = range(world_size) if sources is None else sorted(sources)
+    return [gathered[other] for other in wanted_ranks] if rank == to else None
 
 
 def _answers(rest: Any, tensors: Mapping[str, Tensor]) -> Generator[Tensor, Tensor, None]:

@@ -17,25 +17,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ..collectives.groups import Group, place
 from .buckets import flat, shaped
 from .checkpoint import DamagedError, check_model, old_ranks, own_state
 from .shards import ShardGroup, is_sharded, local_of
 
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to load: only those who load a checkpoint wait for it
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.stateful import Stateful
+
 _REST = "rest"
 _TENSOR = "thinwire tensor"
 
 
-def per_rank(owner: Stateful) -> dict[str, dict[str, Tensor]]:
+def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     """Return the state of a `Synchronizer` or thinwire optimizer in a form for `torch.distributed.checkpoint.save`.
 
     Of a sharded model, residuals of owners are added to the ranks' own here, because they cannot be cut otherwise.
@@ -72,6 +72,9 @@ def load_per_rank(
 
     The number of shards may be another one, too.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     sync = getattr(owner, "sync", owner)
     shards: ShardGroup | None = None if sync is None else sync.shards
     group = group if sync is None else sync.group
@@ -115,13 +118,15 @@ def load_per_rank(
 
 def _load(path: str | PathLike[str], start: str, room: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what is saved under keys that begin with `start`, by the rest of the key; this rank's part of DTensors."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # each process loads alone, on purpose
         load({start + name: tensor for name, tensor in room.items()}, checkpoint_id=path, no_dist=True)
     return {name: local_of(tensor) for name, tensor in room.items()}
 
 
-def _empty(entry: TensorStorageMetadata) -> Tensor:
+def _empty(entry: "TensorStorageMetadata") -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -156,7 +161,7 @@ def _distributed(tensors: Mapping[str, Tensor], names: Sequence[str], shards: Sh
     return made
 
 
-def _room(path: str, entry: TensorStorageMetadata, names: Sequence[str], shards: ShardGroup | None) -> Tensor:
+def _room(path: str, entry: "TensorStorageMetadata", names: Sequence[str], shards: ShardGroup | None) -> Tensor:
     """Return memory for a saved tensor; for a parameter of a sharded model, for this rank's shard of it."""
     name = None if shards is None else _parameter_at(path, names)
     if shards is None or name is None:
@@ -181,6 +186,8 @@ def _fit(state: dict[str, Any], shards: ShardGroup | None) -> None:
 
 def _check_size(path: str | PathLike[str], values: Mapping[str, Any], rank: int) -> None:
     """Raise ValueError if the tensors of a rank are larger than all files, before memory is allocated for them."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     tensors = [value for value in values.values() if isinstance(value, TensorStorageMetadata)]
     wanted = sum(value.size.numel() * value.properties.dtype.itemsize for value in tensors)
     there = sum(file.stat().st_size for file in Path(path).iterdir() if file.is_file())

@@ -26,8 +26,9 @@ class NamedVectors:
     tensor([1., 1.])
     """
 
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
+    def __init__(self, parts: Mapping[str, Tensor] | None = None) -> None:
+        """Begin with these flat vectors, which are not copied; by default with none."""
+        self._parts = dict(parts or {})
         self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
         self._lock = threading.Lock()
         self.generation = next(_generations)

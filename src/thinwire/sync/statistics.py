@@ -87,11 +87,8 @@ class SyncStats:
             self._count(handle.report)
         if self.bytes_dense == self.warmup_bytes_dense:  # averages at the end of the warm-up are a part of it
             self.warmup_bytes_sent = self.bytes_sent
-        self._block(handles, started)
-
-    def _block(self, handles: Sequence[Handle], since: float) -> None:
-        whole = max((handle.ended or since for handle in handles), default=since) - since
-        worked = _worked(handles, since)
+        whole = max((handle.ended or started for handle in handles), default=started) - started
+        worked = _worked(handles, started)
         self._add_blocked({**worked, "exchange": max(0.0, whole - sum(worked.values()))})
 
     def _add_blocked(self, seconds: Mapping[str, float]) -> None:

@@ -445,7 +445,7 @@ class Step(StepRecord):
         if self.mode is not Mode.TORCH:
             self.finite = all(handle.report.finite for handle in self.handles)
         elif self.updates is not None:
-            self.finite = all(_is_finite(bucket.tensor) for bucket, _ in self._summed)
+            self.finite = all(is_finite(bucket.tensor) for bucket, _ in self._summed)
         self._join_streams()
 
     def _join_streams(self) -> None:
@@ -564,7 +564,7 @@ def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> T
     return gradient[positions].to(residual_dtype(gradient.dtype)) * factor
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite.
 
     The sum is checked first, which reads the tensor once. Elements are checked only if the sum is not finite, because a

@@ -22,8 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, Handle, ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout, refusing
-from ..collectives.groups import Group, as_group, channels, check_kind, compressing_ranks, is_member, place
-from ..collectives.local import LocalGroup
+from ..collectives.groups import Group, as_group, channels, check_kind, compressing_ranks, is_member, needs_torch, place
 from ..collectives.plan import ALGORITHMS, given_max_bytes
 from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
@@ -95,7 +94,7 @@ class Synchronizer:
     ) -> None:
         group = as_group(group)
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and (isinstance(group, LocalGroup) or (dist.is_initialized() and is_member(group))):
+        if self.policy.by_ranks and (not needs_torch(group) or (dist.is_initialized() and is_member(group))):
             self.policy = self.policy.for_ranks(compressing_ranks(group))
         if error_feedback and families is None:
             self.policy.check_order()
@@ -280,12 +279,12 @@ class Synchronizer:
         checkpoint.check_model(saved["entries"], self.numels)
         for taken in choice.taken:
             checkpoint.check_lengths(taken)
-        owners = Owners()
+        vectors, owners = NamedVectors(), Owners()
         if choice.same_world and options == here and not choice.is_lost:
-            vectors = checkpoint.merge(choice, [saved["residuals"]])
+            vectors.load(saved["residuals"])
             owners.load_state_dict(saved["owners"])
         else:
-            vectors = checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken])
+            vectors.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
         self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
         self._gathered = None
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
@@ -527,6 +526,22 @@ class Synchronizer:
     def fold_owners(self) -> None:
         """Add the residuals of the shards that this rank owns to its own residuals."""
         self._owners.fold(self._vectors)
+
+    def scale_residuals(self, factor: float, names: Collection[str]) -> None:
+        """Multiply the residuals of these parameters: of all that share a slice, or of none."""
+        self._vectors.scale(factor, names.__contains__)
+        self._owners.scale(factor, names.__contains__)
+
+    def follow_group(self, ranks_before: int) -> None:
+        """Go on after the members of the group have changed.
+
+        A residual counts by its share of an average over ranks, which stays the same.
+        """
+        self.drop()
+        self.fold_owners()
+        self._vectors.scale(self.world_size / ranks_before, lambda name: True)
+        self.policy, self._assignment = self.policy.for_ranks(self.world_size), None
+        self._channels, self.workspace = {}, Workspace(self.group)
 
     def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
         """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""

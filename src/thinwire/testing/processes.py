@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..collectives.transport.channel import close_destroyed
+
 GROUP_TIMEOUT = 60.0
 """Seconds after which torch gives up on an exchange, unless a run says otherwise."""
 START_TIMEOUT = 60.0
@@ -360,8 +362,11 @@ def _answer(pipe: Connection, action: Callable[[], Any]) -> bool:
         data, succeeded = pickle.dumps((True, action())), True
     except Exception:
         data, succeeded = pickle.dumps((False, traceback.format_exc())), False
+    if not succeeded:
+        # Closes the connections, so that ranks that wait for this one fail at once. Here, since the exception holds
+        # what its frames had, and with a DDP model its group.
         with suppress(Exception):
-            _leave()  # closes the connections, so that ranks that wait for this one fail at once
+            _leave()
     pipe.send_bytes(data)
     return succeeded
 
@@ -381,6 +386,7 @@ def _work(pipe: Connection, job: Job) -> Any:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    close_destroyed()
     _forget_meshes()
     gc.collect()
 

@@ -10,6 +10,7 @@ order of ranks.
 """
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,8 +51,10 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
     rows = stage.buffers.parts_of(received)
     rows[stage.rank].copy_(pieces[stage.rank])
-    seen = yield stage.exchange(
-        {rank: pieces[rank] for rank in stage.others}, {rank: rows[rank] for rank in stage.others}
+    seen = yield Exchange(
+        stage.operation,
+        sends={rank: pieces[rank] for rank in stage.others},
+        receives={rank: rows[rank] for rank in stage.others},
     )
 
     start, stop = cut[stage.rank]
@@ -59,14 +62,7 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
     total = stage.empty(stop - start, residual_dtype(dtype))
     with stage.clock("decode"):
-        piece = CompressedTensor(
-            compressor=first,
-            numel=stop - start,
-            dtype=dtype,
-            key=sent.key,
-            payload=rows[stage.rank],
-            kernels=sent.kernels,
-        )
+        piece = replace(sent, numel=stop - start, payload=rows[stage.rank])
         first.decompress(piece, total, payloads=received)
     return total, sent
 
@@ -93,14 +89,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
             pieces = [((0, out.numel()), everything)]  # decoded by one kernel
         with stage.clock("decode"):
             for (start, stop), payload in pieces:
-                part = CompressedTensor(
-                    compressor=second,
-                    numel=stop - start,
-                    dtype=total.dtype,
-                    key=own.key,
-                    payload=payload,
-                    kernels=own.kernels,
-                )
+                part = replace(own, numel=stop - start, payload=payload)
                 second.decompress(part, out[start:stop], stage.weight)
 
     return Outcome(stage.check_finite(seen, layouts), commit, write)

@@ -198,10 +198,6 @@ class Stage:
             with self.clock("encode"):
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 
-    def exchange(self, sends: Messages, receives: Messages) -> Exchange:
-        """Return an exchange on the operation of this stage."""
-        return Exchange(self.operation, sends, receives)
-
     def all_gather(self, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
         """Gather the parts of all ranks on the operation of this stage."""
         return all_gather(self.operation, parts)

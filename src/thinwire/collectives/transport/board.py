@@ -55,15 +55,24 @@ class StoreThread:
 class Board:
     """Texts by key, shared by the ranks of one group. Without an answer of the store, it is empty."""
 
-    def __init__(self, prefix: str, rank: int, store: Any = None) -> None:
-        """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`."""
-        self._root, self._thread = _client_of_torch() if store is None else (store, StoreThread())
-        # A group may be created again with its old name on the same store, which still has the keys of the first group.
-        life = self._thread.ask(lambda: self._prefixed(f"{prefix}/lives").add(str(rank), 1))
-        self._prefix = f"{prefix}/{life}"
+    def __init__(self, prefix: str, rank: int | None, store: Any = None, thread: StoreThread | None = None) -> None:
+        """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`.
+
+        rank     of a group that may be created again with its old name on the same store, which still has the keys of
+                 the first group; None if the prefix is not used twice.
+        thread   the thread that uses the store, if there is one.
+        """
+        self._root, self._thread = _client_of_torch() if store is None else (store, thread or StoreThread())
+        self._prefix = prefix
+        if rank is not None:
+            self._prefix += f"/{self._thread.ask(lambda: self._prefixed(f'{prefix}/lives').add(str(rank), 1))}"
         self._store = self._prefixed(f"{self._prefix}/board")
         self.lost: str | None = None
         """Reason why the store does not answer any more, or None."""
+
+    def below(self, name: str) -> "Board":
+        """Return a board with separate keys on the same store, for a name that is not used twice."""
+        return Board(f"{self._prefix}/{name}", None, self._root, self._thread)
 
     def store(self, name: str) -> "PatientStore":
         """Return a store with separate keys, for use by torch."""
@@ -79,9 +88,10 @@ class Board:
         """Set the text of a key."""
         self._ask(lambda: self._store.set(key, text), None)
 
-    def write_once(self, key: str, text: str) -> None:
-        """Set the text of a key, unless a rank has already set it."""
-        self._ask(lambda: self._store.compare_set(key, "", text), None)
+    def write_once(self, key: str, text: str) -> str | None:
+        """Set the text of a key, unless a rank has already set it. Return the text that is there now."""
+        found = self._ask(lambda: self._store.compare_set(key, "", text), None)
+        return None if found is None else bytes(found).decode(errors="replace")
 
     def count(self, key: str) -> int:
         """Return the number of calls with this key on all ranks, this call included."""

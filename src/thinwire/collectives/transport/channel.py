@@ -72,6 +72,10 @@ class Channel(ABC):
         """Return the result of `compute` for operation `number`. Subclasses may call it on one rank only."""
         return compute()
 
+    def find_silent(self) -> PeerError | None:
+        """Return an error that names a member without a sign of life, where members give one."""
+        return None
+
     @abstractmethod
     def connect(self, number: int, deadline: float) -> Link:
         """Return a new link for the operations from `number` on. All ranks are about to make theirs."""
@@ -154,6 +158,9 @@ class Connection:
         if board.count(f"ready/{self.number}") == self._channel.size:
             board.write_once(decision, "yes")
         while (word := board.read(decision)) is None and board.lost is None:
+            silent = self._channel.find_silent()
+            if silent is not None:
+                self.fail(silent)
             if self.cause is not None or self.reported_error() is not None or time.monotonic() > deadline:
                 board.write_once(decision, "no")
             self._channel.pause(pause)
@@ -211,6 +218,12 @@ def _forget_destroyed() -> None:
         if channel.group not in living:
             channel.close()
             del _channels[key]
+
+
+def close_destroyed() -> None:
+    """Close the channels of destroyed groups now, not when the next channel is made."""
+    with _LOCK:
+        _forget_destroyed()
 
 
 def _ordered_wire() -> Wire:

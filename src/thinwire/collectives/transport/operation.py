@@ -221,7 +221,7 @@ class Operation:
             self._published = True
         peer = self._waits_for
         theirs = self._read_here(peer)
-        cause = self._connection.reported_error()
+        cause = self._connection.reported_error() or self.channel.find_silent()
         if cause is None and theirs is not None and theirs != self._record:
             cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
         if cause is None and self._on_failure is not None and time.monotonic() > self._deadline:
@@ -235,7 +235,7 @@ class Operation:
         board, pause = self.channel.board, 2e-4
         self._arrive()
         while (verdict := board.read(f"verdict/{self.number}")) is None:
-            cause = self._connection.cause or self._connection.reported_error()
+            cause = self._connection.cause or self._connection.reported_error() or self.channel.find_silent()
             if cause is None and board.lost is not None:
                 cause = self._without_store(board.lost)
             if cause is None and time.monotonic() > self._deadline:

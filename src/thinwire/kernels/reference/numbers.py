@@ -137,23 +137,29 @@ def signed_levels(codes: Tensor, bits: int, low: Tensor, step: Tensor) -> Tensor
 
 # Draws --------------------------------------------------------------------------------------------------------------
 
-GOLDEN = 0x9E3779B97F4A7C15
-MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+def signed(bits: int) -> int:
+    """Return the int64 with the same bits. torch has no uint64 arithmetic, but multiplies int64 modulo 2**64."""
+    bits %= 1 << 64
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+GOLDEN = signed(0x9E3779B97F4A7C15)
+_FACTORS = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
 def draw(key: int, counters: Tensor) -> Tensor:
     """Return 63 random bits for each counter (splitmix64), a pure function of (key, counter)."""
-    z = counters.to(torch.int64) * _signed(GOLDEN) + _signed(key)
-    for shift, factor in zip((30, 27), MIX, strict=True):
-        z = (z ^ _shift_right(z, shift)) * _signed(factor)
-    return _shift_right(z ^ _shift_right(z, 31), 1)
+    return shift_right(mix(counters.to(torch.int64) * GOLDEN + signed(key)), 1)
 
 
-def _signed(value: int) -> int:
-    """Return the int64 with the same bits. torch has no uint64 arithmetic, but multiplies int64 modulo 2**64."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
+def mix(z: Tensor) -> Tensor:
+    """Return the hash of each int64 by the output function of splitmix64; `z` is overwritten."""
+    z.bitwise_xor_(shift_right(z, 30)).mul_(_FACTORS[0])
+    z.bitwise_xor_(shift_right(z, 27)).mul_(_FACTORS[1])
+    return z.bitwise_xor_(shift_right(z, 31))
 
 
-def _shift_right(z: Tensor, by: int) -> Tensor:
-    return (z >> by) & ((1 << (64 - by)) - 1)
+def shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift each int64 to the right as if it were unsigned, which clears the copies of the sign bit."""
+    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)

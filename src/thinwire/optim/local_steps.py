@@ -1,0 +1,449 @@
+"""Local steps: each rank trains alone for some steps, and then ranks exchange how far they have come.
+
+A round ends after every H-th step. With common weights c, local weights w and residual e on each rank:
+
+    d = c - w + e              sent compressed, as C(d)
+    e = decay (d - C(d))
+    c = c - outer(mean of C(d) over ranks)
+    w = c
+
+With one element in 64 and no outer momentum this is SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706). Dense or in
+a few bits, with Nesterov momentum, it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105); with Muon inside, MuLoCo
+(Thérien et al. 2025, arXiv 2505.23725). Fragments that are exchanged in turn, while training goes on, are from
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). What differs: steps that are taken while an exchange is
+under way are kept as they are, w = c + (w - w when it was sent), where that paper mixes w and c. So nothing is lost or
+counted twice.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..collectives import CollectiveError
+from ..collectives.elastic import Change, ElasticGroup
+from ..collectives.groups import Group, channels, group_of_one
+from ..sync.buckets import Bucket, plain_name
+from ..sync.policy import Policy, Spec
+from ..sync.shards import is_sharded
+from ..sync.step import Step, is_finite
+from ..sync.synchronizer import Synchronizer
+from .base import CompressedOptimizer
+from .checks import check_number, check_replicas, dense_policy
+from .fragments import Fragment, Named, split
+from .local_states import LocalStepsState
+from .membership import Membership
+from .parameters import ddp_of
+
+_BUFFER = "buffer: "
+"""Begins the names of buffers, among those of parameters."""
+
+
+@dataclass
+class Round:
+    """An exchange that is under way."""
+
+    fragment: Fragment
+    since: int
+    """The number of local steps since the last exchange of the fragment."""
+    due: int
+    """The number of local steps after which it is applied."""
+    buckets: list[Bucket]
+    """The differences; once the exchange has ended, their means over ranks."""
+    is_received: bool = False
+    is_void: bool = False
+    """Whether the sum overflowed on all ranks, so that nothing changes."""
+    error: CollectiveError | None = None
+    """The error of sending, which the members of an `ElasticGroup` have not decided on yet."""
+    change: Change | None = None
+    """What the members of an `ElasticGroup` have decided."""
+
+
+class LocalSteps(LocalStepsState):
+    """Takes steps on this rank alone, and averages what all ranks have done after every H-th step.
+
+    optimizer      a torch optimizer, or a list of several, such as Muon for matrices and AdamW for the rest.
+    every          the number H of local steps in a round.
+    compressor     a spec, a `Compressor` or a `Policy` for the differences.
+    outer_lr, outer_momentum, nesterov   SGD by which the common weights move against the mean difference. For sparse
+                   compressors leave out the momentum; for dense ones and few bits DiLoCo has (0.7, 0.9, True).
+    decay          factor of the residual in every round.
+    fragments      F parts of the model, one of which is exchanged every H / F steps.
+    delay          number of local steps for which an exchange is under way, so that nobody waits for the network; at
+                   most H / F.
+    model          gives names to parameters, and its float buffers, such as those of batch norms, are averaged when a
+                   round ends. Without it buffers stay local.
+    group          as for `all_reduce_compressed`, or an `ElasticGroup` whose ranks may leave and join. None for all.
+    offload        keep common weights and residuals in CPU memory, and compress there.
+    max_bytes, timeout   as for `Synchronizer`.
+
+    It is used as an optimizer. Do not use DistributedDataParallel between the same ranks. All ranks start from the same
+    weights, which is checked. A learning rate scheduler counts local steps. After a round, without fragments and delay,
+    all ranks have the same weights, bit for bit; otherwise call `synchronize()` on all ranks before evaluating.
+
+    If a rank's weights are not finite when a round ends, its difference is left out, as if it had not moved; it goes on
+    from the common weights, without those moments that are not finite.
+
+    >>> import torch, thinwire
+    >>> model = torch.nn.Linear(100, 10)
+    >>> optimizer = thinwire.LocalSteps(torch.optim.AdamW(model.parameters()), every=8, model=model)
+    >>> for step in range(16):
+    ...     model(torch.ones(100)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> optimizer.steps, optimizer.rounds
+    (16, 2)
+    """
+
+    _step_supports_amp_scaling = True  # so that a GradScaler calls `step` even if it skips, since a round may end
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        every: int,
+        *,
+        compressor: Spec | Policy = "topk:ratio=1/64,bits=2",
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = False,
+        decay: float = 1.0,
+        fragments: int = 1,
+        delay: int = 0,
+        model: nn.Module | None = None,
+        group: Group = None,
+        offload: bool = False,
+        max_bytes: int | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        self.optimizers = _listed(optimizer)
+        named, buffers = _named(self.optimizers, model)
+        self.every, self.delay = _check_schedule(every, fragments, delay, len(named))
+        check_number("outer_lr", outer_lr)
+        check_number("outer_momentum", outer_momentum, below=1.0)
+        if nesterov and not outer_momentum:
+            raise ValueError("nesterov with outer_momentum 0, expected a momentum above 0")
+        if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ValueError(f"decay {decay!r}, expected a number from 0 to 1")
+        self.outer_lr, self.outer_momentum, self.nesterov = float(outer_lr), float(outer_momentum), nesterov
+        self.decay = float(decay)
+        policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
+        if policy.auto:
+            raise ValueError("compressor 'auto', which chooses by the time of single steps; give one")
+        if buffers:
+            policy = replace(policy, exclude=(*policy.exclude, f"{_BUFFER}*"))
+        if group is None and not dist.is_initialized():
+            group, policy = group_of_one(), dense_policy(policy)
+        self._membership = Membership(group) if isinstance(group, ElasticGroup) else None
+        self._device = named[0][1].device
+        self.sync = Synchronizer(policy, group=group, max_bytes=max_bytes, timeout=timeout)
+        if self._membership is None:
+            _check_ddp([p for _, p in named], group, self._device)
+        self.sync.register_parameters([*named, *buffers])
+        device = torch.device("cpu") if offload else None
+        parts = split(named, fragments)
+        self.fragments = [Fragment(part, buffers if part is parts[-1] else [], device) for part in parts]
+        """The parts of the model, in the order in which they are exchanged."""
+        self.steps = 0
+        """Number of local steps."""
+        self.left_out = 0
+        """Number of exchanges from which this rank's difference was left out, since it was not finite."""
+        self._round: Round | None = None
+        self._gathered: list[dict[str, Any]] | None = None
+        self._is_checked = False
+        self._is_made = False
+        super().__init__([p for _, p in named], self.optimizers[0].defaults)
+        self._is_made = True
+        if self._membership is not None and self._membership.is_newcomer:
+            self.load_common_state(self._membership.take_over(self.common_state, self._device, self.sync))
+            self._is_checked = True
+
+    # As an optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all inner optimizers, whose options a scheduler may change."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Ignore what the constructor of torch's class sets: the groups are those of the inner optimizers."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Accept the call of torch's constructor, and raise ValueError later: groups belong to the inner optimizers."""
+        if self._is_made:
+            raise ValueError("parameter groups cannot be added: make the optimizer with all, and LocalSteps after it")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a local step; begin and end exchanges that are due."""
+        if self.has_left:
+            raise RuntimeError("this rank has left the group: it takes no more steps")
+        self._check_start()
+        self._gathered = None
+        loss = self._step_here(closure)
+        self.steps += 1
+        if self._round is not None and self.steps >= self._round.due:
+            self._end_round(self._round)
+        for number, fragment in enumerate(self.fragments, start=1):
+            if (self.steps - number * self.every // len(self.fragments)) % self.every == 0:
+                self._begin_round(fragment, self.delay)
+        return loss
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Exchange now what would be exchanged later, so that all ranks have the same weights. All ranks call this."""
+        if self.has_left:
+            raise RuntimeError("this rank has left the group: it has nobody to exchange with")
+        self._check_start()
+        if self._round is not None:
+            self._end_round(self._round)
+        for fragment in self.fragments:
+            if fragment.exchanged_at < self.steps:
+                self._begin_round(fragment, 0)
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of times that all fragments were exchanged."""
+        return self.sync.steps // len(self.fragments)
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether this rank has left an `ElasticGroup`."""
+        return self._membership is not None and self._membership.group.has_left
+
+    def _step_here(self, closure: Callable[[], float] | None) -> float | None:
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set by a GradScaler
+        if found_inf is not None and float(found_inf):
+            return None
+        if scale is not None:
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                parameter.grad.mul_(1.0 / float(scale))
+        first, *others = self.optimizers
+        with torch.enable_grad():
+            loss = first.step(closure) if closure is not None else first.step()
+            for optimizer in others:
+                optimizer.step()
+        return loss
+
+    # A round.
+
+    def _begin_round(self, fragment: Fragment, delay: int) -> None:
+        """Send the difference between common and local weights; with no delay, wait for the mean and apply it."""
+        buckets = [part.difference(is_overlapped=delay > 0) for part in fragment.parts]
+        if not all(is_finite(bucket.tensor) for bucket in buckets):
+            self._leave_out(buckets)
+        since, fragment.exchanged_at = self.steps - fragment.exchanged_at, self.steps
+        self._round = Round(fragment, since=since, due=self.steps + delay, buckets=buckets)
+        try:
+            self._send(self._round)
+        except BaseException:
+            self._drop(self._round)
+            raise
+        if not delay:
+            self._end_round(self._round)
+
+    def _drop(self, current: Round) -> None:
+        """Forget an exchange that failed: the next one sends the whole difference."""
+        self._round = None
+        current.fragment.exchanged_at -= current.since
+        for part in current.fragment.parts:
+            part.before = None
+
+    def _send(self, current: Round) -> None:
+        buckets, current.error = current.buckets, None
+        try:
+            for bucket in buckets:
+                self.sync.add_bucket(bucket, first=bucket is buckets[0], last=bucket is buckets[-1])
+        except CollectiveError as error:
+            if self._membership is None:
+                raise
+            current.error = error  # the members decide on it, as if it had come while this rank waited
+
+    def _end_round(self, current: Round) -> None:
+        self._receive(current)
+        self._round = None
+        if current.is_void:
+            current.fragment.exchanged_at -= current.since
+        else:
+            for part, bucket in zip(current.fragment.parts, current.buckets, strict=True):
+                part.move(bucket.tensor, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov)
+        if self._membership is not None and current.change is not None:
+            self._membership.follow(current.change, self.sync)
+            self._membership.hand_over(self.common_state, self._device)
+
+    def _settle(self, current: Round) -> None:
+        """Receive an exchange; where ranks come and go, end the round, since members may have changed with it."""
+        if self._membership is None:
+            self._receive(current)
+        else:
+            self._end_round(current)
+
+    def _receive(self, current: Round) -> None:
+        """Wait for the means over ranks, and update the residuals; the weights do not change yet."""
+        if current.is_received:
+            return
+        try:
+            step = self._collect(current)
+        except BaseException:
+            self._drop(current)
+            raise
+        step.bytes_dense *= current.since  # dense training would have sent as much at every step
+        step.bytes_dense_between_nodes *= current.since
+        step.write()
+        self.sync.count(step)
+        current.is_received, current.is_void = True, step.finite is False
+        if self.decay != 1.0 and not current.is_void:
+            self.sync.scale_residuals(self.decay, current.fragment.names)
+
+    def _resume(self, under_way: Mapping[str, Any]) -> None:
+        fragment = self.fragments[under_way["fragment"]]
+        for part in fragment.parts:
+            part.before = part.flat(under_way["before"])
+        self._round = Round(
+            fragment,
+            since=int(under_way["since"]),
+            due=int(under_way["due"]),
+            buckets=[part.bucket(part.flat(under_way["means"])) for part in fragment.parts],
+            is_received=True,
+            is_void=bool(under_way["is_void"]),
+        )
+
+    def _collect(self, current: Round) -> Step:
+        """Return the exchange that has ended; where ranks may leave, repeat it until it counts for all members."""
+        if self._membership is None:
+            return self.sync.collect()
+        while True:
+            step, error = None, current.error
+            try:
+                step = self.sync.collect() if error is None else None
+            except CollectiveError as found:
+                error = found
+            change = self._membership.agree(error)
+            if change.counts:
+                assert step is not None  # no rank decides so before all have received everything
+                current.change = change
+                return step
+            if step is not None:
+                step.abandon()
+            self._membership.follow(change, self.sync)
+            self._send(current)
+
+    # Ranks that are not finite, and ranks that come and go.
+
+    def _leave_out(self, buckets: Sequence[Bucket]) -> None:
+        """Send no difference, and go on from the common weights, in all fragments: one NaN has reached them all."""
+        self.left_out += 1
+        if self.left_out == 1:
+            warnings.warn(
+                f"the weights of rank {self.sync.rank} are not finite after {self.steps} local steps: they are left "
+                "out of the average, and this rank goes on from the common weights; a GradScaler or a lower learning "
+                "rate avoids it. `left_out` counts how often this happens",
+                stacklevel=4,
+            )
+        for bucket in buckets:
+            bucket.tensor.zero_()
+        for fragment in self.fragments:
+            for part in fragment.parts:
+                part.restart()
+        for optimizer in self.optimizers:
+            for parameter, kept in list(optimizer.state.items()):
+                if any(isinstance(t, Tensor) and t.is_floating_point() and not is_finite(t) for t in kept.values()):
+                    del optimizer.state[parameter]
+
+    def _check_start(self) -> None:
+        """Check before the first step that all ranks have the same common weights."""
+        if self._is_checked:
+            return
+        parts = [part for part in self._parts() if not part.is_averaged]  # a forward pass has changed the others
+        if not self.steps:  # the program may have loaded weights since this optimizer was made
+            for part in parts:
+                part.take_common()
+        if self.sync.world_size > 1:
+            check_replicas(self.sync, [pair for part in parts for pair in part.named(part.common).items()])
+        self._is_checked = True
+
+
+def _listed(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    found = [given] if isinstance(given, Optimizer) else list(given)
+    for optimizer in found:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"a {type(optimizer).__name__} as optimizer, expected a torch optimizer, or a list of them"
+            )
+        if isinstance(optimizer, (CompressedOptimizer, LocalSteps)):
+            raise ValueError(
+                f"thinwire.{type(optimizer).__name__} inside LocalSteps: it exchanges at every step by itself; give "
+                f"torch.optim.{'SGD' if type(optimizer).__name__ == 'SGD' else 'AdamW'}"
+            )
+    if not found:
+        raise ValueError("an empty list of optimizers, expected one or more")
+    return found
+
+
+def _named(optimizers: Iterable[Optimizer], model: nn.Module | None) -> tuple[Named, Named]:
+    """Return the parameters of all optimizers, and the float buffers of the model, with their names."""
+    known = {} if model is None else {id(p): plain_name(name) for name, p in model.named_parameters()}
+    named: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or [f"{number}.{index}.{i}" for i in range(len(group["params"]))]
+            for given, parameter in zip(names, group["params"], strict=True):
+                name = known.get(id(parameter), plain_name(given))
+                if id(parameter) in taken or name in named:
+                    raise ValueError(f"parameter {name!r} was given to two optimizers, or two have this name")
+                if is_sharded(parameter):
+                    raise ValueError(
+                        f"parameter {name!r} is sharded, expected a plain tensor: for FSDP2 use thinwire.AdamW, which "
+                        "exchanges every step"
+                    )
+                taken.add(id(parameter))
+                named[name] = parameter
+    unused = [name for i, name in known.items() if i not in taken] if model is not None else []
+    if len(unused) == len(known) and known:
+        raise ValueError("no parameter of the model is in an optimizer: give the model whose parameters are trained")
+    buffers = [] if model is None else [(f"{_BUFFER}{plain_name(n)}", b) for n, b in model.named_buffers()]
+    return list(named.items()), [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
+
+
+def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> tuple[int, int]:
+    for name, given, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
+        if type(given) is not int or given < least:
+            raise ValueError(f"{name} {given!r}, expected a whole number, {least} or more")
+    if fragments > min(every, parameters):
+        raise ValueError(
+            f"fragments {fragments}, expected at most {min(every, parameters)}: one is exchanged at a step, and there "
+            f"are {every} steps in a round and {parameters} parameters"
+        )
+    if delay > every // fragments:
+        raise ValueError(
+            f"delay {delay}, expected at most {every // fragments}: every {every // fragments} steps another exchange "
+            f"begins (every={every}, fragments={fragments}), and one is under way at a time"
+        )
+    return every, delay
+
+
+def _check_ddp(parameters: Sequence[Tensor], group: Group, device: torch.device) -> None:
+    """Raise ValueError if DDP averages between the same ranks at every step."""
+    ddp = ddp_of(parameters)
+    if ddp is None:
+        return
+    ours = {rank for channel in channels(group, device) for rank in channel.ranks}
+    shared = ours & set(dist.get_process_group_ranks(ddp.process_group))
+    if len(shared) > 1:
+        raise ValueError(
+            "the model is in DistributedDataParallel, which averages gradients between the same ranks at every step: "
+            "give LocalSteps the plain model's parameters, or DDP a group of the ranks inside a node, and LocalSteps "
+            "one of the ranks between nodes"
+        )

@@ -1,0 +1,216 @@
+"""Ranks that die, leave and join while others go on: real processes, killed by SIGKILL."""
+
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import thinwire
+from support.elastic import Ended, Plan, lose_the_store, take_part
+from thinwire.testing import LOST, RankPool, run_threads
+
+
+def run(pool: RankPool, plans: list[Plan], steps: int, **options: Any) -> list[Ended]:
+    """The results of those that did not die. Replicas must be the same after every round."""
+    lost = [number for number, plan in enumerate(plans) if plan.dies is not None]
+    results = pool.run(take_part, len(plans), plans, steps, options, lost=lost, timeout=150)
+    alive = [result for result in results if result is not LOST]
+    digests: dict[int, set[str]] = {}
+    for result in alive:
+        for step, found in result.digests.items():
+            digests.setdefault(step, set()).add(found)
+    assert all(len(found) == 1 for found in digests.values()), digests
+    assert len(set().union(*digests.values())) == len(digests)  # and it learns
+    return alive
+
+
+class TestDeath:
+    def test_in_every_phase_of_a_round(self, ranks: RankPool) -> None:
+        """Rank by rank, each in another phase; the last two finish, with all rounds."""
+        phases = ["in a local step", "before it sends", "when it has sent", "when it has received"]
+        plans = [Plan(), *(Plan(dies=(phase, 4 + 4 * index)) for index, phase in enumerate(phases)), Plan()]
+        first, last = run(ranks, plans, 28)
+        assert first.members == last.members == (0, 5)
+        assert first.rounds == last.rounds == 7
+        for number in (1, 2, 3, 4):
+            assert any(f"rank {number} is lost" in event for event in first.events)
+            assert any(re.search(rf"ranks? [\d, ]*\b{number}\b.* lost, and with it", text) for text in first.warned)
+
+    def test_in_every_phase_of_a_decision(self, ranks: RankPool) -> None:
+        """The first member too, since the store lives elsewhere; and one while the others call the roll."""
+        plans = [
+            Plan(dies=("when it is decided", 8)),
+            Plan(dies=("when all have a receipt", 4)),
+            Plan(dies=("in a roll call", 4)),
+            Plan(dies=("after a roll call", 12)),
+            Plan(),
+            Plan(),
+        ]
+        first, last = run(ranks, plans, 24)
+        assert first.members == last.members == (4, 5)
+        assert first.rounds == 6
+
+    def test_two_at_once(self, ranks: RankPool) -> None:
+        phase = ("when it has sent", 8)
+        first, last = run(ranks, [Plan(), Plan(dies=phase), Plan(dies=phase), Plan()], 16)
+        assert first.members == last.members == (0, 3)
+
+    def test_before_the_others_have_sent_everything(self, ranks: RankPool) -> None:
+        """They learn of it with their second bucket, when the first one has failed."""
+        first, last = run(ranks, [Plan(), Plan(dies=("before it sends", 12)), Plan()], 16, waits_at=12)
+        assert first.members == last.members == (0, 2)
+        assert first.rounds == 4
+
+    def test_while_training_goes_on(self, ranks: RankPool) -> None:
+        """With fragments under way, whose local steps stay; weights are compared when they are common."""
+        plans = [Plan(), Plan(dies=("in a local step", 9)), Plan()]
+        lost = ranks.run(take_part, 3, plans, 24, {"every": 4, "fragments": 2, "delay": 2}, lost=[1], timeout=150)
+        assert lost[0].members == lost[2].members == (0, 2)
+        assert lost[0].rounds == lost[2].rounds
+
+    def test_the_host_of_the_store(self, ranks: RankPool) -> None:
+        errors = ranks.run(lose_the_store, 3, store="rank0", lost=[0], timeout=150)
+        for error in errors[1:]:
+            assert "the store of the group 'default' does not answer" in error
+            assert "from a checkpoint" in error
+
+
+class TestJoin:
+    def test_newcomers_some_of_which_die_on_the_way(self, ranks: RankPool) -> None:
+        plans = [
+            Plan(),
+            Plan(),
+            Plan(joins_after=5, dies=("when it has asked", 0)),
+            Plan(joins_after=5, dies=("when it is admitted", 0)),
+            Plan(joins_after=5, dies=("before it gets the weights", 0)),
+            Plan(joins_after=5),
+        ]
+        results = run(ranks, plans, 80)
+        assert [result.number for result in results[:2]] == [0, 1]
+        assert results[2].number >= 2
+        assert {result.members for result in results} == {(0, 1, results[2].number)}
+        assert len(results[2].digests) < results[2].rounds == 20  # it came later, and counts the rounds before
+        assert results[2].lr == results[0].lr
+
+    def test_the_one_that_hands_over_dies(self, ranks: RankPool) -> None:
+        """The newcomer asks once more, and gets the next number."""
+        results = run(ranks, [Plan(dies=("when it hands over", 9)), Plan(), Plan(), Plan(joins_after=9)], 80)
+        assert {result.members for result in results} == {(1, 2, 4)}
+        assert [result.number for result in results] == [1, 2, 4]
+
+    def test_leave_and_come_back(self, ranks: RankPool) -> None:
+        results = run(ranks, [Plan(), Plan(leaves_after=9), Plan(), Plan(joins_after=16)], 60)
+        assert results[1].has_left
+        assert max(results[1].digests) == 12  # it took part in the round that ended after it wanted to leave
+        assert results[0].members == results[2].members == results[3].members == (0, 2, 3)
+        assert any("rank 1 left" in event for event in results[0].events)
+        assert not results[0].warned
+
+
+class TestProtocol:
+    """Without weights: what members decide, by threads and a store in memory."""
+
+    def groups(self, size: int, **options: Any) -> list[thinwire.ElasticGroup]:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return run_threads(lambda group: thinwire.ElasticGroup(store, rank=group.rank, size=size, **options), size)
+
+    def test_the_first_decision_holds_for_all(self) -> None:
+        """One has all receipts, and another calls the roll at the same time: whoever is first."""
+        one, two = self.groups(2)
+        assert one.decide([], []).counts
+        assert two.call_roll([0]).counts
+        one, two = self.groups(2, patience=0.5)
+        one.close()  # as if it had stopped: its signs of life end
+        assert not two.call_roll([0]).counts
+        assert two.members == (1,)
+
+    def test_a_rank_that_was_left_behind_is_told_so(self) -> None:
+        one, two, three = self.groups(3, patience=0.5)
+        three._stop_beating.set()
+        changes = run_threads(lambda group: [one, two][group.rank].call_roll([2]), 2)
+        assert [change.lost for change in changes] == [[2], [2]]
+        with pytest.raises(thinwire.PeerError, match=r"the others went on without rank 2.*as a newcomer"):
+            three.decide([], [])
+        with pytest.raises(RuntimeError, match="this rank is no member"):
+            _ = three.channel
+
+    def test_one_that_was_here_before_is_not_admitted_again(self) -> None:
+        (one,) = self.groups(1)
+        one._board.count("joins")
+        one._board.write("beat/1", "1")
+        assert one.wishes()[1] == 0  # seen for the first time
+        one._board.write("beat/1", "2")
+        assert one.wishes()[1] == 1
+        one._board.write("admitted/1", "1")
+        one._board.write("beat/1", "3")
+        assert one.wishes()[1] == 0
+
+    def test_numbers_that_no_rank_wrote(self) -> None:
+        (one,) = self.groups(1)
+        for text in ("-1", "1e9", "1" * 30, "x"):
+            one._board.write("joins", text)
+            with pytest.raises(thinwire.PeerError, match="which no rank wrote"):
+                one.wishes()
+
+    def test_nobody_is_admitted_by_the_last_that_leaves(self) -> None:
+        (one,) = self.groups(1)
+        change = one.decide([0], [1])
+        assert change.joined == []
+        assert one.has_left
+        with pytest.raises(RuntimeError, match="no member"):
+            _ = one.rank
+
+    def test_a_rank_that_is_late_but_alive_is_waited_for(self) -> None:
+        one, two = self.groups(2, patience=0.6)
+
+        def answer(group: Any) -> Any:
+            if group.rank == 1:
+                import time
+
+                time.sleep(1.5)
+            return (one, two)[group.rank].call_roll([1])
+
+        assert [change.lost for change in run_threads(answer, 2)] == [[], []]
+
+    def test_a_decision_that_no_rank_wrote(self) -> None:
+        (one,) = self.groups(1)
+        for text in ("{}", "[true, 5, [], []]", "x", '[true, ["a"], [], []]', "[true, [0]]", "[" * 10_000):
+            one._board.write(f"decision/{one._exchange + 1}", text)
+            with pytest.raises(thinwire.PeerError, match="a decision that no rank wrote"):
+                one.decide([], [])
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        with pytest.raises(thinwire.PeerError, match=r"rank 1 did not come within 0\.2 s"):
+            thinwire.ElasticGroup(dist.HashStore(), rank=0, size=2, timeout=0.2)  # type: ignore[attr-defined]
+
+    def test_a_newcomer_whom_nobody_admits(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        with pytest.raises(thinwire.PeerError, match="no group named 'default'"):
+            thinwire.ElasticGroup(store, timeout=0.2)
+        thinwire.ElasticGroup(store, rank=0, size=1)
+        newcomer = thinwire.ElasticGroup(store, timeout=0.2)
+        assert newcomer.is_newcomer
+        with pytest.raises(thinwire.PeerError, match=r"nobody has admitted rank 1 within 0\.2 s"):
+            newcomer.wait_for_admission()
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"store": None}, "store of type NoneType"),
+            ({"rank": 0}, "rank 0 and size None, expected both"),
+            ({"rank": 2, "size": 2}, "rank 2 of 2"),
+            ({"rank": 0, "size": 1, "patience": 0}, "patience 0, expected seconds above 0"),
+        ],
+    )
+    def test_bad_input(self, options: dict[str, Any], message: str) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=message):
+            thinwire.ElasticGroup(**{"store": store, **options})
+
+    def test_one_name_for_one_group(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        thinwire.ElasticGroup(store, rank=0, size=1)
+        with pytest.raises(ValueError, match="rank 0 of a group named 'default' was there before"):
+            thinwire.ElasticGroup(store, rank=0, size=1)
+        thinwire.ElasticGroup(store, rank=0, size=1, name="another")

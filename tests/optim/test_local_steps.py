@@ -1,0 +1,485 @@
+"""`thinwire.LocalSteps` between ranks that are threads: what a round does, and what it does not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from support.local_steps import (
+    Trained,
+    adamw,
+    copies,
+    copies_of_state,
+    loss_of,
+    network,
+    restore,
+    same_bits,
+    sgd,
+    train,
+)
+from thinwire.testing import run_threads
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sparse": {},
+    "dense": {"compressor": "none"},
+    "diloco": {"compressor": "quantize:bits=4", "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True},
+    "momentum": {"compressor": "topk:ratio=1/8,bits=4", "outer_momentum": 0.5},
+    "decay": {"decay": 0.9},
+    "fragments": {"fragments": 3},
+    "overlapped": {"delay": 5},
+    "overlapped fragments": {"fragments": 2, "delay": 3},
+    "five fragments of seven steps": {"every": 7, "fragments": 5, "delay": 1},
+    "sharded": {"compressor": thinwire.Policy("topk:ratio=1/16,bits=2", overrides={"5.weight": "quantize:bits=8"})},
+    "in host memory": {"offload": True},
+}
+
+
+def settings() -> Any:
+    return pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+def weights_of_all(results: list[Trained]) -> bool:
+    return all(same_bits(results[0].weights, one.weights) for one in results[1:])
+
+
+class TestARound:
+    @settings()
+    def test_all_ranks_have_the_same_bits_when_it_ends(self, options: dict[str, Any]) -> None:
+        results = run_threads(lambda group: train(group, 26, options, ends_together=True), 3)
+        assert weights_of_all(results)
+        assert all(same_bits(results[0].buffers, one.buffers) for one in results[1:])
+        assert sum(results[0].losses[-6:]) < sum(results[0].losses[:6])
+
+    def test_without_delay_and_fragments_nothing_else_is_needed(self) -> None:
+        assert weights_of_all(run_threads(lambda group: train(group, 16, {}), 3))
+
+    def test_ranks_are_apart_in_the_middle(self) -> None:
+        assert not weights_of_all(run_threads(lambda group: train(group, 17, {}), 2))
+
+    def test_one_dense_step_is_data_parallelism(self) -> None:
+        """SGD by the mean of gradients, in plain torch, is the oracle."""
+
+        ours = run_threads(lambda group: train(group, 10, {"every": 1, "compressor": "none"}, make=sgd), 3)[0]
+        model = network()
+        optimizer = sgd(model)
+        for step in range(10):
+            gradients = []
+            for rank in range(3):
+                model.zero_grad()
+                loss_of(model, step, rank).backward()
+                gradients.append(copies(p.grad for p in model.parameters()))
+            for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+                parameter.grad = sum(parts) / 3  # type: ignore[assignment]
+            optimizer.step()
+        for mine, theirs in zip(ours.weights, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
+
+    def test_the_mean_of_all_differences_and_an_outer_step_by_hand(self) -> None:
+        """Two rounds of DiLoCo, dense: common weights by the formulas of the paper, from the local weights."""
+        options = {"compressor": "none", "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True, "every": 3}
+
+        def rank(group: Any) -> list[list[torch.Tensor]]:
+            seen: list[list[torch.Tensor]] = []
+
+            def before_step(model: nn.Module, optimizer: Any) -> None:
+                if optimizer.steps % 3 == 0:
+                    seen.append(copies(model.parameters()))
+                if optimizer.steps % 3 == 2:  # the local step that ends the round, by hand
+                    inner = optimizer.optimizers[0]
+                    kept = copies(model.parameters())
+                    state = copies_of_state(inner)
+                    inner.step()
+                    seen.append(copies(model.parameters()))
+                    restore(inner, model, kept, state)
+
+            train(group, 7, options, before_step=before_step)
+            return seen
+
+        ranks = run_threads(rank, 2)
+        common, momentum = ranks[0][0], [torch.zeros_like(p) for p in ranks[0][0]]
+        for index in (1, 3):
+            mean = [c - (a + b) / 2 for c, a, b in zip(common, ranks[0][index], ranks[1][index], strict=True)]
+            momentum = [0.9 * m + d for m, d in zip(momentum, mean, strict=True)]
+            common = [c - 0.7 * (d + 0.9 * m) for c, d, m in zip(common, mean, momentum, strict=True)]
+            for mine, expected in zip(ranks[0][index + 1], common, strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("options", [{}, {"delay": 5}, {"fragments": 3}, {"fragments": 2, "delay": 4}])
+    def test_what_was_done_is_applied_or_kept(self, options: dict[str, Any]) -> None:
+        """All local movement = movement of the common weights + residuals + what was not sent yet, over all ranks."""
+
+        def rank(group: Any) -> Any:
+            moved: list[torch.Tensor] = []
+            last: list[torch.Tensor] = []
+
+            def before_step(model: nn.Module, optimizer: Any) -> None:
+                inner = optimizer.optimizers[0]
+                kept, state = copies(model.parameters()), copies_of_state(inner)
+                inner.step()
+                step = [b.double() - p.detach() for b, p in zip(kept, model.parameters(), strict=True)]
+                moved[:] = step if not moved else [a + b for a, b in zip(moved, step, strict=True)]
+                restore(inner, model, kept, state)
+                last[:] = kept
+
+            done = train(group, 37, options, before_step=before_step)
+            names = [name for name, _ in network().named_parameters()]
+            common = {n: t.double() for part in done.optimizer._parts() for n, t in part.named(part.common).items()}
+            residuals = done.optimizer.sync.residuals
+            unsent = [
+                common[n] - w.reshape(-1) + residuals.get(n, torch.zeros(()))
+                for n, w in zip(names, done.weights, strict=True)
+            ]
+            under_way = done.optimizer._round
+            assert under_way is None or not under_way.is_received
+            return moved, [common[n] for n in names], unsent
+
+        ranks = run_threads(rank, 2)
+        for index, start in enumerate(network().parameters()):
+            moved = sum(moved[index].reshape(-1) for moved, _, _ in ranks) / 2
+            applied = start.detach().double().reshape(-1) - ranks[0][1][index]
+            unsent = sum(unsent[index] for _, _, unsent in ranks) / 2
+            torch.testing.assert_close(moved, applied + unsent, rtol=1e-4, atol=1e-5)
+
+    def test_bytes_are_those_of_the_payloads(self) -> None:
+        options = {"compressor": "topk:ratio=1/64,bits=2", "every": 4}
+        (first, _) = run_threads(lambda group: train(group, 8, options), 2)
+        model, topk = network(), thinwire.compressor("topk:ratio=1/64,bits=2")
+        large = sum(p.numel() for p in model.parameters() if p.numel() >= 4096)
+        gaps = sum(p.numel() for name, p in model.named_parameters() if name in ("0.bias", "1.weight", "1.bias"))
+        small = sum(p.numel() for p in model.parameters() if p.numel() < 4096)
+        eight = thinwire.compressor("quantize:bits=8")
+        buffers = sum(b.numel() for b in model.buffers() if b.is_floating_point())
+        round_ = topk.nbytes(large + gaps, torch.float32) + eight.nbytes(small, torch.float32) + 4 * buffers
+        stats = first.optimizer.sync.stats
+        assert stats.bytes_sent == 2 * round_
+        everything = sum(p.numel() for p in model.parameters()) + buffers
+        assert stats.bytes_dense == 8 * 4 * everything  # a ring of two ranks sends all of it, at each of 8 steps
+        assert stats.reduction == stats.bytes_dense / stats.bytes_sent
+
+
+class TestResume:
+    @settings()
+    @pytest.mark.parametrize("save_at", [16, 19, 25])
+    def test_the_same_bits_as_without_an_interruption(self, options: dict[str, Any], save_at: int) -> None:
+        steps = 34
+        whole = run_threads(lambda group: train(group, steps, options, save_at=save_at), 2)
+        again = run_threads(lambda group: train(group, steps, options, state=whole[group.rank].saved), 2)
+        for one, other in zip(whole, again, strict=True):
+            assert same_bits(one.weights, other.weights)
+            assert same_bits(one.buffers, other.buffers)
+            assert one.losses[-(steps - save_at) :] == other.losses
+
+    def test_saving_changes_nothing(self) -> None:
+        options = {"delay": 5}
+        saved = run_threads(lambda group: train(group, 24, options, save_at=10), 2)
+        plain = run_threads(lambda group: train(group, 24, options), 2)
+        assert same_bits(saved[0].weights, plain[0].weights)
+
+    @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
+    def test_another_number_of_ranks_after_a_round(self, before: int, after: int) -> None:
+        saved = [one.saved for one in run_threads(lambda group: train(group, 16, {}, save_at=16), before)]
+        loaded = run_threads(lambda group: train(group, 16, {}, state=saved), after)
+        for name in saved[0]["thinwire"]["residuals"]:
+            there = sum(state["thinwire"]["residuals"][name].double() for state in saved) / before
+            here = sum(one.optimizer.sync.residuals.get(name, torch.zeros(1)).double() for one in loaded) / after
+            torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-7)
+        run_threads(lambda group: train(group, 24, {}, state=saved), after)
+
+    def test_another_number_of_ranks_in_the_middle_is_refused(self) -> None:
+        saved = [one.saved for one in run_threads(lambda group: train(group, 17, {}, save_at=17), 2)]
+        with pytest.raises(ValueError, match=r"in the middle of a round.*synchronize"):
+            run_threads(lambda group: train(group, 24, {}, state=saved), 3)
+
+    def test_other_settings_are_refused(self) -> None:
+        (saved,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
+        with pytest.raises(ValueError, match="setting every 8, here it is 4"):
+            run_threads(lambda group: train(group, 8, {"every": 4}, state=saved), 1)
+
+    def test_all_states_in_that_of_one_rank(self) -> None:
+        def rank(group: Any) -> Any:
+            done = train(group, 19, {})
+            done.optimizer.consolidate_state_dict()
+            return done.optimizer.state_dict(), done.weights
+
+        results = run_threads(rank, 2)
+        again = run_threads(lambda group: train(group, 19, {}, state=results[0][0]), 2)
+        assert all(same_bits(one.weights, weights) for one, (_, weights) in zip(again, results, strict=True))
+
+    @pytest.mark.parametrize("key", ["common", "weights", "local_steps", "setting"])
+    def test_a_state_without_a_part_is_refused(self, key: str) -> None:
+        (saved,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
+        del saved["thinwire"][key]
+        with pytest.raises(ValueError, match=f"'{key}' is missing"):
+            run_threads(lambda group: train(group, 8, {}, state=saved), 1)
+
+    def test_states_of_others_are_refused(self) -> None:
+        def load(group: Any, state: Any) -> None:
+            thinwire.LocalSteps(adamw(network()), 8, group=group).load_state_dict(state)
+
+        with pytest.raises(ValueError, match="no key 'thinwire'"):
+            run_threads(load, 1, adamw(network()).state_dict())
+        ours = thinwire.AdamW(network()).state_dict()
+        with pytest.raises(ValueError, match=r"a state of thinwire\.AdamW, expected thinwire\.LocalSteps"):
+            run_threads(load, 1, ours)
+        (other,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
+        with pytest.raises(ValueError, match="another model"):
+            run_threads(load, 1, other)  # without the names of the model
+
+
+class TestNotFinite:
+    def test_the_difference_of_one_rank_is_left_out(self) -> None:
+        def spoil(model: nn.Module, optimizer: Any) -> None:
+            if optimizer.steps == 4 and optimizer.sync.rank == 1:
+                next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+
+        def rank(group: Any, before_step: Any) -> Trained:
+            return train(group, 24, {"compressor": "none"}, before_step=before_step)
+
+        with pytest.warns(UserWarning, match="rank 1 are not finite after 8 local steps"):
+            spoilt = run_threads(rank, 2, spoil)
+        assert weights_of_all(spoilt)
+        assert all(bool(w.isfinite().all()) for w in spoilt[0].weights)
+        assert [one.optimizer.left_out for one in spoilt] == [0, 1]
+        for state in spoilt[1].optimizer.optimizers[0].state.values():
+            assert bool(state["exp_avg"].isfinite().all())
+
+    def test_the_others_move_as_if_it_had_stood_still(self) -> None:
+        def spoil(model: nn.Module, optimizer: Any) -> None:
+            if optimizer.sync.rank == 1 and optimizer.steps == 7:
+                model.get_parameter("0.weight").grad.fill_(torch.inf)  # type: ignore[union-attr]
+
+        def freeze(model: nn.Module, optimizer: Any) -> None:
+            if optimizer.sync.rank == 1:
+                for group in optimizer.param_groups:
+                    group["lr"], group["weight_decay"] = 0.0, 0.0
+
+        def rank(group: Any, before_step: Any) -> list[torch.Tensor]:
+            return train(group, 8, {"compressor": "none"}, before_step=before_step).weights
+
+        with pytest.warns(UserWarning, match="left out"):
+            spoilt = run_threads(rank, 2, spoil)
+        still = run_threads(rank, 2, freeze)
+        for one, other in zip(spoilt[0], still[0], strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_with_fragments_the_rank_recovers(self) -> None:
+        def spoil(model: nn.Module, optimizer: Any) -> None:
+            if optimizer.steps == 9 and optimizer.sync.rank == 0:
+                next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+
+        options = {"fragments": 4, "delay": 2}
+        with pytest.warns(UserWarning, match="left out"):
+            results = run_threads(lambda group: train(group, 40, options, before_step=spoil, ends_together=True), 2)
+        assert weights_of_all(results)
+        assert all(bool(w.isfinite().all()) for w in results[0].weights)
+        assert all(one.losses[-1] == one.losses[-1] for one in results)
+
+
+class TestAsAnOptimizer:
+    def test_several_optimizers(self) -> None:
+        def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            others = [p for p in model.parameters() if p.ndim != 2]
+            return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
+
+        results = run_threads(lambda group: train(group, 24, {}, make=both), 2)
+        assert weights_of_all(results)
+        assert sum(results[0].losses[-6:]) < sum(results[0].losses[:6])
+
+    def test_a_scheduler_reaches_the_inner_optimizers(self) -> None:
+        model = network()
+        inner = adamw(model)
+        optimizer = thinwire.LocalSteps(inner, 4, model=model)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
+        for step in range(4):
+            loss_of(model, step, 0).backward()
+            optimizer.step()
+            scheduler.step()
+        assert inner.param_groups[0]["lr"] == pytest.approx(0.005)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+    def test_a_closure(self) -> None:
+        model = network()
+        optimizer = thinwire.LocalSteps(torch.optim.LBFGS(model.parameters(), max_iter=2), 2, model=model)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, 0)
+            loss.backward()
+            return loss.item()
+
+        losses = [optimizer.step(closure) for _ in range(4)]
+        assert losses[-1] is not None
+        assert losses[0] is not None
+        assert losses[-1] < losses[0]
+        assert optimizer.rounds == 2
+
+    def test_a_grad_scaler_that_skips_on_one_rank_skips_no_round(self) -> None:
+        def rank(group: Any) -> Any:
+            model = network()
+            optimizer = thinwire.LocalSteps(adamw(model), 4, model=model, group=group)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+            for step in range(12):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step, group.rank)).backward()
+                if step == 3 and group.rank == 1:  # the last step of a round
+                    next(model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+                scaler.step(optimizer)
+                scaler.update()
+            return copies(model.parameters()), optimizer.rounds, scaler.get_scale(), optimizer.left_out
+
+        results = run_threads(rank, 2)
+        assert same_bits(results[0][0], results[1][0])
+        assert [rounds for _, rounds, _, _ in results] == [3, 3]
+        assert [scale for _, _, scale, _ in results] == [1024.0, 512.0]
+        assert [left_out for *_, left_out in results] == [0, 0]
+
+    def test_a_grad_scaler_changes_no_bits(self) -> None:
+        def rank(group: Any, scales: bool) -> list[torch.Tensor]:
+            model = network()
+            optimizer = thinwire.LocalSteps(adamw(model), 4, model=model, group=group)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+            for step in range(8):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step, group.rank)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return copies(model.parameters())
+
+        scaled, plain = run_threads(rank, 2, True), run_threads(rank, 2, False)
+        assert same_bits(scaled[0], plain[0])
+
+    def test_weights_loaded_after_it_was_made_are_the_common_ones(self) -> None:
+        def rank(group: Any, late: bool) -> list[torch.Tensor]:
+            model, other = network(), {k: v + 1 for k, v in network().state_dict().items()}
+            if not late:
+                model.load_state_dict(other)
+            optimizer = thinwire.LocalSteps(adamw(model), 4, model=model, group=group)
+            if late:
+                model.load_state_dict(other)
+            for step in range(8):
+                optimizer.zero_grad()
+                loss_of(model, step, group.rank).backward()
+                optimizer.step()
+            return copies(model.parameters())
+
+        assert same_bits(run_threads(rank, 2, True)[0], run_threads(rank, 2, False)[0])
+
+    def test_sixteen_bits(self) -> None:
+        def rank(group: Any) -> Any:
+            model = nn.Linear(96, 96, bias=False, dtype=torch.bfloat16)
+            with torch.no_grad():
+                model.weight.fill_(0.01)
+            optimizer = thinwire.LocalSteps(torch.optim.SGD(model.parameters(), lr=0.1), 4, group=group)
+            for step in range(8):
+                generator = torch.Generator().manual_seed(step + 100 * group.rank)
+                optimizer.zero_grad()
+                model(torch.randn(8, 96, generator=generator).bfloat16()).square().sum().backward()
+                optimizer.step()
+            (part,) = optimizer._parts()
+            return model.weight.detach().clone(), part.common.clone()
+
+        (mine, common), (theirs, _) = run_threads(rank, 2)
+        assert torch.equal(mine, theirs)
+        assert common.dtype == torch.float32
+        assert torch.equal(mine.view(-1), common.bfloat16())
+
+    def test_alone(self) -> None:
+        """One process without torch.distributed trains as without it."""
+        model, plain = network(), network()
+        optimizer, inner = thinwire.LocalSteps(sgd(model), 4, model=model), sgd(plain)
+        for step in range(9):
+            for one, by in ((model, optimizer), (plain, inner)):
+                by.zero_grad()
+                loss_of(one, step, 0).backward()
+                by.step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"every": 0}, "every 0, expected a whole number, 1 or more"),
+            ({"every": 2.0}, "every 2.0, expected a whole number"),
+            ({"every": 8, "fragments": 9}, "fragments 9, expected at most 8"),
+            ({"every": 8, "fragments": 2, "delay": 5}, "delay 5, expected at most 4"),
+            ({"every": 8, "delay": -1}, "delay -1, expected a whole number, 0 or more"),
+            ({"every": 8, "decay": 1.5}, "decay 1.5, expected a number from 0 to 1"),
+            ({"every": 8, "outer_lr": -1.0}, "outer_lr -1.0, expected 0 or more"),
+            ({"every": 8, "outer_momentum": 1.0}, "outer_momentum 1.0, expected 0 to below 1"),
+            ({"every": 8, "nesterov": True}, "nesterov with outer_momentum 0"),
+            ({"every": 8, "compressor": "auto"}, "compressor 'auto'"),
+            ({"every": 8, "compressor": "topkk"}, "topkk"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_settings(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            thinwire.LocalSteps(adamw(network()), **options)
+
+    def test_optimizers(self) -> None:
+        model = network()
+        with pytest.raises(ValueError, match="a str as optimizer"):
+            thinwire.LocalSteps("adamw", 8)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"thinwire\.AdamW inside LocalSteps.*give torch\.optim\.AdamW"):
+            thinwire.LocalSteps(thinwire.AdamW(model), 8)
+        with pytest.raises(ValueError, match="an empty list"):
+            thinwire.LocalSteps([], 8)
+        with pytest.raises(ValueError, match="given to two optimizers"):
+            thinwire.LocalSteps([adamw(model), adamw(model)], 8)
+        with pytest.raises(ValueError, match="no parameter of the model is in an optimizer"):
+            thinwire.LocalSteps(adamw(model), 8, model=network())
+        with pytest.raises(ValueError, match="parameter groups cannot be added"):
+            thinwire.LocalSteps(adamw(model), 8).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    def test_ranks_with_other_weights(self) -> None:
+        def rank(group: Any) -> None:
+            model = network()
+            with torch.no_grad():
+                model.get_parameter("3.weight")[0, 0] += group.rank
+            optimizer = thinwire.LocalSteps(adamw(model), 8, model=model, group=group)
+            loss_of(model, 0, group.rank).backward()
+            optimizer.step()
+
+        with pytest.raises(ValueError, match=r"'3\.weight' differs between ranks"):
+            run_threads(rank, 2)
+
+    def test_after_an_exchange_that_failed_the_state_can_be_saved_and_training_goes_on(self) -> None:
+        model = network()
+        optimizer = thinwire.LocalSteps(adamw(model), 4, model=model)
+        collect, failures = optimizer.sync.collect, [thinwire.PeerError("rank 1 is lost", [1])]
+
+        def fail_once() -> Any:
+            if failures:
+                optimizer.sync.drop()
+                raise failures.pop()
+            return collect()
+
+        optimizer.sync.collect = fail_once  # type: ignore[method-assign]
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, step, 0).backward()
+            if step == 3:
+                with pytest.raises(thinwire.PeerError):
+                    optimizer.step()
+                assert optimizer.state_dict()["thinwire"]["weights"] is not None
+            else:
+                optimizer.step()
+        assert optimizer.rounds == 1
+        assert optimizer.sync.stats.bytes_dense == 0  # alone, nothing is sent
+
+    def test_a_state_of_weights_that_were_loaded_before_the_first_step(self) -> None:
+        model = network()
+        optimizer = thinwire.LocalSteps(adamw(model), 4, model=model)
+        model.load_state_dict({name: value + 1 for name, value in network().state_dict().items()})
+        weights = copies(model.parameters())
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert same_bits(copies(model.parameters()), weights)
+
+    def test_ranks_with_other_settings(self) -> None:
+        with pytest.raises(thinwire.MismatchError, match="compressor"):
+            run_threads(lambda group: train(group, 8, {"compressor": f"quantize:bits={4 + 4 * group.rank}"}), 2)
