@@ -92,6 +92,15 @@ class StandIns:
         optimizer.step()
         return optimizer
 
+    host = "127.0.0.1"
+
+    @cached_property
+    def port(self) -> int:
+        """The port of a store that another process would have."""
+        StandIns.store_of_others = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore
+        port: int = StandIns.store_of_others.port  # type: ignore[attr-defined]
+        return port
+
     @cached_property
     def state_of_torchs_adamw(self) -> dict[str, Any]:
         return torch.optim.AdamW(self.model.parameters()).state_dict()

@@ -64,6 +64,25 @@ def test_the_sharded_example_learns_and_sends_few_bytes() -> None:
     assert float(lines[1][2]) < 10, lines  # of 541 kB, half of the gradients
 
 
+def test_local_steps_learn_with_few_bytes() -> None:
+    output = torchrun("local_steps.py", 2)
+    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB sent", output)
+    assert [int(step) for step, _, _ in lines] == [80, 160, 240, 320]
+    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
+    assert float(lines[-1][2]) < 100, lines
+    assert int(re.findall(r"reduction (\d+)x", output)[0]) > 1000, output
+
+
+def test_a_newcomer_joins_while_others_train() -> None:
+    output = run_file(ROOT / "examples" / "elastic.py")
+    begun = dict(re.findall(r"rank (\d) begins at step (\d+)", output))
+    assert (begun["0"], begun["1"]) == ("0", "0"), output
+    assert int(begun["2"]) > 0, output
+    ended = re.findall(r"rank (\d) ends with (\d) ranks, loss ([\d.]+)", output)
+    assert sorted((rank, size) for rank, size, _ in ended) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert all(float(loss) < 0.1 for _, _, loss in ended), output  # it begins with 0.4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
 def test_examples_of_frameworks_learn_and_go_on(package: str, tmp_path: Path) -> None:

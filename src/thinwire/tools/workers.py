@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -164,9 +163,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):

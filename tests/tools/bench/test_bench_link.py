@@ -19,6 +19,7 @@ from thinwire.tools.bench.harness import Progress, command_line
 from thinwire.tools.bench.link import Options, rounds
 from thinwire.tools.bench.link.settings import Model, Settings
 from thinwire.tools.bench.methods import Method, parse
+from thinwire.tools.units import LinkSpeed
 from thinwire.tools.workers import WorkerError
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
@@ -100,7 +101,7 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rounds, "take_steps", take)
     given = Settings(
-        {"1gbit": 1e9}, (2,), (parse("no communication"), parse("dense")), (), Model("gpt", 4e5, 4), 2, False
+        {"1gbit": LinkSpeed(1e9)}, (2,), (parse("no communication"), parse("dense")), (), Model("gpt", 4e5, 4), 2, False
     )
     nobody: Any = None
     rows = rounds.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
@@ -142,6 +143,8 @@ def _processes(session: int) -> list[int]:
 NONSENSE = [
     (["--rates", "fast"], "rate 'fast', expected bits per second from 100kbit to 1000gbit"),
     (["--rates", "0gbit"], "rate '0gbit'"),
+    (["--rates", "1gbit,1min"], "link '1gbit,1min', expected a rate, or a rate and a round-trip time above 0"),
+    (["--relay", "--rates", "10gbit,1ms"], "--relay --rates 10gbit,1ms, expected 2gbit or less"),
     (["--rates", "1gbit", "1gbit"], "--rates 1gbit 1gbit, expected one or more, each once"),
     (["--relay", "--rates", "10gbit"], "--relay --rates 10gbit, expected 2gbit or less"),
     (["--worlds", "1"], "--worlds 1, expected 2 to 64"),

@@ -119,6 +119,8 @@ def test_the_config_of_a_run_that_is_not_there_yet_keeps_its_folder() -> None:
         ({"data": "mnits"}, "; did you mean mnist?"),
         ({"recipe": "text_gpt"}, "did you mean text-gpt?"),
         ({"steps": 0}, "--steps 0, expected 1 or more"),
+        ({"weight_decay": -0.1}, "error: weight_decay -0.1, expected 0 or more"),
+        ('{"weight_decay": NaN}', "error: weight_decay nan, expected 0 or more"),
         ({"keep": 0}, "error: keep 0, expected 1 or more"),
         ({"log_every": 0}, "error: log_every 0, expected 1 or more"),
         ({"lr": 10**400}, "lr is a whole number of 401 digits, expected a float"),

@@ -13,6 +13,7 @@ from support.disks import small_disk
 from support.training_faults import FullDisk, InSteps, NoFashion
 from support.training_runs import (
     SMALL,
+    Done,
     arguments,
     assert_one_line,
     assert_same_weights,
@@ -54,8 +55,6 @@ CONFIG = changed(SMALL, out=RUN)
         (["--lr", "nan"], "--lr nan, expected a number above 0"),
         (["--lr", "inf"], "--lr inf, expected a number above 0"),
         (["--lr", "fast"], "--lr"),
-        (["--weight-decay", "-0.1"], "--weight-decay -0.1, expected 0 or more"),
-        (["--weight-decay", "nan"], "--weight-decay nan, expected 0 or more"),
         (["--optimizer", "lion"], "'lion'"),
         (["--precision", "float16"], "'float16'"),
         (["--device", "tpu"], "'tpu'"),
@@ -132,17 +131,21 @@ def test_data_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path: Path)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["data"]
 
 
-def test_missing_fashion_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
-    cwd = tmp_path / "cwd"
-    cwd.mkdir()
-    done = run(cwd, "--recipe", "fashion-cnn", "--download", "--device", "cpu", **planted(NoFashion()))
-    assert done.code == 2
-    assert done.err.count("\n") == 1, done.err
+def test_missing_fashion_is_one_line_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before any rank is started, where files are to be fetched."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
+    NoFashion().install(monkeypatch.setattr)
+    assert cli.main(["train", "--recipe", "fashion-cnn", "--download", "--device", "cpu"]) == 2
+    output = capfd.readouterr()
     assert_one_line(
-        done, "neither data/fashion-mnist nor nowhere has Fashion-MNIST", "apt-get install dataset-fashion-mnist",
-        "t10k-labels-idx1-ubyte", "--data-dir",
+        Done(2, output.out, output.err), "neither data/fashion-mnist nor nowhere has Fashion-MNIST",
+        "apt-get install dataset-fashion-mnist", "t10k-labels-idx1-ubyte", "--data-dir",
     )  # fmt: skip
-    assert not list(cwd.glob("[!.]*"))
+    assert output.err.count("\n") == 1, output.err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "a-file/run"])

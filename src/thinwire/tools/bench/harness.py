@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from thinwire.tools.links import LARGEST_WORLD
@@ -74,9 +73,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -8,11 +8,12 @@ import ctypes
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import Protocol, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 
@@ -72,7 +73,7 @@ def percentile(samples: list[float], percent: float) -> float:
     return left + share * (ordered[min(int(below) + 1, len(ordered) - 1)] - left)
 
 
-def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
+def peak_memory(job: Job, device: torch.device) -> int | None:
     """Return the peak memory of a call in bytes, beyond the memory in use before it, or None if it cannot be measured.
 
     On a CPU this is the resident memory of the process, which only Linux reports. The job is called once before the
@@ -81,7 +82,7 @@ def peak_memory(job: Job, device: torch.device, trials: int = 3) -> int | None:
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
     job()
-    return int(median(_peak_on_cuda(job) if device.type == "cuda" else _peak_on_linux(job) for _ in range(trials)))
+    return int(median(_peak_on_cuda(job) if device.type == "cuda" else _peak_on_linux(job) for _ in range(3)))
 
 
 def peak_resident(job: Job) -> int:
@@ -114,9 +115,12 @@ def _peak_on_linux(job: Job) -> int:
     return max(0, peak_resident(job) - before)
 
 
-class Clock(Protocol):
-    """Measures the time and memory of calls."""
+class Clock(ABC):
+    """Measures the time and memory of calls on one kind of device."""
 
+    device: ClassVar[torch.device]
+
+    @abstractmethod
     def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
         """Return the times of calls, on `sets` sets of buffers in turn.
 
@@ -125,10 +129,13 @@ class Clock(Protocol):
 
     def peak(self, call: Call) -> int | None:
         """Return the peak memory of a call in bytes, beyond the memory in use before it."""
+        return peak_memory(partial(call, 0), self.device)
 
 
-class HostClock:
+class HostClock(Clock):
     """The clock of a CPU. Calls that are compared take turns."""
+
+    device = torch.device("cpu")
 
     def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
         """Return the times of calls, each after one call that is not timed."""
@@ -139,13 +146,11 @@ class HostClock:
 
         return interleave({name: job(call) for name, (call, _) in calls.items()}, samples)
 
-    def peak(self, call: Call) -> int | None:
-        """Return the peak resident memory of a call in bytes, beyond that before it."""
-        return peak_memory(partial(call, 0), torch.device("cpu"))
 
-
-class DeviceClock:
+class DeviceClock(Clock):
     """The clock of a CUDA device. A call that a graph can hold is captured, so that its time is the device's alone."""
+
+    device = torch.device("cuda")
 
     def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
         """Return the times of calls. Those that cannot be captured are slow: an eighth of the samples, 6 at least."""
@@ -153,10 +158,6 @@ class DeviceClock:
             name: self._time(call, samples if graph else max(6, samples // 8), sets, graph=graph)
             for name, (call, graph) in calls.items()
         }
-
-    def peak(self, call: Call) -> int | None:
-        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
-        return peak_memory(partial(call, 0), torch.device("cuda"))
 
     def _time(self, call: Call, samples: int, sets: int, *, graph: bool) -> Timing:
         for index in range(2 * sets):  # compiles, and fills the caches of the allocator

@@ -1,6 +1,6 @@
 """The training methods that benchmarks compare: their names, and which of them each benchmark compares by default.
 
-A method is written as a text, the same in all benchmarks: [adamw | sgd] NAME[;key=value ...].
+A method is written as a text, the same in all benchmarks: [adamw | sgd | muon] NAME[;key=value ...].
 
 no communication     DDP with a hook that sends nothing: no method can be faster
 dense                DDP as it is
@@ -13,14 +13,18 @@ thinwire 8-bit       attach with 8 bits, which is safe there
 thinwire.AdamW SPEC, thinwire.SGD SPEC
                      thinwire's optimizers, which compress their update
 thinwire             thinwire's optimizer with the compressor that it chooses by itself
+local steps H [SPEC] thinwire.LocalSteps: an exchange after every H steps, another algorithm than the ones above
 
-SPEC is a compressor, auto or default. The step is one of torch's AdamW, or with "sgd" in front of torch's SGD. Options
-behind the name are those of the optimizer, for thinwire also `compressor` and `algorithm`: "dense;betas=0.8,0.999".
+SPEC is a compressor, auto or default. The step is one of torch's AdamW, or with "sgd" in front of torch's SGD; with
+"muon", of torch's Muon for hidden matrices and AdamW for the rest. Options behind the name are those of the optimizer,
+for thinwire also `compressor` and `algorithm`: "dense;betas=0.8,0.999"; for local steps also those of LocalSteps:
+"local steps 8;delay=4".
 
 This module does not load torch. `training` builds what a method needs.
 """
 
 import ast
+import re
 from dataclasses import dataclass, field
 
 TOPK, EIGHT_BITS = "topk:ratio=1/64,bits=2", "quantize:bits=8"
@@ -35,11 +39,15 @@ TORCH = (
 """Methods without thinwire."""
 COMPRESSING = ("attach", "thinwire.AdamW", "thinwire.SGD")
 """Methods that are followed by the spec of a compressor."""
+LOCAL = "local steps"
+FAMILIES = ("adamw", "sgd", "muon")
 _SHORT = {"textbook topk": f"attach {TOPK}", "thinwire 8-bit": f"attach {EIGHT_BITS}"}
 
 BY_LINK = (
     *TORCH, f"attach {EIGHT_BITS}", f"attach {TOPK}", f"thinwire.AdamW {TOPK}", "thinwire.AdamW default",
 )  # fmt: skip
+BY_ROUND_TRIP = (f"{LOCAL} 8 {TOPK}", f"{LOCAL} 8 {TOPK};delay=4", f"{LOCAL} 32 {TOPK};delay=4")
+"""Methods that `bench link` compares in addition, if links have a round-trip time."""
 BY_LOSS = (
     "adamw dense", "adamw fp16 hook", "adamw powersgd rank 1", "adamw powersgd rank 4", "adamw textbook topk",
     "adamw thinwire 8-bit", "adamw thinwire", "sgd dense", "sgd textbook topk", "sgd thinwire",
@@ -57,12 +65,14 @@ class Method:
     text: str
     """As it was written."""
     family: str
-    """adamw or sgd."""
+    """One of `FAMILIES`."""
     name: str
     """Name without the optimizer and without a compressor."""
     spec: str = ""
-    """The compressor of `COMPRESSING`."""
+    """The compressor of `COMPRESSING` and of local steps."""
     options: dict[str, object] = field(default_factory=dict)
+    every: int = 1
+    """Number of steps in a round of local steps; 1 for all other methods."""
 
     @property
     def is_dense(self) -> bool:
@@ -72,7 +82,16 @@ class Method:
     @property
     def is_ours(self) -> bool:
         """Return whether thinwire exchanges."""
-        return self.name in COMPRESSING
+        return self.name in COMPRESSING or self.is_local
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether ranks take local steps."""
+        return self.name == LOCAL
+
+    def whole_rounds(self, steps: int) -> int:
+        """Return the number of steps, rounded up to whole rounds of local steps."""
+        return -(-steps // self.every) * self.every
 
     @property
     def in_optimizer(self) -> bool:
@@ -96,11 +115,13 @@ def parse(text: str) -> Method:
     {'lr': 0.002, 'betas': (0.8, 0.99)}
     >>> parse("sgd thinwire").name, parse("textbook topk").spec
     ('thinwire.SGD', 'topk:ratio=1/64,bits=2')
+    >>> parse("muon local steps 8 quantize:bits=2;delay=4").every
+    8
     """
     head, *given = (part.strip() for part in text.split(";"))
     first, _, rest = head.partition(" ")
-    family, name = (first, rest) if first in ("adamw", "sgd") else ("adamw", head)
-    if name == "thinwire":
+    family, name = (first, rest) if first in FAMILIES else ("adamw", head)
+    if name == "thinwire" and family != "muon":
         name = f"thinwire.{'AdamW' if family == 'adamw' else 'SGD'} default"
     kind, _, spec = _SHORT.get(name, name).partition(" ")
     if kind == "thinwire.SGD":
@@ -111,12 +132,16 @@ def parse(text: str) -> Method:
         if not equals:
             raise ValueError(f"option {part!r} of method {head!r}, expected key=value")
         options[key] = _value(value)
-    if kind in COMPRESSING and spec:
+    if local := re.fullmatch(rf"{LOCAL} ([1-9]\d*)(?: (\S+))?", name):
+        spec = str(options.pop("compressor", local[2] or TOPK))
+        return Method(text=text, family=family, name=LOCAL, spec=spec, options=options, every=int(local[1]))
+    if kind in COMPRESSING and spec and (family != "muon" or kind == "attach"):
         return Method(text=text, family=family, name=kind, spec=str(options.pop("compressor", spec)), options=options)
     if name not in TORCH:
         raise ValueError(
             f"method {head!r} is unknown, expected one of: {', '.join((*TORCH, *_SHORT))}, thinwire, or one of "
-            f"{', '.join(COMPRESSING)} with a compressor, such as 'attach {EIGHT_BITS}'; before it adamw or sgd"
+            f"{', '.join(COMPRESSING)} with a compressor, such as 'attach {EIGHT_BITS}', or '{LOCAL} 8 {TOPK}'; before "
+            "it adamw or sgd, or muon if thinwire's optimizers do not follow"
         )
     return Method(text=text, family=family, name=name, spec="", options=options)
 

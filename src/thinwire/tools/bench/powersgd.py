@@ -51,17 +51,10 @@ class PowerSGD:
     mean          replaces a tensor by its mean over ranks.
     rank          rank of the approximation.
     dense_steps   number of dense steps before the first compressed one.
-    seed          seed of the first Q, the same on all ranks.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        mean: Callable[[Tensor], None],
-        *,
-        rank: int,
-        dense_steps: int,
-        seed: int = 0,
+        self, parameters: Iterable[nn.Parameter], mean: Callable[[Tensor], None], *, rank: int, dense_steps: int
     ) -> None:
         self._parameters = list(parameters)[::-1]
         self._mean, self._dense_steps, self._step = mean, dense_steps, 0
@@ -77,7 +70,7 @@ class PowerSGD:
         like = self._parameters[0]
         self._p = _LowRank([(count, n) for count, n, _ in shapes], rank, like)
         self._q = _LowRank([(count, m) for count, _, m in shapes], rank, like)
-        self._q.draw(seed)
+        self._q.draw()
         self._batches = [
             _Batch(parameters=group, p=p, q=q, m=like.new_zeros(len(group), n, m))
             for ((n, m), group), p, q in zip(by_shape.items(), self._p.batches, self._q.batches, strict=True)
@@ -137,9 +130,9 @@ class _LowRank:
         self._index = real.unsqueeze(-1).expand(self._shape).flatten().nonzero().flatten().to(like.device)
         """Positions of the elements if each matrix were padded to the rows of the tallest."""
 
-    def draw(self, seed: int) -> None:
-        """Fill the matrices with the random numbers that torch's hook would draw."""
-        generator = torch.Generator().manual_seed(int(np.random.RandomState(seed).randint(1_000_000_000)))
+    def draw(self) -> None:
+        """Fill the matrices with the random numbers that torch's hook would draw, by its default seed."""
+        generator = torch.Generator().manual_seed(int(np.random.RandomState(0).randint(1_000_000_000)))
         for batch in self.batches:
             for matrix in batch:
                 matrix.copy_(torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype))

@@ -33,6 +33,8 @@ from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket
 from thinwire.sync.policy import AUTO, DEFAULT
 
+from .hooks import bf16_hook, fp16_hook, send_nothing
+from .local import OPTIONS, Several, split_for_muon
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
 from .powersgd import PowerSGD
 
@@ -57,6 +59,8 @@ class Training:
     bytes_sent: Callable[[int], float] = lambda steps: 0.0
     """Returns the bytes that this rank has sent. The argument is the number of steps done so far."""
     after_backward: Callable[[], None] = lambda: None
+    before_evaluation: Callable[[], None] = lambda: None
+    """Makes the weights of all ranks the same, if they are not. All ranks call it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def check(text: str) -> Method:
     """Return the method that a text stands for. Raises ValueError for an unknown name, option or compressor."""
     method = parse(text)
     known = set(inspect.signature(_optimizer(method)).parameters) - {"params", "group", "self"}
-    known |= {"compressor", "algorithm"} if method.is_ours else set()
+    known |= set(OPTIONS) if method.is_local else {"compressor", "algorithm"} if method.is_ours else set()
     for key in method.options:
         if key not in known:
             raise ValueError(
@@ -101,6 +105,8 @@ def check(text: str) -> Method:
 
 def build(method: Method, setup: Setup) -> Training:
     """Build the objects for the training loop of one rank."""
+    if method.is_local:
+        return _local(method, setup)
     if method.in_optimizer:
         return _with_our_optimizer(method, setup)
     if method.name == "attach" or (method.is_dense and setup.group is not None):
@@ -121,7 +127,7 @@ def build(method: Method, setup: Setup) -> Training:
             after_backward=lambda: _all_reduce_in_fp16(setup),
         )
     module = DDP(setup.model, **setup.ddp)
-    hooks = {NO_COMMUNICATION: _send_nothing, "fp16 hook": _fp16_hook(), "bf16": _bf16_hook}
+    hooks = {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_hook(), "bf16": bf16_hook}
     if method.name in hooks:
         module.register_comm_hook(None, hooks[method.name])
     return Training(module=module, optimizer=optimizer, sync=None, bytes_sent=lambda steps: steps * step)
@@ -131,12 +137,18 @@ def _optimizer(method: Method) -> Callable[..., Any]:
     if method.in_optimizer:
         ours: Callable[..., Any] = getattr(thinwire, method.name.removeprefix("thinwire."))
         return ours
-    return torch.optim.AdamW if method.family == "adamw" else torch.optim.SGD
+    return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.optim.Muon}[method.family]
 
 
 def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
+    """Build the optimizer of a method. Muon gets the hidden matrices of the model, and AdamW the rest."""
     momentum = {"momentum": MOMENTUM} if method.family == "sgd" else {}
-    options = {key: value for key, value in method.options.items() if method.in_optimizer or key != "algorithm"}
+    apart = () if method.in_optimizer else OPTIONS if method.is_local else ("algorithm",)
+    options: dict[str, Any] = {key: value for key, value in method.options.items() if key not in apart}
+    if method.family == "muon":
+        matrices, others = split_for_muon(setup.model)
+        muon = torch.optim.Muon(matrices, **{"lr": setup.lr, "adjust_lr_fn": "match_rms_adamw", **options})
+        return Several([muon, torch.optim.AdamW(others, lr=muon.param_groups[0]["lr"])])
     return _optimizer(method)(target, **{"lr": setup.lr, **momentum, **more, **options})
 
 
@@ -158,6 +170,27 @@ def _with_our_optimizer(method: Method, setup: Setup) -> Training:
         sync=optimizer.sync,
         bytes_sent=lambda steps: float(optimizer.sync.stats.bytes_sent),
         **after,
+    )
+
+
+def _local(method: Method, setup: Setup) -> Training:
+    """Build local steps around torch's optimizer, without DDP."""
+    inner = _make(method, setup, setup.model.parameters())
+    outer: dict[str, Any] = {key: value for key, value in method.options.items() if key in OPTIONS}
+    optimizer = thinwire.LocalSteps(
+        inner.optimizers if isinstance(inner, Several) else inner,
+        method.every,
+        compressor=method.spec,
+        model=setup.model,
+        group=setup.group,
+        **outer,
+    )
+    return Training(
+        module=setup.model,
+        optimizer=optimizer,
+        sync=optimizer.sync,
+        bytes_sent=lambda steps: float(optimizer.sync.stats.bytes_sent),
+        before_evaluation=optimizer.synchronize,
     )
 
 
@@ -248,39 +281,3 @@ def _all_reduce_in_fp16(setup: Setup) -> None:
     thinwire.all_reduce_compressed(flat, "none", group=setup.group)
     parts = flat.split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
-
-
-# Hooks. DDP checks annotations: a bucket is a dist.GradBucket.
-
-
-def _send_nothing(
-    state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """Send nothing: what is left is DDP itself, which copies gradients into buckets and calls Python for each."""
-    buffer = bucket.buffer()
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    future.set_result(buffer)
-    return future
-
-
-def _fp16_hook() -> Callable[..., Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    return fp16_compress_hook
-
-
-def _bf16_hook(
-    state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    work = dist.all_reduce(small, async_op=True)
-
-    def widen(done: Any) -> Tensor:
-        whole: Tensor = bucket.buffer()
-        return whole.copy_(done.value()[0])
-
-    assert work is not None
-    widened: torch.futures.Future[Tensor] = work.get_future().then(widen)
-    return widened

@@ -3,6 +3,7 @@
 options                 what the user gives, checked before torch is loaded
 work, costs, methods    buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
 model                   time, bytes and memory of a step
+local                   local steps: one exchange for many steps, another algorithm
 measure                 measurements of one rank: codec, wire, steps
 cluster                 a case with a model that is measured, by all ranks of torchrun or by this process
 check                   predictions compared with the rows of `thinwire bench link`

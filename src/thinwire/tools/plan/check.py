@@ -24,7 +24,7 @@ from thinwire.tools.bench.link.models import batch, build
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.methods import NO_COMMUNICATION
 from thinwire.tools.record import cores, cpu_model, read
-from thinwire.tools.units import parse_rate
+from thinwire.tools.units import parse_link
 from thinwire.tools.workers import WorkerError, Workers
 
 from .costs import Speeds
@@ -42,8 +42,8 @@ _CONDITIONS: _Kinds = {
 }  # fmt: skip
 """Types of the recorded conditions that the time of a step depends on, besides the row itself."""
 _LATENCY = 1e-4
-"""Seconds of latency on the links of `thinwire bench link`. These limit only the rate, so this is the latency of a
-message between two processes of one machine."""
+"""Seconds of latency of a message between two processes of one machine. On the links of `thinwire bench link`, half the
+round-trip time is added to it."""
 _GOAL, _BUSY = 0.2, 0.5
 
 
@@ -148,7 +148,7 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(
                 f"--check {path}: {row['ms']} ms with {row['world']} ranks, expected times above 0, 2 or more"
             )
-        parse_rate(row["rate"])
+        parse_link(row["rate"])
         _check_machine(row["conditions"], path)
     return rows
 
@@ -185,12 +185,12 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
     for row, method in found:
         # Scaled to the speed of the machine at that time: the methods at one rate were measured in turns.
         seconds = compute.get(row["rate"], min(compute.values()))
-        slows = max(0.0, min(1.0, 2 - under["cores"] / world))
+        slows, speed = max(0.0, min(1.0, 2 - under["cores"] / world)), parse_link(row["rate"])
         one = Case(
             Work.of_numbers(
                 sum(sizes), seconds=seconds, optimizer=seconds * nothing.optimizer / sum(nothing), sizes=sizes
             ),
-            Cluster(world, parse_rate(row["rate"]), _LATENCY, codec_slows=slows, wire_slows=slows),
+            Cluster(world, speed.rate, latency=_LATENCY + speed.round_trip / 2, codec_slows=slows, wire_slows=slows),
             measured.slower(seconds / sum(nothing)),
         ).predict(method)
         checked.append(Checked(row, one.seconds, one.sent))

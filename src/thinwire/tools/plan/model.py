@@ -191,21 +191,19 @@ class Case:
         """
         nothing = Costs(0.0, 0.0, 0.0)
         no_compute = replace(self.work, forward=0.0, backward=0.0, optimizer=0.0)
-        no_messages = replace(
-            self.speeds, transfer=0.0, message=0.0, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0
-        )
+        no_network = self.without_network()
         no_codec = replace(
             self.speeds, codecs=dict.fromkeys(self.speeds.codecs, nothing), halves=nothing, operation=0.0, extras={}
         )
         parts = {
             "bandwidth": replace(self, cluster=replace(self.cluster, rate=_ENDLESS)),
             "latency": replace(self, cluster=replace(self.cluster, latency=0.0)),
-            "messages": replace(self, speeds=no_messages),
+            "messages": replace(self, speeds=no_network.speeds),
         }
         whole = {
             "compute": replace(self, work=no_compute),
             "codec": replace(self, speeds=no_codec),
-            "network": replace(self, cluster=replace(self.cluster, rate=_ENDLESS, latency=0.0), speeds=no_messages),
+            "network": no_network,
         }
         found = min(whole, key=lambda name: whole[name].seconds(method))
         return found if found != "network" else min(parts, key=lambda name: parts[name].seconds(method))
@@ -245,10 +243,15 @@ class Case:
             for bucket in dict.fromkeys(self.work.buckets)
         }
 
-    def at(self, *, rate: float | None = None, world: int | None = None) -> "Case":
-        """Return a copy with another rate or world size."""
+    def at(self, *, rate: float | None = None, world: int | None = None, latency: float | None = None) -> "Case":
+        """Return a copy with another rate, world size or latency."""
         cluster = replace(self.cluster, rate=rate or self.cluster.rate, world=world or self.cluster.world)
-        return replace(self, cluster=cluster)
+        return replace(self, cluster=cluster if latency is None else replace(cluster, latency=latency))
+
+    def without_network(self) -> "Case":
+        """Return a copy in which bytes, latency and messages cost nothing."""
+        free = replace(self.speeds, transfer=0.0, message=0.0, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0)
+        return replace(self, cluster=replace(self.cluster, rate=_ENDLESS, latency=0.0), speeds=free)
 
 
 class Lane:

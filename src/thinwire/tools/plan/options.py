@@ -69,7 +69,8 @@ class Options:
     """Bandwidth of each rank's link, in each direction: 100M, 25gbit, 1Gbps; or a preset with its latency: wifi (half
     duplex, one channel for all ranks), wan, home."""
     latency: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="")] = None
-    """From sending a message to its arrival. Without it the preset's, or 50us from 1 Gbit/s on, 2ms on slower links."""
+    """From sending a message to its arrival: half of what ping shows. Without it the preset's, or 50us from 1 Gbit/s
+    on, 2ms on slower links."""
     step_compute: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="")] = None
     """A step without communication, forward, backward and optimizer: 2s, 150ms. Without it: --tokens and --device, or
     --model."""

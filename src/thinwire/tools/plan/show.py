@@ -1,6 +1,7 @@
 """Print a case with its predictions, recommend a method, and draw the speed-up.
 
-The recommendation is the simplest method that fits the memory and is nearly as fast as the fastest.
+The recommendation is the simplest method that fits the memory and is nearly as fast as the fastest. Local steps stand
+before it only where sending every step is hopeless (`local`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from thinwire.compressors import Compressor
 from thinwire.tools.bench.harness import print_table
 from thinwire.tools.units import format_bytes, format_count, format_number, format_rate, format_seconds
 
+from .local import advise_local, pays_from, predict_local, print_local
 from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
 from .model import Case, Prediction
 
@@ -40,7 +42,13 @@ def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
     rates = (f"{spec} {format_count(1 / (codecs[c].encode + codecs[c].commit))}" for spec, c in made.items())
     print(f"codec: {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
     _print_table(case, predictions)
-    for line in advise(case, predictions):
+    local = predict_local(case, made)
+    print_local(local, predictions[0].seconds)
+    for line in (
+        *advise_local(case, predictions, local),
+        *advise(case, predictions),
+        *pays_from(case, predictions, made),
+    ):
         print(line)
     if plot is not None:
         draw(case, made, plot)

@@ -24,15 +24,15 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "format.js", "elements.js", "charts.js", "
 STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
-def page(runs: Sequence[Run], command: str, *, date: datetime | None = None) -> str:
-    """Return the whole page; `command` and `date` are printed at its end."""
+def page(runs: Sequence[Run], command: str) -> str:
+    """Return the whole page; `command` and the date are printed at its end."""
     style = "\n".join(map(_file, STYLES))
     script = '"use strict";\n' + "\n".join(map(_file, SCRIPTS))
     data = {
         "runs": [content(run) for run in runs],
         "parts": PHASES,
         "command": command,
-        "date": (date or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
     }
     return Template(_file("page.html")).substitute(

@@ -6,14 +6,17 @@ import thinwire
 from thinwire.collectives.plan import max_bytes
 from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
-from thinwire.tools.units import parse_rate
 
 from .config import FILE_ONLY, Config
 from .datasets import check_fit
 from .device import pick_device
+from .link import check_link
 from .metrics import chosen_sinks
 from .models import model_config
 
+DENSE = "none"
+LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"
+"""What `default` is with --local-steps, for any number of ranks."""
 LARGEST_SEED = 1 << 62
 LARGEST_BATCH = 1 << 20
 LARGEST_STEPS = 1 << 40
@@ -23,7 +26,7 @@ def check(config: Config) -> None:
     """Raise ValueError if a training with this config cannot run."""
     for name, least in {"steps": 1, "batch": 1, "workers": 1, "keep": 1, "log_every": 1}.items():
         _at_least(config, name, least)
-    for name in ("warmup_steps", "checkpoint_every", "eval_every", "seed"):
+    for name in ("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"):
         _at_least(config, name, 0)
     if config.steps > LARGEST_STEPS:
         raise ValueError("--steps is too large, expected at most 2**40")
@@ -36,29 +39,37 @@ def check(config: Config) -> None:
     if not 0 < config.lr < math.inf:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
-        raise ValueError(f"--weight-decay {config.weight_decay:g}, expected 0 or more")
-    sparse = config.compressor == DEFAULT or (
-        config.compressor != AUTO and thinwire.compressor(config.compressor).sparse
-    )
-    if sparse and config.optimizer == "adamw" and config.warmup_steps < 1:
+        raise ValueError(f"weight_decay {config.weight_decay:g}, expected 0 or more")
+    begins_alone = config.compressor == AUTO or config.local_steps > 0  # these need no warm-up
+    sends = sends_updates(config.compressor)
+    if sends and not begins_alone and config.optimizer == "adamw" and config.warmup_steps < 1:
         raise ValueError(
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
-    if config.link is not None:
-        parse_rate(config.link)
-        if config.device not in ("auto", "cpu") or config.shard > 1:
-            given = f"--shard {config.shard}" if config.shard > 1 else f"--device {config.device}"
-            raise ValueError(f"--link with {given}, expected ranks on the CPU with DDP: leave one of them out")
-        if config.download or "wandb" in config.log_to:
-            raise ValueError("--link with --download or --log-to wandb: ranks behind links reach no other network")
+    check_link(config)
     _check_shard(config)
+    _check_local_steps(config)
     max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
-    pick_device(config.device, 0)
+    if pick_device(config.device, 0).type == "mps" and config.local_steps:
+        raise ValueError(f"--local-steps {config.local_steps} on MPS, expected cpu or cuda: give --device cpu")
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
+
+
+def sends_updates(compressor: str) -> bool:
+    """Return whether thinwire's optimizer compresses its update; else gradients are compressed, for torch's optimizer.
+
+    With --shard, the optimizer is thinwire's in any case.
+    """
+    return compressor in (AUTO, DEFAULT) or thinwire.compressor(compressor).sparse
+
+
+def local_compressor(config: Config) -> str:
+    """Return the compressor of the differences that ranks exchange with --local-steps."""
+    return LOCAL_DEFAULT if config.compressor == DEFAULT else config.compressor
 
 
 def _check_shard(config: Config) -> None:
@@ -67,12 +78,27 @@ def _check_shard(config: Config) -> None:
         return
     if not config.model.startswith("gpt"):
         raise ValueError(f"--shard {config.shard} with {config.model}, expected a gpt, such as --recipe text-gpt")
-    if config.compressor not in (AUTO, DEFAULT):
-        given = thinwire.compressor(config.compressor)
-        if not given.sparse and not isinstance(given, thinwire.NoCompression):
-            raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
+    if config.compressor != DENSE and not sends_updates(config.compressor):
+        raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
     if config.device == "mps":
         raise ValueError("--shard with --device mps, expected cpu or cuda")
+
+
+def _check_local_steps(config: Config) -> None:
+    if not config.local_steps:
+        return
+    if config.local_steps > LARGEST_STEPS:
+        raise ValueError("--local-steps is too large, expected at most 2**40")
+    if config.shard > 1:
+        raise ValueError(
+            f"--local-steps {config.local_steps} with --shard {config.shard}: each rank needs the whole model to take "
+            "steps alone; leave one of them out"
+        )
+    if config.compressor == AUTO:
+        raise ValueError(
+            f"--local-steps {config.local_steps} with --compressor auto, which chooses by the time of single steps: "
+            "give a compressor, or default"
+        )
 
 
 def check_world(config: Config, world_size: int) -> None:

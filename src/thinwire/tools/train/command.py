@@ -15,6 +15,7 @@ from thinwire.tools import fork_server
 from thinwire.tools.links.network import prepare
 
 from .config import Config
+from .link import check_link
 from .place import Place
 from .recipes import defaults
 
@@ -48,6 +49,7 @@ def run(options: Options) -> int:
                 "--link, or link in the config of the run, under torchrun: expected ranks that thinwire train starts "
                 "itself, without torchrun"
             )
+        check_link(config)
         config = replace(config, device="cpu" if config.device == "auto" else config.device)
     if place is None:
         if config.link is not None:

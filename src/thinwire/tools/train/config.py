@@ -13,7 +13,7 @@ from tyro.conf import Suppress, arg
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.json"
-FILE_ONLY = ("keep", "log_every")
+FILE_ONLY = ("weight_decay", "keep", "log_every")
 """Options that are seldom given: they have a place in a file for --config, and none on the command line."""
 
 RecipeName = Literal["digits-cnn", "text-gpt", "mnist-cnn", "fashion-cnn", "cifar10-resnet18"]
@@ -42,22 +42,26 @@ class Config:
     batch: int = 32
     """Samples for each rank and step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """thinwire's own if the compressor is sparse or auto, which sends its update; else torch's."""
+    """thinwire's own if the compressor is sparse or auto, which sends its update; otherwise, and with --local-steps,
+    torch's."""
     lr: float = 1e-3
     """Learning rate at its highest; sgd has momentum 0.9."""
-    weight_decay: float = 0.01
+    weight_decay: Suppress[float] = 0.01
     """Weight decay."""
     compressor: Annotated[str, arg(metavar="SPEC")] = "default"
     """What is sent: none is dense, quantize:bits=8 a quarter of it, topk:ratio=1/64,bits=2 a two-hundredth; default:
     topk with a ratio for the number of ranks; auto: what is fastest is measured in the first steps."""
     warmup_steps: int = 2
-    """First steps, in which a sparse compressor, or auto, sends 8 bits of everything."""
+    """First steps, in which a sparse compressor, or auto, sends 8 bits of everything. --local-steps has none."""
+    local_steps: Annotated[int, arg(metavar="H")] = 0
+    """Each rank takes H steps alone; then ranks exchange how far they have come. 0: ranks exchange at every step."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward pass under autocast."""
     workers: int = 2
     """Ranks, which are processes on this machine; under torchrun, torchrun gives their number."""
-    link: Annotated[str | None, arg(metavar="RATE")] = None
-    """Rate of each rank's link on this machine, such as 100mbit: network namespaces, or a relay if there are none."""
+    link: Annotated[str | None, arg(metavar="RATE[,TIME]")] = None
+    """Rate of each rank's link on this machine, such as 100mbit, or with a round-trip time, 100mbit,100ms: network
+    namespaces, or a relay if there are none."""
     shard: int = 1
     """Ranks of each replica, over which FSDP shards a gpt; what is compressed is sent between replicas. 1: DDP."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

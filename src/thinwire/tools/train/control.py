@@ -3,11 +3,12 @@
 A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. Instead, its
 message carries a flag. It is sent before the exchange of a step and read after it, when it has arrived. So no rank
 waits for it, and all ranks read the same values. It also carries the loss, so that the mean over ranks costs no further
-message.
+message. Where steps have no exchange, because they are local, messages are read some steps later.
 """
 
 import io
 import pickle
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -34,20 +35,23 @@ class Control:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self._size = dist.get_world_size()
-        self._values = torch.zeros(2, dtype=torch.float64)
-        self._work: Any = None
+        self._under_way: deque[tuple[torch.Tensor, Any]] = deque()
         self._bytes_sent = 0
 
     def send_message(self, loss: float, stops: bool) -> None:
         """Start the all-reduce of this rank's loss and flag to stop."""
-        self._values[0], self._values[1] = loss / self._size, float(stops)
-        self._work = dist.all_reduce(self._values, group=self._group, async_op=True)
-        self._bytes_sent += ring(self._values.nbytes, self._size)
+        values = torch.tensor([loss / self._size, float(stops)], dtype=torch.float64)
+        self._under_way.append((values, dist.all_reduce(values, group=self._group, async_op=True)))
+        self._bytes_sent += ring(values.nbytes, self._size)
 
-    def read_message(self) -> StepMessage:
-        """Wait for the all-reduce of the message and return its result."""
-        self._work.wait()
-        return StepMessage(float(self._values[0]), bool(self._values[1] > 0))
+    def read_messages(self, leave: int = 0) -> list[StepMessage]:
+        """Wait for all messages but the last `leave`, and return them in the order in which they were sent."""
+        found = []
+        while len(self._under_way) > leave:
+            values, work = self._under_way.popleft()
+            work.wait()
+            found.append(StepMessage(float(values[0]), bool(values[1] > 0)))
+        return found
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent since the last call."""

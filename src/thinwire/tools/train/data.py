@@ -25,6 +25,7 @@ from .order import order
 
 _VALIDATION_SHARE = 20
 """One source file in 20, or the last twentieth of a file, is for validation; of the digits, one in `_TEST_SHARE`."""
+_VALIDATION_WINDOWS = 256
 _TEST_SHARE = 5
 _NOISY_DRAWS = 10
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -65,19 +66,12 @@ class Text:
     epoch.
     """
 
-    def __init__(
-        self,
-        context: int,
-        validation_windows: int = 256,
-        *,
-        file: Path | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, context: int, *, file: Path | None = None, device: torch.device | str = "cpu") -> None:
         self._train, self._validation = (
             torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
             for part in (sources() if file is None else file_parts(file))
         )
-        self._context, self._windows = context, validation_windows
+        self._context = context
         shortest = min(len(self._train), len(self._validation))
         if not 1 <= context <= shortest // 2:
             raise ValueError(
@@ -96,7 +90,9 @@ class Text:
         """Yield windows that are spread evenly over the validation text."""
         room = len(self._validation) - self._context - 1
         device = self._train.device
-        starts = torch.linspace(0, room, self._windows, dtype=torch.float64).long()  # on the CPU, for the same bits
+        starts = torch.linspace(
+            0, room, _VALIDATION_WINDOWS, dtype=torch.float64
+        ).long()  # on the CPU, for the same bits
         if device.type == "cuda":
             starts = starts.pin_memory().to(device, non_blocking=True)
         for part in starts.split(size):

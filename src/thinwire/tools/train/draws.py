@@ -2,8 +2,7 @@
 
 A generator would have to be advanced to every position. Instead, each number is a hash of (seed, purpose, position,
 column), by the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014). torch has no uint64 arithmetic on all devices. Products of int64 wrap around to the same bits, and a shift to the
-right only has to clear the copies of the sign bit.
+2014), which `kernels.reference.numbers` has in torch.
 """
 
 from functools import cache
@@ -12,14 +11,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference.numbers import GOLDEN, mix, shift_right
 
-def _signed(bits: int) -> int:
-    """Return the int64 that has these 64 bits."""
-    return bits - (bits >> 63 << 64)
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _QUANTILES = 1 << 16
 
 
@@ -33,9 +26,9 @@ def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
     True
     """
     key = int.from_bytes(blake2b(f"{what}/{seed}".encode(), digest_size=8).digest(), "big", signed=True)
-    rows = _mixed(places * _GOLDEN ^ key)
-    columns = torch.arange(1, count + 1, device=places.device) * _GOLDEN
-    return _shifted(_mixed(rows[:, None] + columns), 32)
+    rows = mix(places * GOLDEN ^ key)
+    columns = torch.arange(1, count + 1, device=places.device) * GOLDEN
+    return shift_right(mix(rows[:, None] + columns), 32)
 
 
 def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tensor:
@@ -57,15 +50,3 @@ def _quantiles(device: torch.device) -> Tensor:
     middles = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
     quantiles: Tensor = torch.special.ndtri(middles)
     return quantiles.float().to(device)
-
-
-def _mixed(z: Tensor) -> Tensor:
-    """Return the hash of z, computed in place."""
-    z.bitwise_xor_(_shifted(z, 30)).mul_(_FACTORS[0])
-    z.bitwise_xor_(_shifted(z, 27)).mul_(_FACTORS[1])
-    return z.bitwise_xor_(_shifted(z, 31))
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift z to the right as if it were unsigned."""
-    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)

@@ -19,10 +19,10 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from thinwire.tools.links.network import Network, network
+from thinwire.tools.links.network import Network, description, network
 from thinwire.tools.links.rank import form
 from thinwire.tools.record import cores
-from thinwire.tools.units import parse_rate
+from thinwire.tools.units import parse_link
 from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
@@ -83,9 +83,9 @@ def _links(config: Config, why_relay: str | None) -> Iterator[Network | None]:
     if config.link is None:
         yield None
         return
-    how = "network namespaces, shaped by tc" if why_relay is None else f"a relay, since {why_relay}"
-    print(f"links of {config.link} for each rank: {how}", file=sys.stderr, flush=True)
-    with network(config.workers, parse_rate(config.link), relay=why_relay is not None) as net:
+    speed = parse_link(config.link)
+    print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr, flush=True)
+    with network(config.workers, *speed, relay=why_relay is not None) as net:
         yield net
 
 

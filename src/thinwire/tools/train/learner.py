@@ -4,13 +4,15 @@ sparse (topk, randomk), default   thinwire's optimizer, which compresses its upd
 auto                              the same, which measures what to compress it with
 none, quantize                    torch's optimizer, with compressed gradients
 
+With --local-steps, it is torch's optimizer inside `thinwire.LocalSteps`, which compresses differences of weights.
 With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
 
-CPU and CUDA use DDP, so that the exchange overlaps with the backward pass. Where torch cannot exchange tensors of the
-device, as with MPS, a copy of the model in CPU memory takes the gradients and runs the exchange and the step. Then its
-weights are copied back.
+CPU and CUDA use DDP, so that the exchange overlaps with the backward pass; local steps need none. Where torch cannot
+exchange tensors of the device, as with MPS, a copy of the model in CPU memory takes the gradients and runs the exchange
+and the step. Then its weights are copied back.
 """
 
+import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.compressors import format_spec
 from thinwire.sync.checkpoint import DamagedError
-from thinwire.sync.policy import AUTO, DEFAULT
+from thinwire.sync.policy import DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
 
-from .checks import check_world
+from .checks import DENSE, check_world, local_compressor, sends_updates
 from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
@@ -58,7 +60,7 @@ class Learner:
             check_world(config, dist.get_world_size())
             self._mesh = shard_model(self.model, config.shard, device)
             self._whole = build(config.seed).to(device)  # FSDP's forward pass needs all ranks, an evaluation does not
-        elif not through_host:
+        elif not through_host and not config.local_steps:
             self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **_own_buffers())
         self._optimizer, self.sync = self._make_optimizer()
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -67,7 +69,8 @@ class Learner:
     def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
         """Run one training step.
 
-        If anything is compressed, a gradient that is not finite on any rank leaves all weights unchanged.
+        If anything is compressed, a gradient that is not finite on any rank leaves all weights unchanged. With local
+        steps, a rank whose weights are not finite when a round ends is left out of it.
 
         lr_factor         factor of the learning rate.
         before_backward   called with the loss before the backward pass.
@@ -80,12 +83,27 @@ class Learner:
         loss.backward()
         if self._twin is not None:
             self._hand_over(self._twin)
-        if isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD) or self.sync.finite is not False:
+        if self._is_ours or self.sync.finite is not False:
             self._optimizer.step()
         if self._twin is not None:
             with torch.no_grad():
                 for parameter, twin in zip(self.model.parameters(), self._twin.parameters(), strict=True):
                     parameter.copy_(twin)
+
+    @property
+    def delay(self) -> int:
+        """Return the number of steps for which an exchange of local steps is under way.
+
+        It is half a round, so that the time of the network is hidden behind local steps. A round of less than four
+        steps is too short to hide anything: there ranks wait, and have the same weights after each round.
+        """
+        every = self._config.local_steps
+        return every // 2 if every >= 4 else 0
+
+    def synchronize(self) -> None:
+        """Exchange local steps that were not exchanged yet, so that all ranks have the same weights. All ranks call."""
+        if isinstance(self._optimizer, thinwire.LocalSteps):
+            self._optimizer.synchronize()
 
     def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """Return the sum of the losses, the number of correct predictions, and the number of targets."""
@@ -124,7 +142,10 @@ class Learner:
     # Content of a checkpoint.
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that is the same on all ranks, except for the model's buffers."""
+        """Return the part of a checkpoint that is the same on all ranks, except for the model's buffers.
+
+        In the middle of a round of local steps, ranks have weights of their own, and this has those of one of them.
+        """
         shared: dict[str, Any] = {"model": self.weights()}
         if not self._is_ours:
             shared["optimizer"] = self._optimizer.state_dict()
@@ -137,6 +158,16 @@ class Learner:
             "buffers": dict(self.model.named_buffers()),
             "random": _random_state(self._device),
         }
+
+    def add_common_state(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, with a second state that another number of ranks can load.
+
+        The first one is in the middle of a round of local steps. The second one is that after `synchronize()`, so
+        training does not go on from here, or it would have other bits. All ranks call this.
+        """
+        own = copy.deepcopy(own)  # synchronize() changes the tensors in it
+        self.synchronize()
+        return {**own, "common": self._optimizer.state_dict()}
 
     def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], same_world: bool) -> None:
         """Load a checkpoint; raise ValueError if it is that of another model or compressor.
@@ -156,10 +187,14 @@ class Learner:
             self._twin.load_state_dict(shared["model"])
         if not self._is_ours:
             self._optimizer.load_state_dict(shared["optimizer"])
-        (self._optimizer if self._is_ours else self.sync).load_state_dict([state["exchange"] for state in own])
+        kind = "exchange" if same_world or "common" not in own[0] else "common"
+        (self._optimizer if self._is_ours else self.sync).load_state_dict([state[kind] for state in own])
         for group in self._optimizer.param_groups:  # may differ from the checkpoint's, as lr may
             group["weight_decay"] = self._config.weight_decay
+        has_buffers = isinstance(self._optimizer, thinwire.LocalSteps)  # in its state, those of float types
         for name, buffer in self.model.named_buffers():
+            if has_buffers and buffer.is_floating_point():
+                continue
             buffer.copy_(own[0]["buffers"][name])
         if same_world:
             _set_random_state(own[0]["random"], self._device)
@@ -168,36 +203,39 @@ class Learner:
 
     def describe_compressor(self) -> str:
         """Return the compressor as it was given; "default" is followed by the compressor for this world size."""
-        given, policy = self._config.compressor, self.sync.policy
-        return f"{given} ({format_spec(policy.final)})" if policy.by_ranks else given
+        given, policy, every = self._config.compressor, self.sync.policy, self._config.local_steps
+        is_short = policy.by_ranks or (every and given == DEFAULT)
+        spec = f"{given} ({format_spec(policy.final)})" if is_short else given
+        return f"{spec} after every {every} local step{'s' * (every > 1)}" if every else spec
 
     @property
     def _is_ours(self) -> bool:
-        return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD)
+        return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
 
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
         given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        chosen_later = config.compressor in (AUTO, DEFAULT)
-        compressor = config.compressor if chosen_later else thinwire.compressor(config.compressor)
-        if isinstance(compressor, str) or compressor.sparse or self._mesh is not None:
+        if config.optimizer == "sgd":
+            given["momentum"] = MOMENTUM
+        theirs: Any = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.SGD
+        if config.local_steps:
+            local = thinwire.LocalSteps(
+                theirs(target.parameters(), **given),
+                every=config.local_steps,
+                delay=self.delay,
+                compressor=local_compressor(config),
+                model=target,
+            )
+            return local, local.sync
+        if sends_updates(config.compressor) or self._mesh is not None:
             ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
-            if config.optimizer == "sgd":
-                given["momentum"] = MOMENTUM
-            if self._mesh is not None:
-                given["group"] = self._mesh["replicate"]
-            is_dense = isinstance(compressor, thinwire.NoCompression)
-            warmup_steps = 0 if is_dense else config.warmup_steps
-            optimizer = ours(target, **given, compressor=compressor, warmup_steps=warmup_steps)
+            group = None if self._mesh is None else self._mesh["replicate"]
+            warmup_steps = 0 if config.compressor == DENSE else config.warmup_steps
+            optimizer = ours(target, **given, group=group, compressor=config.compressor, warmup_steps=warmup_steps)
             return optimizer, optimizer.sync
-        sync = (
-            thinwire.attach(target, compressor)
-            if isinstance(target, DistributedDataParallel)
-            else Synchronizer(compressor)
-        )
-        if config.optimizer == "adamw":
-            return torch.optim.AdamW(target.parameters(), **given), sync
-        return torch.optim.SGD(target.parameters(), **given, momentum=MOMENTUM), sync
+        is_ddp = isinstance(target, DistributedDataParallel)
+        sync = thinwire.attach(target, config.compressor) if is_ddp else Synchronizer(config.compressor)
+        return theirs(target.parameters(), **given), sync
 
     def _loss(self, module: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = (part.to(self._device, non_blocking=True) for part in batch)

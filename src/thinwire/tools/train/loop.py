@@ -29,6 +29,8 @@ from .view import PHASES, Result, View
 PATIENCE = 20
 """Number of steps in a row without a finite loss after which training fails."""
 _EVALUATION_BATCH = 256
+_MOST_UNDER_WAY = 16
+"""Most messages with losses that are under way, so that a signal is seen soon."""
 _LARGEST = 1 << 53
 """Bound of the numbers in a checkpoint: of bytes, steps, samples."""
 
@@ -145,25 +147,30 @@ class _Run:
             self.learner.learn(
                 batch, schedule(counts.step, config.steps), lambda loss: self.control.send_message(loss, should_stop())
             )
-            message = self.control.read_message()
             counts.step += 1
+            last = counts.step == config.steps
+            evaluates, saves = last or _due(counts.step, config.eval_every), _due(counts.step, config.checkpoint_every)
+            later = 0 if evaluates or saves else min(self.learner.delay, _MOST_UNDER_WAY)
+            messages = self.control.read_messages(leave=later)
+            stops = any(message.stops for message in messages)
+            if stops:
+                messages += self.control.read_messages()
             counts.samples += config.batch * self.place.world_size
             seconds = time.perf_counter() - started
             self._count(seconds)
             self._show_choice()
-            self._check_loss(message.loss)
-            stops = message.stops
-            logged.add(message.loss)
+            for number, message in enumerate(messages, start=1):
+                self._check_loss(message.loss, is_last=last and number == len(messages))
+                logged.add(message.loss)
             self._note_events()
             self.view.advance(counts.step)
-            last = counts.step == config.steps
-            if first or last or stops or _due(counts.step, config.log_every):
+            if logged.losses and (first or last or stops or _due(counts.step, config.log_every)):
                 self._log(logged)
                 logged, first = Logged(counts), False
-            if last or _due(counts.step, config.eval_every):
+            if evaluates:
                 self._evaluate()
-            if not last and (stops or _due(counts.step, config.checkpoint_every)):
-                self._save()
+            if not last and (stops or saves):
+                self._save(is_extra=not saves)
         if not stops and (self.evaluated is None or self.evaluated["step"] != counts.step):
             self._evaluate()  # resumed at the last step, from a checkpoint without an evaluation of it
         self._save()
@@ -200,6 +207,15 @@ class _Run:
 
     def _count(self, seconds: float) -> None:
         """Add the time and the bytes of the last step to the totals."""
+        counts, blocked = self.counts, self._count_exchange()
+        parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
+        split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
+        split["compute"] = max(0.0, seconds - sum(split.values()))
+        for phase in PHASES:
+            counts.split[phase] += split[phase]
+
+    def _count_exchange(self) -> dict[str, float]:
+        """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
         counts, stats = self.counts, self.learner.sync.stats
         sent, dense = stats.bytes_sent, stats.bytes_dense
         counts.bytes_sent += sent - self.last_sent + self.control.take_bytes_sent()
@@ -208,11 +224,13 @@ class _Run:
         self.last_sent, self.last_dense, self.last_skipped = sent, dense, stats.skipped
         blocked = {name: total - self.last_blocked.get(name, 0.0) for name, total in stats.blocked.items()}
         self.last_blocked = dict(stats.blocked)
-        parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
-        split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
-        split["compute"] = max(0.0, seconds - sum(split.values()))
-        for phase in PHASES:
-            counts.split[phase] += split[phase]
+        return blocked
+
+    def _synchronize(self) -> None:
+        """Let all ranks have the same weights, in the middle of a round of local steps too."""
+        if self.config.local_steps:
+            self.learner.synchronize()
+            self._count_exchange()
 
     def _note_events(self) -> None:
         """Note whether the last step was one of the warm-up, and whether the second moments were averaged after it."""
@@ -233,7 +251,7 @@ class _Run:
             self.metrics.write("choice", {**self._so_far(), **choice.record()})
             self.view.say(choice.describe())
 
-    def _check_loss(self, loss: float) -> None:
+    def _check_loss(self, loss: float, *, is_last: bool) -> None:
         self.last_loss = loss
         self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
         kept = f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
@@ -243,7 +261,8 @@ class _Run:
                 f"the last {skipped} steps, up to step {self.counts.step}, were skipped, because a gradient was not "
                 f"finite or too large to be squared: try a lower --lr than {self.config.lr:g}; {kept}"
             )
-        if self.not_finite == PATIENCE or (self.not_finite and self.counts.step == self.config.steps):
+        lasts = self.config.local_steps  # a rank whose weights are not finite is left out when the round ends
+        if self.not_finite == PATIENCE + lasts or (self.not_finite > lasts and is_last):
             raise ValueError(
                 f"the loss has not been finite for {self.not_finite} steps, up to step {self.counts.step}: try a lower "
                 f"--lr than {self.config.lr:g}; {kept}"
@@ -255,7 +274,7 @@ class _Run:
         steps = max(1, counts.step - logged.step)
         line = {
             **self._so_far(),
-            "loss": logged.loss / steps,
+            "loss": logged.loss / logged.losses,
             "lr": config.lr * schedule(counts.step - 1, config.steps),
             "samples_per_second": steps * config.batch * self.place.world_size / seconds,
             "split": {phase: split[phase] / steps for phase in PHASES},
@@ -271,6 +290,7 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
         self.events["evaluation"] = None
+        self._synchronize()
         totals = [0.0, 0.0, 0.0]
         with self.learner.evaluating(self.control.total):
             for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
@@ -282,11 +302,26 @@ class _Run:
             self.metrics.write("evaluation", self.evaluated)
             self.view.evaluation(self.evaluated)
 
-    def _save(self) -> None:
-        """Write a checkpoint, unless there is one of this step or the last loss was not finite."""
+    def _save(self, *, is_extra: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this step or the last loss was not finite.
+
+        With local steps, ranks synchronize first: only so can another number of ranks load it.
+
+        is_extra   it is due to a signal, and training stops. A run without the signal does not synchronize here, so the
+                   checkpoint has both states, before it and after it.
+        """
         if self.saved == self.counts.step or not math.isfinite(self.last_loss):
             return
         self.events["checkpoint"] = None
+        if not is_extra:
+            self._synchronize()
+        own = self.learner.own_state()
+        if self.config.local_steps and is_extra:
+            self._count_exchange()  # own_state() has waited for an exchange that was under way
+            dense = self.counts.bytes_dense
+            own = self.learner.add_common_state(own)
+            self._count_exchange()
+            self.counts.bytes_dense = dense  # these steps count when the resumed run ends the round
         counts = {**vars(self.counts), "seconds": self._seconds()}
         shared = {
             "config": self.config.record(),
@@ -294,7 +329,7 @@ class _Run:
             "evaluated": self.evaluated,
             "learner": self.learner.shared_state(),
         }
-        self.checkpoints.save(self.counts.step, shared, {"learner": self.learner.own_state()})
+        self.checkpoints.save(self.counts.step, shared, {"learner": own})
         self.saved = self.counts.step
 
     def _write_weights(self) -> None:
@@ -342,7 +377,8 @@ class _Run:
         interface = None if self.counter is None else self.counter.sent_bytes() - self.interface_bytes
         split = {phase: counts.split[phase] / max(1, counts.step) for phase in PHASES}
         return Result(
-            name=self.config.compressor,
+            name=self.config.compressor
+            + (f" every {self.config.local_steps} steps" if self.config.local_steps else ""),
             steps=counts.step,
             loss=score["loss"],
             accuracy=score["accuracy"],
@@ -357,14 +393,16 @@ class _Run:
 
 
 class Logged:
-    """The totals when the last line of metrics was written, and the sum of the losses since then."""
+    """The totals when the last line of metrics was written, and the sum and number of losses that came since then."""
 
     def __init__(self, counts: Counts) -> None:
-        self.step, self.split, self.loss = counts.step, dict(counts.split), 0.0
+        self.step, self.split = counts.step, dict(counts.split)
+        self.loss, self.losses = 0.0, 0
 
     def add(self, loss: float) -> None:
         """Add the loss of a step."""
         self.loss += loss
+        self.losses += 1
 
     def since(self, counts: Counts) -> tuple[float, dict[str, float]]:
         """Return the seconds since the last line, in total and by phase."""
@@ -411,7 +449,7 @@ def _check_same_run(config: Config, saved: object) -> None:
     here = config.record()
     if not isinstance(saved, dict) or not saved.keys() >= here.keys():
         raise DamagedError("its config is incomplete")
-    for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "seed"):
+    for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed"):
         if type(here[name]) is not type(saved[name]):
             raise DamagedError(f"its config has a {type(saved[name]).__name__} as {name}")
         if here[name] != saved[name]:

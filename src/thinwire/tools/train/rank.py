@@ -66,7 +66,7 @@ class Rank:
                 print(f"kernels compiled or loaded in {self._compile_seconds:.1f} s", file=sys.stderr, flush=True)
             ended = [self._train(config, folder=config.out, control=control, data=data)]
             if config.compare_dense and ended[0].finished:
-                dense = dataclasses.replace(config, compressor="none", compare_dense=False)
+                dense = dataclasses.replace(config, compressor="none", local_steps=0, compare_dense=False)
                 ended.append(self._train(dense, folder=config.out / "dense", control=control, data=data))
             if self._place.rank == 0:
                 self._show(ended, config.out)

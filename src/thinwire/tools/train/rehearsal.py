@@ -6,14 +6,16 @@ others load what it has compiled.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 import thinwire
 from thinwire.collectives import LocalGroup, LocalWorld
-from thinwire.sync.policy import AUTO, DEFAULT
 
+from .checks import local_compressor, sends_updates
 from .config import Config
 from .control import Control
 from .place import Place
@@ -37,18 +39,20 @@ def _rehearse(group: LocalGroup, config: Config, device: torch.device) -> None:
     model = nn.utils.skip_init(nn.Linear, 64, 256, device=device)
     nn.init.constant_(model.weight, 0.5)
     nn.init.zeros_(model.bias)
-    sparse = config.compressor in (AUTO, DEFAULT) or thinwire.compressor(config.compressor).sparse
-    optimizer: thinwire.AdamW | thinwire.SGD | None = None
-    if sparse and config.optimizer == "adamw":
-        optimizer = thinwire.AdamW(model, compressor=config.compressor, warmup_steps=1, refresh_every=2, group=group)
-    elif sparse:
-        optimizer = thinwire.SGD(model, lr=0.1, momentum=0.9, compressor=config.compressor, group=group)
-    sync = thinwire.Synchronizer(config.compressor, group=group) if optimizer is None else None
+    exchange: Callable[[], object]
+    if config.local_steps:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = thinwire.LocalSteps(inner, every=1, compressor=local_compressor(config), group=group).step
+    elif not sends_updates(config.compressor):
+        exchange = partial(thinwire.Synchronizer(config.compressor, group=group).all_reduce_gradients, model)
+    elif config.optimizer == "adamw":
+        exchange = thinwire.AdamW(
+            model, compressor=config.compressor, warmup_steps=1, refresh_every=2, group=group
+        ).step
+    else:
+        exchange = thinwire.SGD(model, lr=0.1, momentum=0.9, compressor=config.compressor, group=group).step
     for step in range(_STEPS):
         model.zero_grad()
         given = torch.arange(64.0, device=device) + step + group.rank
         model(given).square().mean().backward()
-        if optimizer is not None:
-            optimizer.step()
-        elif sync is not None:
-            sync.all_reduce_gradients(model)
+        exchange()

@@ -20,7 +20,6 @@ from ..harness import run as run_benchmark
 Part = Literal["bytes", "time", "simulation"]
 WORLDS, RANKS_IN_NODE = tuple(2**power for power in range(1, 13)), 8
 """World sizes of the simulation, and the ranks of a node in its hierarchical rows."""
-_UNBOUNDED = 1 << 62
 _TEXT = ("compressor", "algorithm", "call", "")
 
 
@@ -121,39 +120,20 @@ def _simulated(algorithm: str, spec: str, numel: int, ranks: int, ranks_in_node:
     """
     import torch
 
-    from thinwire import compressors
     from thinwire.collectives import cost
-    from thinwire.collectives.plan import DEFAULT_MAX_BYTES, Plan, choose, plan
+    from thinwire.collectives.plan import DEFAULT_MAX_BYTES
 
-    from .ranks import takes_residual
+    from .ranks import planned
 
-    first, dtype, share = compressors.compressor(spec), torch.float32, -(-numel // ranks_in_node)
-    second = first.for_sum(ranks)
-    chosen, _ = choose(
-        algorithm, first=first, second=second, numel=share, dtype=dtype, ranks=ranks, can_shard=takes_residual(first)
-    )
-
-    def under(max_bytes: int) -> Plan:
-        return plan(
-            chosen,
-            reason="",
-            first=first,
-            second=second,
-            numel=numel,
-            dtype=dtype,
-            ranks=ranks,
-            ranks_in_node=ranks_in_node,
-            max_bytes=max_bytes,
-        )
-
-    whole, fitting = under(_UNBOUNDED), None
+    given: dict[str, int] = {"numel": numel, "ranks": ranks, "ranks_in_node": ranks_in_node}
+    whole, fitting = planned(spec, algorithm, **given), None
     with suppress(ValueError):  # the row then has None
-        fitting = under(DEFAULT_MAX_BYTES)
-    inside = cost.dense(numel, dtype, ranks_in_node).sent if ranks_in_node > 1 else 0.0
+        fitting = planned(spec, algorithm, **given, max_bytes=DEFAULT_MAX_BYTES)
+    inside = cost.dense(numel, torch.float32, ranks_in_node).sent if ranks_in_node > 1 else 0.0
     return {
         "kind": "allreduce simulation",
         "world": ranks * ranks_in_node,
-        "algorithm": ("hierarchical, " if ranks_in_node > 1 else "") + chosen,
+        "algorithm": ("hierarchical, " if ranks_in_node > 1 else "") + whole.algorithm,
         "sent": whole.cost.sent,
         "between_nodes": whole.cost.sent - inside,
         "messages": whole.cost.messages,

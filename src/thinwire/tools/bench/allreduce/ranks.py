@@ -25,7 +25,7 @@ from torch import Tensor
 import thinwire
 from thinwire.collectives import Report, ShardState, all_reduce_compressed, cost
 from thinwire.collectives.cost import Cost
-from thinwire.collectives.plan import choose
+from thinwire.collectives.plan import Plan, choose, plan
 from thinwire.compressors import Compressor
 from thinwire.kernels.layout import RandomKLayout
 from thinwire.tools import loopback
@@ -55,6 +55,8 @@ PATIENCE_SECONDS = 5.0
 
 More than `COUNTS` counts are taken while all are too high, because other traffic may be on the interface.
 """
+UNBOUNDED = 1 << 62
+"""Memory, in bytes, with which no operation is cut into segments."""
 PARTS = ("compress", "all_gather of payloads", "decompress")
 WHOLE, BARRIER = "gather", "barrier"
 RATIO_LIMIT = 1.10
@@ -92,25 +94,8 @@ def cases(spec: str, numel: int, world: int) -> list[Case]:
     """
 
     def case(spec: str, algorithm: str) -> Case:
-        first, dtype = thinwire.compressor(spec), torch.float32
-        second = first.for_sum(world)
-        chosen, _ = choose(
-            algorithm,
-            first=first,
-            second=second,
-            numel=numel,
-            dtype=dtype,
-            ranks=world,
-            can_shard=takes_residual(first),
-        )
-        return Case(
-            world=world,
-            spec=spec,
-            algorithm=algorithm,
-            numel=numel,
-            chosen=chosen,
-            cost=cost.of(chosen, first=first, second=second, numel=numel, dtype=dtype, ranks=world),
-        )
+        made = planned(spec, algorithm, numel=numel, ranks=world)
+        return Case(world=world, spec=spec, algorithm=algorithm, numel=numel, chosen=made.algorithm, cost=made.cost)
 
     flat_algorithm = flat(thinwire.compressor(spec), numel)
     found = [case(spec, algorithm) for algorithm in ("gather", flat_algorithm, "dense", "auto")]
@@ -127,6 +112,33 @@ def cases(spec: str, numel: int, world: int) -> list[Case]:
             cost=cost.dense(numel, torch.float32, world),
         ),
     ]
+
+
+def planned(
+    spec: str, algorithm: str, *, numel: int, ranks: int, ranks_in_node: int = 1, max_bytes: int = UNBOUNDED
+) -> Plan:
+    """Return the plan of an operation on a float32 tensor: by default in one stage, and in one segment.
+
+    ranks   number of ranks in the compressed stage.
+
+    Raises ValueError if not even a segment fits into `max_bytes`.
+    """
+    first, dtype, share = thinwire.compressor(spec), torch.float32, -(-numel // ranks_in_node)
+    second = first.for_sum(ranks)
+    chosen, reason = choose(
+        algorithm, first=first, second=second, numel=share, dtype=dtype, ranks=ranks, can_shard=takes_residual(first)
+    )
+    return plan(
+        chosen,
+        reason=reason,
+        first=first,
+        second=second,
+        numel=numel,
+        dtype=dtype,
+        ranks=ranks,
+        ranks_in_node=ranks_in_node,
+        max_bytes=max_bytes,
+    )
 
 
 def flat(compressor: Compressor, numel: int) -> str:

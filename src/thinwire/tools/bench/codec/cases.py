@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 
 import torch
 
 from thinwire import compressors, kernels
 from thinwire.compressors import Compressor
+from thinwire.tools.units import parse_count
 
 DEFAULT_SPECS = {
     "none": ["none"],
@@ -30,8 +30,6 @@ GPU_SPECS = {
 }
 OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = ("float32", "bfloat16")
-
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,11 @@ def parse_size(text: str) -> int:
     >>> parse_size("25M"), parse_size("1e6"), parse_size("25_000_000"), parse_size("1.5k")
     (25000000, 1000000, 25000000, 1500)
     """
-    unit = _UNITS.get(text[-1:].lower(), 1)
     try:
-        size = Decimal(text[:-1] if unit > 1 else text) * unit
-        whole = int(size)
-    except (InvalidOperation, ValueError, OverflowError):
-        size, whole = Decimal(0), 0
-    if size != whole or not 1 <= whole <= 1 << 40:
-        raise ValueError(f"size {text!r}, expected a whole number of elements, such as 1e6, 25_000_000 or 25M")
-    return whole
+        return parse_count("size", text, largest=1 << 40)
+    except ValueError:
+        expected = "a whole number of elements, such as 1e6, 25_000_000 or 25M"
+        raise ValueError(f"size {text!r}, expected {expected}") from None
 
 
 def default_specs(device: str = "cpu") -> list[str]:

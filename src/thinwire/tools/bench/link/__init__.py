@@ -1,18 +1,28 @@
-"""`thinwire bench link`: measures a training step over real links of a given rate, with torch's methods and thinwire's.
+"""`thinwire bench link`: measures a training step over real links of a given rate, by torch's methods and thinwire's.
 
 Ranks are processes of this machine, each behind its own link. The links are network namespaces joined by shaped
 interfaces (`lab`), which root or a user namespace can create, or a relay on the loopback interface (`relay`), which
-needs no rights. Step times and bytes are measured and not computed. The time is the median over steps. The bytes are
-those sent by a rank, as the mean over steps and ranks. In namespaces they include the headers of TCP and Ethernet.
+needs no rights. Step times and bytes are measured and not computed. The time is the median over steps; with local
+steps, of which one in several exchanges, it is the mean over whole rounds. The bytes are those sent by a rank, as the
+mean over steps and ranks. In namespaces they include the headers of TCP and Ethernet.
 """
 
 import os
 from dataclasses import asdict
 
+from thinwire.tools.units import LinkSpeed
+
 from ..harness import Line, Row, print_table
 from ..harness import run as run_benchmark
 from ..methods import INSTALL_POWERSGD
 from .settings import Options, Settings, settings
+
+_LINKS = {
+    False: "network namespaces, both ends of each link shaped by tc; bytes are those of the rank's interface, with the "
+    "headers of TCP and Ethernet",
+    True: "a relay on the loopback interface; bytes are those that it carried, without headers of TCP",
+}
+"""How links are made, by whether there is a relay."""
 
 
 def run(options: Options) -> int:
@@ -54,10 +64,12 @@ def run(options: Options) -> int:
 
 def _show(given: Settings, rows: list[Row], under: Line) -> None:
     """Print a table for each world size."""
+    has_local = any(method.is_local for method in given.methods)
     for world in given.worlds:
         found = {(row["method"], row["rate"]): row for row in rows if row["world"] == world}
         print_table(
-            f"{world} ranks, {given.model.kind}, median of a step",
+            f"{world} ranks, {given.model.kind}, median of a step"
+            + (" (local steps: mean over whole rounds)" if has_local else ""),
             (
                 "method",
                 *(f"{rate}, ms" for rate in given.rates),
@@ -68,11 +80,15 @@ def _show(given: Settings, rows: list[Row], under: Line) -> None:
             text=("method",),
         )
     print("speed-up: over dense. MB/step: at the slowest rate; over faster links packets have fewer headers.")
+    print(f"Links: {_LINKS[given.relay]}.")
+    if any(speed.round_trip for speed in given.rates.values()):
+        what = "byte" if given.relay else "packet"
+        print(f"Round-trip times, behind the comma: thinwire delivers each {what} half of it after it was sent.")
     if given.left_out:
         print(f"Left out: {', '.join(given.left_out)}, which is not installed ({INSTALL_POWERSGD}).")
 
 
-def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, float]) -> list[str]:
+def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, LinkSpeed]) -> list[str]:
     here, dense = ({rate: found.get((name, rate)) for rate in rates} for name in (method, "dense"))
     sent = [row["bytes_per_step"] for rate in sorted(rates, key=rates.__getitem__) if (row := here[rate]) is not None]
     speedups = [

@@ -3,6 +3,7 @@
 import gc
 import time
 import warnings
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -30,20 +31,22 @@ class LinkRank:
         gc.collect()
         torch.manual_seed(0)
         # All ranks have the same weights. Sending them would take longer than the steps.
-        self._training = build(parse(name), Setup(models.build(model), lr=1e-5, ddp={"init_sync": False}))
+        method = parse(name)
+        self._every = method.every
+        self._training = build(method, Setup(models.build(model), lr=1e-5, ddp={"init_sync": False}))
         torch.manual_seed(1 + self._rank)
         self._batch = models.batch(model)
 
     def warm_up(self, count: int) -> float:
         """Take `count` steps, then more until "auto" has chosen, and return the milliseconds of the last step.
 
-        "auto" chooses at the same step on all ranks.
+        "auto" chooses at the same step on all ranks. With local steps it is the mean over the last round.
         """
         assert self._training is not None
         sync, taken = self._training.sync, self.steps(count)
         while sync is not None and sync.policy.auto and sync.choice is None:
             taken = self.steps(1)
-        return taken[-1]
+        return fmean(taken[-self._every :])
 
     def steps(self, count: int) -> list[float]:
         """Take `count` steps and return the milliseconds of each."""

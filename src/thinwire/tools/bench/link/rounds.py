@@ -29,6 +29,7 @@ _PER_ROUND, _SLOW_MS = 5, 1000.0
 _LEAST, _PATIENCE_SECONDS = 5, 15.0
 _TIMEOUT_SECONDS = 120.0
 """Seconds for an exchange, in addition to the time that the slowest link needs."""
+_ROUND_TRIPS = 500
 
 
 @dataclass
@@ -44,14 +45,19 @@ class Taken:
     steps: int = 0
 
     def row(self, rate: str, world: int, method: Method) -> Row:
-        """Return the row with the results of all samples: the time over steps and ranks, and the bytes of a rank."""
+        """Return the row with the results of all samples: the time over steps and ranks, and the bytes of a rank.
+
+        The time is the median; with local steps, of which few exchange, it is the mean over whole rounds.
+        """
+        mean = fmean(self.samples)
         return {
             "kind": "link",
             "rate": rate,
             "world": world,
             "method": method.text,
-            "ms": median(self.samples),
-            "ms_mean": fmean(self.samples),
+            "ms": mean if method.is_local else median(self.samples),
+            "ms_mean": mean,
+            "statistic": "mean" if method.is_local else "median",
             "bytes_per_step": self.sent / self.steps / world,
             "steps": self.steps,
         }
@@ -64,17 +70,19 @@ def measure(settings: Settings, progress: Progress, timelines: dict[str, Timelin
     """
     for world in settings.worlds:
         first = next(iter(settings.rates.values()))
-        with network(world, first, relay=settings.relay) as net, Workers(world) as workers:
+        with network(world, *first, relay=settings.relay) as net, Workers(world) as workers:
             form(workers, net.links, world, LinkRank, timeout=timeout(settings))
             workers.ask("start", NO_COMMUNICATION, settings.model, limit=timeout(settings))
             # Otherwise fresh memory and idle cores would slow the first method down.
             workers.ask("steps", _COLD, limit=_COLD * timeout(settings))
-            for name, rate in settings.rates.items():
-                net.shape(rate)
+            for name, speed in settings.rates.items():
+                net.shape(*speed)
                 yield from measure_methods(
                     name, world=world, settings=settings, net=net, workers=workers, progress=progress
                 )
                 for method in settings.methods if timelines is not None else ():
+                    if method.is_local:  # few of its steps exchange
+                        continue
                     workers.ask("start", method.text, settings.model, limit=timeout(settings))
                     workers.ask("warm_up", _BEFORE, limit=_TRIALS * timeout(settings))
                     found = workers.ask("timeline", limit=timeout(settings))[0]
@@ -86,9 +94,11 @@ def timeout(settings: Settings) -> float:
     """Return the time limit of an exchange in seconds.
 
     A dense all-reduce sends at most twice the gradient of 32 bits per parameter. The limit is four times that over the
-    slowest link, plus `_TIMEOUT_SECONDS`.
+    slowest link, plus `_TIMEOUT_SECONDS` and `_ROUND_TRIPS` times the longest round-trip time.
     """
-    return _TIMEOUT_SECONDS + 4 * 2 * 32 * settings.model.parameters / min(settings.rates.values())
+    slowest = min(speed.rate for speed in settings.rates.values())
+    longest = max(speed.round_trip for speed in settings.rates.values())
+    return _TIMEOUT_SECONDS + 4 * 2 * 32 * settings.model.parameters / slowest + _ROUND_TRIPS * longest
 
 
 def measure_methods(
@@ -113,17 +123,29 @@ def measure_methods(
                 yield taken[done.text].row(rate, world, done)
 
 
+def _warm_up(method: Method) -> int:
+    """Return the number of steps before those that count. With local steps these are two rounds.
+
+    Ranks connect in the first exchange, which with a delay ends in the second round.
+    """
+    return method.whole_rounds(max(_BEFORE, 2 * method.every)) if method.is_local else _BEFORE
+
+
 def take_steps(method: Method, taken: Taken, settings: Settings, net: Network, workers: Workers) -> None:
-    """Run one round of a method. Slow steps and "auto", which takes many steps to choose, get one round only."""
+    """Run one round of a method. Slow steps and "auto", which takes many steps to choose, get one round only.
+
+    With local steps, the steps before and those that count are whole rounds of these.
+    """
     limit = timeout(settings)  # of one step
     workers.ask("start", method.text, settings.model, limit=limit)
-    last: float = workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)[0]
-    steps = min(_PER_ROUND, taken.left)
+    before = _warm_up(method)
+    last: float = workers.ask("warm_up", before, limit=max(_TRIALS, before) * limit)[0]
+    steps = method.whole_rounds(min(_PER_ROUND, taken.left))
     if last > _SLOW_MS or method.spec == AUTO:
-        steps = min(taken.left, max(_LEAST, int(1e3 * _PATIENCE_SECONDS / last)))
+        steps = method.whole_rounds(min(taken.left, max(_LEAST, int(1e3 * _PATIENCE_SECONDS / last))))
         taken.left = steps
     sent = sum(net.sent_bytes())
     times: list[list[float]] = workers.ask("steps", steps, limit=steps * limit)
     taken.sent += sum(net.sent_bytes()) - sent
     taken.samples += [sample for one in times for sample in one]
-    taken.steps, taken.left = taken.steps + steps, taken.left - steps
+    taken.steps, taken.left = taken.steps + steps, max(0, taken.left - steps)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from thinwire.tools.links.relay import FASTEST
-from thinwire.tools.units import parse_rate as parse_rate
+from thinwire.tools.links.carrier import FASTEST
+from thinwire.tools.units import LinkSpeed, parse_link
 
 from ..harness import File, Names, Numbers, arg, at_least, check_file, check_world
-from ..methods import BY_LINK, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
+from ..methods import BY_LINK, BY_ROUND_TRIP, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
 
 RATES = ("100mbit", "1gbit", "10gbit")
 
@@ -19,8 +19,9 @@ RATES = ("100mbit", "1gbit", "10gbit")
 class Options:
     """Time and bytes of a training step over slow links, by torch's methods and thinwire's."""
 
-    rates: Annotated[tuple[str, ...], arg(metavar="RATE ...")] = RATES
-    """Bandwidth of each rank's link, in each direction: a number of bits per second, with kbit, mbit or gbit."""
+    rates: Annotated[tuple[str, ...], arg(metavar="RATE[,TIME] ...")] = RATES
+    """Bandwidth of each rank's link, in each direction: a number of bits per second, with kbit, mbit or gbit. Behind a
+    comma its round-trip time, such as 100mbit,100ms."""
     worlds: Numbers = (2,)
     """Numbers of ranks, such as 2 4 8."""
     methods: Names = ("all",)
@@ -70,8 +71,8 @@ class Model:
 class Settings:
     """The checked options."""
 
-    rates: dict[str, float]
-    """Rates in bits per second, by the text that the user gave."""
+    rates: dict[str, LinkSpeed]
+    """Rates and round-trip times of links, by the text that the user gave."""
     worlds: tuple[int, ...]
     methods: tuple[Method, ...]
     left_out: tuple[str, ...]
@@ -92,17 +93,17 @@ def settings(options: Options) -> Settings:
     at_least(options, batch=1, steps=1)
     if not 1e4 <= options.parameters <= 1e9:
         raise ValueError(f"--parameters {options.parameters:g}, expected 1e4 to 1e9")
-    rates = {rate: parse_rate(rate) for rate in options.rates}
-    for name, rate in rates.items():
-        if options.relay and rate > FASTEST:
+    rates = {text: parse_link(text) for text in options.rates}
+    for name, speed in rates.items():
+        if options.relay and speed.rate > FASTEST:
             raise ValueError(
                 f"--relay --rates {name}, expected {FASTEST / 1e9:g}gbit or less: at higher rates the relay "
                 "is measured, not the link"
             )
     for option, path in (("out", options.out), ("timeline", options.timeline)):
         check_file(option, path)
-    methods, left_out = _methods(options.methods)
-    if options.timeline is not None and not any(method.is_ours for method in methods):
+    methods, left_out = _methods(options.methods, any(speed.round_trip for speed in rates.values()))
+    if options.timeline is not None and not any(method.is_ours and not method.is_local for method in methods):
         raise ValueError(f"--timeline {options.timeline}, expected one of thinwire's --methods: others record nothing")
     model = Model(options.model, options.parameters, options.batch)
     return Settings(
@@ -116,10 +117,11 @@ def settings(options: Options) -> Settings:
     )
 
 
-def _methods(texts: tuple[str, ...]) -> tuple[tuple[Method, ...], tuple[str, ...]]:
+def _methods(texts: tuple[str, ...], has_round_trip: bool) -> tuple[tuple[Method, ...], tuple[str, ...]]:
     """Return the methods to run, and those in "all" that cannot be run."""
     given = [text for text in texts if text != "all"]
-    wanted = list(dict.fromkeys([*(BY_LINK if "all" in texts else ()), *given]))
+    every = (*BY_LINK, *(BY_ROUND_TRIP if has_round_trip else ()))
+    wanted = list(dict.fromkeys([*(every if "all" in texts else ()), *given]))
     left_out: tuple[str, ...] = ()
     if POWERSGD_PACKAGE in wanted and importlib.util.find_spec("powersgd") is None:
         if POWERSGD_PACKAGE in given:

@@ -3,7 +3,8 @@
 All methods start from the same weights and have the same data and the same schedule. Those with one optimizer have the
 same learning rate; for a method that does better with other options, dense ones too, write them behind its name. The
 table shows the validation loss and the bytes that each rank sent, warm-up included. thinwire and textbook top-k have a
-warm-up in 8 bits. That of PowerSGD has as many steps, at least 2, and is dense. Ranks are processes with DDP over gloo,
+warm-up in 8 bits. That of PowerSGD has as many steps, at least 2, and is dense. Local steps have none, and are
+evaluated when a round has ended and all ranks have the same weights. Ranks are processes with DDP over gloo,
 or, with --simulate, threads of one process.
 
 If ranks end with different weights, the exit code is 1. Losses never change the exit code.
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from thinwire.tools.links.network import network, prepare
-from thinwire.tools.units import parse_rate
+from thinwire.tools.units import parse_link
 
 from ..harness import File, Line, Model, Names, Numbers, Progress, Row, arg, at_least, check_world, print_table
 from ..harness import run as run_benchmark
-from ..methods import BY_LOSS
+from ..methods import BY_LOSS, FAMILIES
 
 if TYPE_CHECKING:
     from .trainer import Ranks, Settings
@@ -39,6 +40,8 @@ class Options:
     """Train one model by many methods: loss and bytes sent.
 
     A method is a name, or a name and options of its optimizer or compressor: "adamw thinwire;betas=0.7,0.999;lr=2e-3".
+    Besides those of "all" there are muon dense, and local steps with a compressor after adamw, sgd or muon: "muon local
+    steps 8 quantize:bits=2;delay=4".
     """
 
     methods: Names = ("all",)
@@ -59,7 +62,8 @@ class Options:
     warmup_steps: int | None = None
     """First steps, which send 8 bits; 2 by default."""
     lr: Annotated[tuple[float, float] | None, arg(metavar="ADAMW SGD")] = None
-    """Learning rates of AdamW and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn 1e-3 and 0.02."""
+    """Learning rates of AdamW, which Muon has too, and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn
+    1e-3 and 0.02."""
     seeds: Numbers = (0,)
     """Each method runs once with each: other weights, other batches."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -69,8 +73,9 @@ class Options:
     hooks, which need processes."""
     bf16: bool = False
     """The model computes in bfloat16 (autocast); with --simulate."""
-    link: Annotated[str | None, arg(metavar="RATE", help_behavior_hint="")] = None
-    """Rate of each rank's link, such as 1gbit: network namespaces, or a relay if there are none."""
+    link: Annotated[str | None, arg(metavar="RATE[,TIME]", help_behavior_hint="")] = None
+    """Rate of each rank's link, such as 1gbit, or with a round-trip time, such as 100mbit,100ms: network namespaces, or
+    a relay if there are none."""
     out: File = None
     """Write JSON lines to this file: the conditions, then a row for each method and seed."""
 
@@ -79,7 +84,7 @@ def run(options: Options) -> int:
     """Train and print the table. Return 0, or 1 if ranks ended with different weights or a rank failed."""
     why_relay = None
     if options.link is not None:
-        parse_rate(options.link)
+        parse_link(options.link)
         if options.simulate or options.device != "cpu":
             raise ValueError("--link with --simulate or --device cuda, expected ranks that are processes on the CPU")
         why_relay = prepare()  # before torch is loaded
@@ -116,7 +121,7 @@ def workers_behind_links(given: "Settings", why_relay: str | None) -> "Iterator[
         with Workers(given.workers) as workers:
             yield workers
         return
-    links = network(given.workers, parse_rate(given.link), relay=why_relay is not None)
+    links = network(given.workers, *parse_link(given.link), relay=why_relay is not None)
     with links as net, Workers(given.workers) as workers:
         yield LinkedWorkers(workers, net.links, timeout=_TIMEOUT_SECONDS)
 
@@ -168,7 +173,7 @@ def settings(options: Options) -> "Settings":
         batch=options.batch,
         steps=options.steps,
         warmup_steps=warmup,
-        lr=dict(zip(("adamw", "sgd"), lr, strict=True)),
+        lr=dict(zip(FAMILIES, (*lr, lr[0]), strict=True)),  # Muon's is scaled to the updates of AdamW
         device=options.device,
         simulate=options.simulate,
         bf16=options.bf16,

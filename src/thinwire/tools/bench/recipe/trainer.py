@@ -55,7 +55,7 @@ class Settings:
     simulate: bool
     bf16: bool
     link: str | None = None
-    """Rate of each rank's link."""
+    """Rate of each rank's link, and its round-trip time if there is one."""
 
     def load_data(self) -> Data:
         """Load the data onto the device. Digits get noise, because trainings would otherwise end too much alike."""
@@ -109,7 +109,7 @@ def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progre
     steps, title = settings.steps, f"{method.text}, seed {seed}"
     warmup = min(method.warmup(settings.warmup_steps), steps - 1)
     points = _EVALUATIONS if settings.link is None else _CURVE
-    evaluated = {steps * part // points for part in range(1, points + 1)} - {0}
+    evaluated = {min(steps, method.whole_rounds(steps * part // points)) for part in range(1, points + 1)} - {0}
     stops = sorted({0, *range(0, steps, _STEPS_AT_ONCE), warmup, *evaluated})
     sent, losses, times, accuracy, seconds = {0: 0.0}, [], [], 0.0, 0.0
     progress.start(title)
@@ -120,6 +120,8 @@ def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progre
     for _, stop in pairwise(stops):
         started = time.perf_counter()
         answers: list[float] = ranks.ask("advance", stop)
+        if stop in evaluated:
+            answers = ranks.ask("synchronize")
         seconds += time.perf_counter() - started
         sent[stop] = sum(answers) / len(answers)
         progress.start(f"{title}, step {stop} of {steps}")
@@ -144,6 +146,7 @@ def _measure(method: Method, seed: int, settings: Settings, ranks: Ranks, progre
         "loss": losses[-1][1],
         "accuracy": accuracy,
         "losses": losses,
+        "sent": [sent[stop] for stop, _ in losses],
         "seconds": seconds,
         "times": times,
         "fault": None if same else f"{title}: ranks ended with different weights, expected the same bits on all",
@@ -200,7 +203,8 @@ class Trainer:
         settings = self._settings
         model = settings.config.build(seed).to(self._device)
         self._seed, self._step = seed, 0
-        bucket = None if self._group is None else self._take_gradients(model, self._group)
+        self._is_local = method.is_local
+        bucket = None if self._group is None or method.is_local else self._take_gradients(model, self._group)
         self._training = build(
             method,
             Setup(
@@ -215,6 +219,12 @@ class Trainer:
         assert self._training is not None
         while self._step < until:
             self._train_step(self._training)
+        return self._training.bytes_sent(self._step)
+
+    def synchronize(self) -> float:
+        """Make the weights of all ranks the same, and return the bytes that this rank has sent so far."""
+        assert self._training is not None
+        self._training.before_evaluation()
         return self._training.bytes_sent(self._step)
 
     def evaluate(self) -> tuple[float, float] | None:
@@ -255,16 +265,20 @@ class Trainer:
         for group, lr in zip(training.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * factor
         size, first = self._settings.batch, self._step * self._size * self._settings.batch
-        if self._group is not None:
+        if self._group is not None and not self._is_local:
             self._group.barrier()  # no rank needs the gradients of the last step any more
             if self.gradients is not None and self._data is not None:
                 self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
             self._group.barrier()
         else:
-            assert self._data is not None
-            batch = self._data.batch(first + self._rank * size, size, self._seed)
-            inputs, targets = (part.to(self._device) for part in batch)
-            loss = F.cross_entropy(training.module(inputs).flatten(0, -2), targets.flatten())
+            data = self._ranks[0]._data if self._ranks else self._data  # threads share it, and take turns
+            assert data is not None
+            inputs, targets = (
+                part.to(self._device) for part in data.batch(first + self._rank * size, size, self._seed)
+            )
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.bf16):
+                scores = training.module(inputs)
+            loss = F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
             training.optimizer.zero_grad()
             loss.backward()
         training.after_backward()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.record import read as lines
+from thinwire.tools.units import LinkSpeed, format_seconds, parse_link
 
 from ..harness import pyplot, save_svg, short
-from ..link.settings import parse_rate
 from ..methods import NO_COMMUNICATION, parse
 
 _NEEDED = (
@@ -40,8 +40,15 @@ class World:
 
     @property
     def rates(self) -> list[str]:
-        """Return all rates, from slow to fast."""
-        return sorted({rate for _, rate in self.points}, key=parse_rate)
+        """Return all rates, from slow to fast; at one rate, the shortest round-trip time comes first."""
+        return sorted({rate for _, rate in self.points}, key=parse_link)
+
+    def by_round_trip(self) -> dict[float, dict[str, LinkSpeed]]:
+        """Return rates and what they stand for, by their round-trip time in seconds."""
+        found: dict[float, dict[str, LinkSpeed]] = {}
+        for rate in self.rates:
+            found.setdefault(parse_link(rate).round_trip, {})[rate] = parse_link(rate)
+        return found
 
 
 @dataclass(frozen=True)
@@ -130,38 +137,46 @@ def _title(one: Set) -> str:
 
 def _made(one: Set, file: str) -> str:
     given = one.conditions
+    has_delay = any(round_trip for world in one.worlds for round_trip in world.by_round_trip())
+    delayed = "; what is sent is delivered half the round-trip time later, which stands behind the comma"
+    delayed = delayed if has_delay else ""
     return (
         f"{given['cpu']}, {given['cores']} cores, {given['worker_threads']} thread for each rank, torch "
         f"{given['torch']}, gloo, {given['date'][:10]}, load {given['load_average']:.1f} at the start; "
-        f"{_LINKS[given['links']]}. Rows: [{file}]({file}), made by `{given['command']}`."
+        f"{_LINKS[given['links']]}{delayed}. Rows: [{file}]({file}), made by `{given['command']}`."
     )
 
 
 def draw(sets: Sequence[Set], path: Path) -> None:
-    """Draw step time over bandwidth as an SVG, with a panel for each world size and a line for each method."""
+    """Draw step time over bandwidth as an SVG, with a line for each method.
+
+    There is a panel for each world size and round-trip time.
+    """
     plt = pyplot()
-    worlds = [(one, world) for one in sets for world in one.worlds]
+    worlds = [(one, world, rates) for one in sets for world in one.worlds for rates in world.by_round_trip().items()]
     # thinwire's methods first, so that they get the first colours.
-    methods = sorted(dict.fromkeys(m for _, world in worlds for m in world.methods), key=lambda m: not _is_ours(m))
+    methods = sorted(dict.fromkeys(m for _, world, _ in worlds for m in world.methods), key=lambda m: not _is_ours(m))
     columns = min(2, len(worlds))
     rows = -(-len(worlds) // columns)
     figure, panels = plt.subplots(
         rows, columns, squeeze=False, figsize=(4.2 * columns, 3.4 * rows), layout="constrained"
     )
-    for axes, (one, world) in zip(panels.flat, worlds, strict=False):
+    for axes, (one, world, (round_trip, rates)) in zip(panels.flat, worlds, strict=False):
         for number, method in enumerate(methods):
-            points = [(parse_rate(r), world.points[method, r][0]) for r in world.rates if (method, r) in world.points]
+            points = [
+                (speed.rate, world.points[method, r][0]) for r, speed in rates.items() if (method, r) in world.points
+            ]
             if points:
                 axes.plot(*zip(*points, strict=True), label=method, **_style(method, number))
-        rates = [parse_rate(rate) for rate in world.rates]
         axes.set_xscale("log")
         axes.set_yscale("log", subs=())
-        axes.set_xticks(rates, world.rates)
+        axes.set_xticks([speed.rate for speed in rates.values()], [rate.partition(",")[0] for rate in rates])
         axes.minorticks_off()
         axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.set_title(
-            f"{world.ranks} ranks, {one.conditions['model']}, {one.conditions['parameters'] / 1e6:.3g} M parameters",
+            f"{world.ranks} ranks, {one.conditions['model']}, {one.conditions['parameters'] / 1e6:.3g} M parameters"
+            + (f", round trip {format_seconds(round_trip)}" if round_trip else ""),
             fontsize=10,
         )
         axes.set_xlabel("bandwidth of each link")

@@ -10,6 +10,7 @@ the others are used.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from thinwire.tools.record import read as lines
 
 from ..harness import pyplot, save_svg, short
+from ..methods import LOCAL
 
 _CONDITIONS = (
     "model", "config", "parameters", "workers", "batch", "steps", "warmup_steps", "lr", "device", "torch", "date",
@@ -75,7 +77,19 @@ class Method:
     @property
     def is_ours(self) -> bool:
         """Return whether the method is one of thinwire's."""
-        return "thinwire" in self.name
+        return "thinwire" in self.name or self.every is not None
+
+    @property
+    def every(self) -> int | None:
+        """Return the number of steps in a round of local steps, None for other methods."""
+        found = re.search(rf"\b{LOCAL} (\d+)", self.name)
+        return None if found is None else int(found[1])
+
+    @property
+    def line(self) -> str:
+        """Return the name of the line in a plot: methods that differ only in the length of a round are on one."""
+        name = re.sub(rf"\b{LOCAL} \d+", LOCAL, self.name)
+        return "; ".join(part for part in (name, self.options) if part)
 
 
 @dataclass(frozen=True)
@@ -361,7 +375,11 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
         assert best
         low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
         # thinwire's methods first, so that they get the first colours.
-        for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
+        methods = sorted(
+            (method for method in one.methods if method.every is None), key=lambda method: not method.is_ours
+        )
+        _draw_rounds(one, axes, first_colour=len(methods))
+        for number, method in enumerate(methods):
             points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
             if not points:
                 continue
@@ -390,6 +408,22 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
         )
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     save_svg(figure, path)
+
+
+def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
+    """Draw local steps: a line for each compressor and world size, with a mark for each length H of a round."""
+    lines: dict[tuple[str, int], list[tuple[int, Result]]] = {}
+    for method in one.methods:
+        for ranks in one.worlds if method.every is not None else ():
+            if found := one.best(method, ranks):
+                lines.setdefault((method.line, ranks), []).append((method.every or 0, found[1]))
+    for number, ((name, ranks), points) in enumerate(lines.items(), start=first_colour):
+        points.sort(key=lambda point: point[0])
+        sent, values = [result.bytes_total / 1e6 for _, result in points], [result.value for _, result in points]
+        marker = "osD^v"[one.worlds.index(ranks) % 5]
+        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=marker, label=name)
+        for (every, _), x, y in zip(points, sent, values, strict=True):
+            axes.annotate(f"H={every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
 
 
 def _draw_curves(one: Comparison, axes: Any) -> None:

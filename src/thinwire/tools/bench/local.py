@@ -1,0 +1,48 @@
+"""What local steps and Muon need besides torch's optimizers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+OPTIONS = ("outer_lr", "outer_momentum", "nesterov", "decay", "fragments", "delay")
+"""Options of LocalSteps that a method may have. All others are those of the optimizer inside."""
+
+
+class Several:
+    """Several optimizers that step together, each with parameters of its own."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Take a step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Reset the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the hidden matrices of a model, which Muon is for, and all other parameters.
+
+    Embeddings are not hidden, nor is a linear layer that is the last child of the model: its head. Raises ValueError if
+    there is no hidden matrix.
+    """
+    outer: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer += [child for child in list(model.children())[-1:] if isinstance(child, nn.Linear)]
+    apart = {id(parameter) for module in outer for parameter in module.parameters()}
+    hidden = [one for one in model.parameters() if one.ndim == 2 and id(one) not in apart]
+    if not hidden:
+        raise ValueError(f"{type(model).__name__} has no hidden matrix, which Muon is for: use adamw")
+    taken = {id(one) for one in hidden}
+    return hidden, [one for one in model.parameters() if id(one) not in taken]
