@@ -26,7 +26,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/thinwire train --link 100mbit --steps 200 --compare-dense
 
-test: lint types packages unit
+test:
+	@for part in lint types packages unit; do \
+		start=$$(date +%s); $(MAKE) --no-print-directory $$part || exit 1; echo "$$part: $$(($$(date +%s) - start)) s"; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,12 +45,13 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 dataset-fashion-mnist >/dev/null; }
 
-# Two processes of pytest. Each takes a file of tests at a time, the longest ones first. Then come the tests
-# that want the machine for themselves.
+# Three processes of pytest on two cores: some tests wait for a link or a time-out. Each takes a file of tests at a time,
+# the longest ones first. Then come the tests that want the machine for themselves.
 WHICH := not slow
+unexport PYTHONDONTWRITEBYTECODE  # where it is set, each process of a test would compile its modules anew
 
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
+	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 3 --dist loadfile --no-loadscope-reorder --durations=30 \
 		tests src
 	$(BIN)/python -m pytest -m "alone and ($(WHICH))"
 

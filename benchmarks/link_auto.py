@@ -10,9 +10,10 @@ import sys
 from statistics import median
 
 from thinwire.tools.bench.link.rank import LinkRank
-from thinwire.tools.bench.link.settings import Model, parse_rate
+from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.training import Training
 from thinwire.tools.links.lab import Lab
+from thinwire.tools.units import parse_rate
 from thinwire.tools.workers import Workers
 
 MODEL = Model("gpt", 7.35e6, 32)
