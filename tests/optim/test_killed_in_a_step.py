@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from support.slow import slow
 from support.training import SEVERAL, TOPK, differing, loss_of, make_net, optimizer_bits, policy, sync_bits, weight_bits
+from thinwire.collectives.transport.channel import Connection
 from thinwire.collectives.transport.link import Buffers, GlooLink, Wait
 from thinwire.sync.buckets import Bucket
 from thinwire.testing import LOST, RankPool, store_barrier
@@ -176,3 +177,53 @@ def go_backward(rank: int, world_size: int, victim: int, algorithm: str) -> Fail
 def test_in_the_last_bucket_of_attach(ranks: RankPool, world_size: int, victim: int, algorithm: str) -> None:
     """Residuals stay as they were, too: buckets that were exchanged are not applied."""
     check(ranks.run(go_backward, world_size, victim, algorithm, lost=[victim], timeout=150), victim, 0)
+
+
+def send_after_a_failure(rank: int, world_size: int) -> str:
+    """Rank 1 dies between two steps. Rank 0 adds a bucket while the wire reports that the one before it failed."""
+    buckets = [Bucket(torch.ones(1 << 14), (name,), (1 << 14,)) for name in ("first", "second")]
+    sync = thinwire.Synchronizer(policy(TOPK), timeout=SECONDS)
+
+    def add(bucket: Bucket) -> None:
+        sync.add_bucket(bucket, first=bucket is buckets[0], last=bucket is buckets[-1])
+
+    for _ in range(STEPS):
+        for bucket in buckets:
+            add(bucket)
+        sync.finish()
+    if rank == 1:
+        die()
+    fail, failed, added = Connection.fail, threading.Event(), threading.Event()
+
+    def fail_slowly(connection: Connection, error: thinwire.CollectiveError) -> thinwire.CollectiveError:
+        """Stand between the failure of the connections and its report."""
+        found = fail(connection, error)
+        if threading.current_thread() is not threading.main_thread():
+            failed.set()
+            assert added.wait(SECONDS)
+        return found
+
+    drop = sync.drop
+
+    def drop_after_the_report() -> None:
+        added.set()  # a step that is dropped waits until the wire no longer uses its memory
+        drop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "fail", fail_slowly)
+        add(buckets[0])
+        assert failed.wait(SECONDS)
+        patch.setattr(sync, "drop", drop_after_the_report)
+        try:
+            add(buckets[1])
+        except thinwire.PeerError as error:
+            return str(error)
+        finally:
+            added.set()
+    return "the second bucket was sent to a rank that is lost"
+
+
+def test_a_bucket_that_comes_while_a_failure_is_reported(ranks: RankPool) -> None:
+    """It is not sent: it would wait for the lost rank on new connections, until the time-out."""
+    found, _ = ranks.run(send_after_a_failure, 2, lost=[1], timeout=150)
+    assert "rank 1 is lost" in found

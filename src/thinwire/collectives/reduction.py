@@ -26,6 +26,7 @@ from .cost import ring
 from .handle import Handle, Report, Span
 from .request import Request
 from .state import ShardState
+from .transport.errors import CollectiveError
 from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
@@ -65,8 +66,6 @@ class Reduction:
         )
         self.handle = Handle(report, tensor.device if has_future else None)
         self.encoded = False
-        self.failure: BaseException | None = None
-        """Error that ended this reduction. It is set before the other ranks are notified."""
         self._tensor, self._residual, self._buffers = tensor, residual, buffers
         self._owner_residuals = request.owner_residuals(state, tensor.dtype, tensor.device)
         self._key = request.key_of(key, operations[-1].number)
@@ -156,6 +155,14 @@ class Reduction:
         assert self._outcome is not None
         self._outcome.apply(gradient, update, out)
         self.drop()
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """Return the error that has ended the connections of this reduction; None while they are open.
+
+        It is there before the wire has reported it: operations that begin from now on are on new connections.
+        """
+        return next((error for operation in self._operations if (error := operation.failure) is not None), None)
 
     def join_streams(self) -> None:
         """Make the current stream wait for the work that the wire has queued on its own stream."""
@@ -289,7 +296,6 @@ class Reduction:
 
     def fail(self, error: BaseException) -> bool:
         """End this reduction with an error, and notify the other ranks. Return False."""
-        self.failure = error
         if self._replayed is not None:
             self._replayed.set()
         self.drop()

@@ -23,7 +23,7 @@ from ..collectives import ShardState
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
 from ..collectives.groups import Group
-from ..collectives.handle import Handle, copied
+from ..collectives.handle import Handle
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
 from ..collectives.transport.channel import Channel
@@ -391,10 +391,11 @@ class Step(StepRecord):
     def _check_no_failure(self, operations: Sequence[Operation]) -> None:
         """Raise the error of a failed operation of this step, instead of waiting for ranks that have left."""
         for sent in self._sent:
-            if sent.reduction.failure is not None:
+            failure = sent.reduction.failure
+            if failure is not None:
                 for operation in operations:
-                    operation.refuse(str(sent.reduction.failure))
-                raise copied(sent.reduction.failure) from sent.reduction.failure
+                    operation.refuse(str(failure))
+                raise failure
 
     # Updates of an optimizer.
 

@@ -100,6 +100,12 @@ class Operation:
         """Return whether this operation first waits for all ranks, to compare arguments or to connect."""
         return self.channel.size > 1 and (self._first_use or not self._connection.connected)
 
+    @property
+    def failure(self) -> CollectiveError | None:
+        """Return the error that has ended the connections of this operation; None while they are open."""
+        cause = self._connection.cause
+        return None if cause is None else self._error(cause)
+
     def post(self, sends: Buffers, receives: Buffers) -> Wait:
         """Start to send and receive all buffers. Return a function for `collect`, or raise the same errors."""
         tag = self._tag | next(self._exchanges) % 8 << 16
