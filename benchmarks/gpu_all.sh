@@ -11,7 +11,7 @@ check() { # name, command ...
     timeout 280 "$@" >"$out/$name.txt" 2>&1
     echo "$name: exit $?"
 }
-for name in kernels_cuda collectives local_world_cuda no_waiting bench_codec_cuda train_data_cuda; do
+for name in kernels_cuda collectives local_world_cuda no_waiting fsdp_cuda bench_codec_cuda train_data_cuda; do
     check "$name" python3 "tests/gpu/test_$name.py" &
 done
 for tool in memcheck racecheck; do

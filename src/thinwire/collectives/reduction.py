@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors.spec import mix_key
+from ..kernels.joined import Flat
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
 from ..kernels.updates import Update
@@ -150,7 +151,7 @@ class Reduction:
             self.fail(error)
             raise
 
-    def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
+    def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and moments, and write the result. See `Outcome.apply`."""
         assert self._outcome is not None
         self._outcome.apply(gradient, update, out)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.joined import Flat, tensors_of
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
 from ..kernels.updates import Update
 from . import frame
@@ -239,7 +240,7 @@ class Compressor(ABC):
     def apply(
         self,
         ct: CompressedTensor,
-        gradient: Tensor,
+        gradient: Flat,
         residual: Tensor | None,
         payloads: Tensor,
         own: int,
@@ -257,7 +258,9 @@ class Compressor(ABC):
         update    the update that was encoded, if any. Its moments advance now.
         out       contiguous, of any float dtype; by default the gradient itself.
         """
-        out = gradient if out is None else out
+        if out is None:
+            assert isinstance(gradient, Tensor)
+            out = gradient
         payloads = self._check_out(ct, out, payloads)
         if not 0 <= own < len(payloads):
             raise ValueError(f"own {own}, expected the place of this rank's payload, 0 to {len(payloads) - 1}")
@@ -266,7 +269,7 @@ class Compressor(ABC):
             return
         _, kernel = kernels.select(ct.layout, out.device)
         fused = kernels.fused(kernel, ct.layout, out)
-        if fused is not None and residual is not None:
+        if fused is not None and residual is not None and isinstance(gradient, Tensor):
             fused.apply(
                 gradient,
                 residual,
@@ -284,6 +287,7 @@ class Compressor(ABC):
             if residual is not None:
                 kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, weight=-1.0, add=True)
         elif residual is not None:
+            assert isinstance(gradient, Tensor)
             kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
         kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=False)
 
@@ -367,19 +371,23 @@ class Compressor(ABC):
             raise ValueError(f"the payload was made by {format_spec(ct.compressor)}, expected {format_spec(self)}")
 
     def _check_applied(
-        self, ct: CompressedTensor, gradient: Tensor, residual: Tensor | None, *, is_update: bool, out: Tensor
+        self, ct: CompressedTensor, gradient: Flat, residual: Tensor | None, *, is_update: bool, out: Tensor
     ) -> None:
-        given = [("gradient", gradient, gradient.dtype if is_update else ct.dtype)]
+        given = [("gradient", piece, gradient.dtype if is_update else ct.dtype) for piece in tensors_of(gradient)]
+        for name, holder in (("gradient", gradient), ("residual", residual)):
+            if holder is not None and holder.numel() != ct.numel:  # a kernel would access memory beyond a smaller one
+                raise ValueError(f"{name} holds {holder.numel()} elements, expected {ct.numel}")
+        if residual is not None:
+            for _, piece, _ in given:
+                check_apart("residual", given=residual, other_name="gradient", other=piece)
+            check_apart("out", given=out, other_name="residual", other=residual)
+        for _, piece, _ in given:
+            if (piece.data_ptr(), piece.dtype) != (out.data_ptr(), out.dtype):
+                check_apart("out", given=out, other_name="gradient", other=piece)
         if residual is not None:
             given.append(("residual", residual, residual_dtype(ct.dtype)))
-            check_apart("residual", given=residual, other_name="gradient", other=gradient)
-            check_apart("out", given=out, other_name="residual", other=residual)
         for name, tensor, dtype in given:
-            if tensor.numel() != ct.numel:  # a kernel would access memory beyond a smaller tensor
-                raise ValueError(f"{name} holds {tensor.numel()} elements, expected {ct.numel}")
             check_buffer(name, given=tensor, shape=tuple(tensor.shape), dtype=dtype, device=out.device)
-        if (gradient.data_ptr(), gradient.dtype) != (out.data_ptr(), out.dtype):
-            check_apart("out", given=out, other_name="gradient", other=gradient)
 
     def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
         """Raise ValueError for arguments that `compress` refuses."""

@@ -33,6 +33,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from .joined import Flat
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
@@ -73,10 +74,10 @@ class DeviceKernel(Protocol):
 class Update(Protocol):
     """An optimizer's update, computed from the gradient before it is sent. `updates` implements it."""
 
-    def write(self, gradient: Tensor, out: Tensor) -> None:
+    def write(self, gradient: Flat, out: Tensor) -> None:
         """Write the update to `out`. The gradient is only read."""
 
-    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
         """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
 
 

@@ -5,12 +5,14 @@ has a NaN, therefore changes nothing. `advance` updates the moments, and is call
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import adam
+from .joined import Flat, Joined
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,27 @@ class AdamUpdate:
     """
 
     @torch.no_grad()
-    def write(self, gradient: Tensor, out: Tensor) -> None:
+    def write(self, gradient: Flat, out: Tensor) -> None:
         """Write the update to `out`, which has the dtype of the moments. The gradient may have any float dtype.
 
         The gradient and the moments are only read.
         """
-        adam(out.device, self.m.dtype).write(self, gradient, out)
+        for update, piece, part in self._of_each(gradient, out):
+            adam(out.device, self.m.dtype).write(update, piece, part)
 
     @torch.no_grad()
-    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
         """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
-        adam(self.m.device, self.m.dtype).advance(self, gradient, residual)
+        for update, piece, part in self._of_each(gradient, residual):
+            adam(self.m.device, self.m.dtype).advance(update, piece, part)
+
+    def _of_each(self, gradient: Flat, other: Tensor | None) -> Iterator[tuple["AdamUpdate", Tensor, Any]]:
+        """Yield the tensors of a gradient, with this update and the part of `other` for each."""
+        if not isinstance(gradient, Joined):
+            yield self, gradient, other
+            return
+        for at, piece in gradient.pieces():
+            yield replace(self, m=self.m[at], v=self.v[at]), piece, None if other is None else other[at]
 
 
 @dataclass(frozen=True)
@@ -62,14 +74,14 @@ class MomentumUpdate:
     """(start, stop, flat tensor) of each parameter: its range in the gradient and its values, for weight decay."""
 
     @torch.no_grad()
-    def write(self, gradient: Tensor, out: Tensor) -> None:
+    def write(self, gradient: Flat, out: Tensor) -> None:
         """Write the update to `out`. Gradient (of any float dtype), momentum and parameters are only read."""
         flat = out.view(-1)
         for elements, _, update in self._blocks(gradient, out.dtype):
             flat[elements] = update
 
     @torch.no_grad()
-    def advance(self, gradient: Tensor, residual: Tensor | None) -> None:
+    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
         """Compute m <- b, and add the update to the residual with the same bits that `write` wrote."""
         known = residual if self.m is None else self.m
         if known is None:  # then nothing is kept
@@ -80,12 +92,13 @@ class MomentumUpdate:
             if self.m is not None:
                 self.m.view(-1)[elements] = momentum
 
-    def _blocks(self, gradient: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _blocks(self, gradient: Flat, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (slice of elements, b, update), one block at a time.
 
         `write` and `advance` must get the same bits, so both use the same blocks: whether torch rounds a product before
         adding it may depend on the place in a tensor.
         """
+        assert isinstance(gradient, Tensor)  # only that of an AdamUpdate may be joined
         flat = gradient.view(-1)
         size = _CPU_BLOCK if flat.device.type == "cpu" else _BLOCK
         for start in range(0, flat.numel(), size):

@@ -37,6 +37,11 @@ from .parameters import Params
 from .second_moment import for_ranks, measure
 
 _FIRST_REFRESH = 16
+TOGETHER_BYTES = {"cuda": 100 << 20}
+"""Buckets of fewer bytes are sent together, by the type of their device.
+
+On a GPU, each operation takes time of the CPU, which has to launch the kernels of the backward pass meanwhile.
+"""
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
 """Smallest share of its tensor's mean that an element's second moment has, when averaged and when frozen."""
 _PIECE, _AT_ONCE = 1 << 20, 8
@@ -234,7 +239,9 @@ class AdamW(CompressedOptimizer):
         absent = self._given.keys() - (trained if self.ddp is None else self._exchanged)
         self._families.leave_out(absent)
         self._choose_dense()
-        made = super()._updates(device)
+        # The trials of "auto" measure each bucket by itself.
+        enough = 0 if self.sync.policy.auto else TOGETHER_BYTES.get(device.type, 0)
+        made = replace(super()._updates(device), together_bytes=enough)
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
             return made

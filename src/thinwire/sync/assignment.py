@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
-from .buckets import Bucket, BucketPlan, plan_bucket
+from .buckets import BucketPlan, Together, plan_bucket
 from .parts import StepRecord
 from .policy import DENSE, Policy, share_bytes
 from .trials import Trials
@@ -87,7 +87,7 @@ class Assignment:
     def ended(self, step: StepRecord) -> None:
         """Record a step that was taken; the base class does nothing."""
 
-    def plan(self, bucket: Bucket, step: StepRecord) -> BucketPlan:
+    def plan(self, bucket: Together, step: StepRecord) -> BucketPlan:
         """Return how a bucket is cut into slices and packed parameters at the current step."""
         policy = self.policy
         families = tuple(None if self._families is None else self._families[name] for name in bucket.names)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression
+from ..kernels.joined import Flat, Joined
 
 _TAKEN_OUT = 1 << 16
 """A packed parameter with more elements than this interrupts a slice.
@@ -35,6 +36,30 @@ class Bucket(NamedTuple):
     def parts(self) -> dict[str, Tensor]:
         """Return a view of each parameter's part of the tensor, by name."""
         return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
+
+
+class Together(NamedTuple):
+    """Buckets that are sent together, as if they were one. Their gradients stay where they are."""
+
+    flat: Flat
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def together(buckets: Sequence[Bucket]) -> Together:
+    """Return buckets as one; their tensors must have the same dtype and device.
+
+    >>> first, second = Bucket(torch.ones(3), ("a",), (3,)), Bucket(torch.zeros(2), ("b",), (2,))
+    >>> together([first, second]).names, together([first, second]).flat.numel()
+    (('a', 'b'), 5)
+    """
+    if len(buckets) == 1:
+        return Together(*buckets[0])
+    return Together(
+        Joined([bucket.tensor for bucket in buckets]),
+        tuple(name for bucket in buckets for name in bucket.names),
+        tuple(size for bucket in buckets for size in bucket.sizes),
+    )
 
 
 @dataclass(frozen=True)

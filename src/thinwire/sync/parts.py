@@ -13,9 +13,10 @@ from ..collectives.handle import Handle
 from ..collectives.reduction import Reduction
 from ..collectives.request import Request
 from ..compressors import Compressor
+from ..kernels.joined import Flat, tensors_of
 from ..kernels.recording import Recording
 from ..kernels.updates import Update
-from .buckets import Bucket, Packed, Slice
+from .buckets import Packed, Slice, Together
 from .residuals import NamedVectors
 
 
@@ -47,6 +48,7 @@ class Updates:
     sampled    names of parameters whose gradients are sampled.
     numbers    the numbers of the rules in GPU memory, one row for each rule, where a recording reads them. The first
                two numbers of a row are factors of the gradient.
+    together_bytes   buckets wait until their gradients have this many bytes in total, and are then sent together.
     """
 
     warms_up: bool
@@ -56,6 +58,7 @@ class Updates:
     max_norm: float | None = None
     sampled: frozenset[str] = frozenset()
     numbers: Tensor | None = None
+    together_bytes: int = 0
 
 
 class Average(NamedTuple):
@@ -91,7 +94,7 @@ class Sent:
     """A slice that is being sent in the current step."""
 
     slice: Slice
-    gradient: Tensor
+    gradient: Flat
     """A slice of the bucket; for packed parameters, a copy of their gradients."""
     source: Tensor
     """The tensor that is encoded: the gradient itself, or its copy or update in other memory."""
@@ -99,8 +102,8 @@ class Sent:
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
-    places: Sequence[tuple[Tensor, Packed]] = ()
-    """Places of packed parameters: the bucket's tensor, and their elements in it."""
+    places: Sequence[tuple[Flat, Packed]] = ()
+    """Places of packed parameters: the bucket's gradient, and their elements in it."""
     key: Hashable = None
     """Everything that encoding depends on; None if it cannot be recorded."""
     origin: Hashable = None
@@ -110,7 +113,7 @@ class Sent:
 class PackedGradients(NamedTuple):
     """Packed parameters of one bucket that wait to be sent together with those of other buckets."""
 
-    bucket: Bucket
+    bucket: Together
     parts: Sequence[Packed]
     compressor: Compressor
     copied: Tensor | None
@@ -119,13 +122,13 @@ class PackedGradients(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of the gradients."""
-        return sum(part.stop - part.start for part in self.parts) * self.bucket.tensor.itemsize
+        return sum(part.stop - part.start for part in self.parts) * self.bucket.flat.dtype.itemsize
 
     def pieces(self) -> list[Tensor]:
         """Return the gradients, in order."""
         if self.copied is not None:
             return [self.copied]
-        return [self.bucket.tensor[part.start : part.stop] for part in self.parts]
+        return [piece for part in self.parts for piece in tensors_of(self.bucket.flat[part.start : part.stop])]
 
 
 @dataclass(kw_only=True)

@@ -30,11 +30,12 @@ from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
+from ..kernels.joined import Flat, Joined, addresses_of, tensors_of
 from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import AdamUpdate, Update
 from .assignment import Assignment
-from .buckets import Bucket, Packed, Slice
+from .buckets import Bucket, Packed, Slice, Together, together
 from .parts import Average, Mode, PackedGradients, Sent, Slot, StepRecord, Updates
 from .policy import DENSE
 from .shards import ShardGroup
@@ -93,6 +94,8 @@ class Step(StepRecord):
     _regrouped: list[Bucket] = field(default_factory=list)
     _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
     """Buckets that torch's own all-reduce sums."""
+    _waiting: list[Bucket] = field(default_factory=list)
+    """Buckets that wait to be sent together."""
     _packed: list[PackedGradients] = field(default_factory=list)
     """Packed parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
@@ -101,7 +104,7 @@ class Step(StepRecord):
     # Backward: encode, and hand over to the wire.
 
     def add(self, bucket: Bucket, *, last: bool) -> None:
-        """Add one bucket, and send it; if buckets are collected, the last one sends them all."""
+        """Add one bucket, and send it, alone or with others; if buckets are collected, the last one sends them all."""
         if last:
             self.closed_at = time.perf_counter()
         self._buckets.append(bucket)
@@ -110,11 +113,11 @@ class Step(StepRecord):
         self.bytes_dense += ring(bucket.tensor.nbytes, self.world_size)
         self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self.nodes // self.world_size, self.nodes)
         if not self.collects:
-            self._send(bucket, last)
+            self._wait_or_send(bucket, last)
         elif last:
             buckets = self._collected()
             for one in buckets:
-                self._send(one, one is buckets[-1])
+                self._wait_or_send(one, one is buckets[-1])
         self.closed = last
 
     def _collected(self) -> list[Bucket]:
@@ -133,13 +136,27 @@ class Step(StepRecord):
             ]
         return self._regrouped if regroup else self._buckets
 
-    def _send(self, bucket: Bucket, last: bool) -> None:
-        issued, first = time.perf_counter(), len(self.handles)
+    def _wait_or_send(self, bucket: Bucket, last: bool) -> None:
+        """Let a bucket wait, or send it with those that wait. All ranks decide alike, by the sizes alone."""
+        if {(one.tensor.dtype, one.tensor.device) for one in self._waiting} - {
+            (bucket.tensor.dtype, bucket.tensor.device)
+        }:
+            self._send_waiting(last=False)
+        self._waiting.append(bucket)
+        enough = 0 if self.mode is not Mode.UPDATES or self.updates is None else self.updates.together_bytes
+        if last or sum(one.tensor.nbytes for one in self._waiting) >= enough:
+            self._send_waiting(last)
+
+    def _send_waiting(self, last: bool) -> None:
+        issued, first, waiting = time.perf_counter(), len(self.handles), self._waiting
+        self._waiting = []
         if self.mode is Mode.TORCH:
-            self._all_reduce_by_torch(bucket)
+            for bucket in waiting:
+                self._all_reduce_by_torch(bucket)
         else:
-            self._encode(bucket, last)
-        self.marks.append((bucket.names, issued, first, len(self.handles)))
+            self._encode(together(waiting), last)
+        names = tuple(name for bucket in waiting for name in bucket.names)
+        self.marks.append((names, issued, first, len(self.handles)))
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context that uses the side stream, so that the backward pass continues meanwhile."""
@@ -160,8 +177,8 @@ class Step(StepRecord):
         self.labels.append("torch's all-reduce")
 
     @torch.no_grad()
-    def _encode(self, bucket: Bucket, last: bool) -> None:
-        tensor, plan = bucket.tensor, self.sync.assignment.plan(bucket, self)
+    def _encode(self, bucket: Together, last: bool) -> None:
+        tensor, plan = bucket.flat, self.sync.assignment.plan(bucket, self)
         for compressor, parts in plan.packed_by_compressor:
             self._packed.append(
                 PackedGradients(bucket=bucket, parts=parts, compressor=compressor, copied=self._copied(tensor, parts))
@@ -181,9 +198,9 @@ class Step(StepRecord):
             with self._stream(tensor.device):
                 self._send_slice(slice_, tensor[slice_.start : slice_.stop])
 
-    def _copied(self, tensor: Tensor, parts: Sequence[Packed]) -> Tensor | None:
+    def _copied(self, tensor: Flat, parts: Sequence[Packed]) -> Tensor | None:
         """Copy gradients that are overwritten before they are sent; return None for an optimizer's, which stay."""
-        if self.updates is not None:
+        if self.updates is not None or isinstance(tensor, Joined):
             return None
         with self._stream(tensor.device):
             return torch.cat([tensor[part.start : part.stop] for part in parts])
@@ -193,7 +210,7 @@ class Step(StepRecord):
         """Return whether this step samples gradients, which a recording cannot do."""
         return self.updates is not None and bool(self.updates.sampled)
 
-    def _sent_before(self, slice_: Slice, bucket: Tensor) -> Sent | None:
+    def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
         """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
         if self.mode is not Mode.UPDATES or self._samples or self.flushes:
             return None
@@ -227,11 +244,13 @@ class Step(StepRecord):
 
         self._submit(replace(known, reduction=reduction), encode)
 
-    def _send_slice(self, slice_: Slice, gradient: Tensor) -> None:
+    def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
         self._sample(slice_, gradient)
         update = self._update(slice_, gradient) if self.mode is Mode.UPDATES else None
-        source = gradient
-        if self.mode in (Mode.UPDATES, Mode.WARMUP):
+        if self.mode is Mode.GRADIENTS:
+            assert isinstance(gradient, Tensor)
+            source = gradient
+        else:
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self.sync.workspace.scratch(gradient, dtype)
         residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.residual_of(slice_, source)
@@ -253,6 +272,7 @@ class Step(StepRecord):
                 with reduction.handle.report.clock("update"):
                     update.write(self._clipped(sent), source)
             elif self.mode is Mode.WARMUP:
+                assert isinstance(gradient, Tensor)
                 self._as_gradient(source.copy_(gradient))
             if slice_.gaps():  # packed parameters, which are sent separately
                 torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps()])
@@ -270,7 +290,7 @@ class Step(StepRecord):
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
         kinds: dict[tuple[torch.dtype, torch.device, Compressor], list[PackedGradients]] = {}
         for waiting in self._packed:
-            tensor = waiting.bucket.tensor
+            tensor = waiting.bucket.flat
             kinds.setdefault((tensor.dtype, tensor.device, waiting.compressor), []).append(waiting)
         self._packed = []
         for group in kinds.values():
@@ -281,7 +301,7 @@ class Step(StepRecord):
         self.packs.add(slice_.names)
         origin: tuple[Hashable, ...] | None = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
-            origin = *(waiting.bucket.tensor.data_ptr() for waiting in group), self._clip, self.updates.scale
+            origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
         known = None if self._encodes_here else self._sent_before(slice_, packed)
         if known is not None and known.origin == origin:
             self._send_again(known)
@@ -290,7 +310,7 @@ class Step(StepRecord):
             (None, None) if isinstance(slice_.compressor, NoCompression) else self.sync.residual_of(slice_, packed)
         )
         slot, reduction = self._begin(slice_, source=packed, residual=residual, state=state, packs=True)
-        places = [(waiting.bucket.tensor, part) for waiting in group for part in waiting.parts]
+        places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
         sent = Sent(
             slice=slice_,
             gradient=packed,
@@ -399,7 +419,7 @@ class Step(StepRecord):
 
     # Updates of an optimizer.
 
-    def _update(self, slice_: Slice, gradient: Tensor) -> Update:
+    def _update(self, slice_: Slice, gradient: Flat) -> Update:
         assert self.updates is not None
         moments = [
             vectors.slice(slice_.names, sizes=slice_.sizes, dtype=gradient.dtype, device=gradient.device)
@@ -408,11 +428,12 @@ class Step(StepRecord):
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
         return self.updates.rules[slice_.family].update(slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
-    def _clipped(self, sent: Sent) -> Tensor:
+    def _clipped(self, sent: Sent) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
         if not isinstance(self._clip, Tensor) or _is_recordable(sent.update):
             return sent.gradient
-        return sent.gradient.to(self._clip.dtype) * self._clip
+        clipped = [tensor.to(self._clip.dtype) * self._clip for tensor in tensors_of(sent.gradient)]
+        return clipped[0] if len(clipped) == 1 else Joined(clipped)
 
     def _as_gradient(self, copy: Tensor) -> Tensor:
         """Clip a copy of a gradient; fill it with NaN, which voids the step, if its square would overflow."""
@@ -426,12 +447,12 @@ class Step(StepRecord):
             copy.masked_fill_(torch.linalg.vector_norm(copy, float("inf")) > limit, torch.nan)
         return copy
 
-    def _sample(self, slice_: Slice, gradient: Tensor) -> None:
+    def _sample(self, slice_: Slice, gradient: Flat) -> None:
         """Keep samples of the gradients of a slice, if the optimizer has requested them."""
         if self.updates is None or not self.updates.sampled:
             return
         for name, part in zip(slice_.names, gradient.split(list(slice_.sizes)), strict=True):
-            if name in self.updates.sampled and part.numel():
+            if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
                 factor = self._clip / self.updates.scale
                 self.samples[str(name)] = _sample(part, step=self.number, name=str(name), factor=factor)
 
@@ -478,11 +499,12 @@ class Step(StepRecord):
                 bucket.tensor.fill_(torch.nan)
             return
         for sent in self._sent:
-            sent.reduction.apply(sent.gradient, None, sent.gradient)
+            sent.reduction.apply(sent.source, None, sent.source)
         for sent in self._sent:  # after all slices, because packed parameters lie in their gaps
             if sent.places:
-                averages = sent.gradient.split(list(sent.slice.sizes))
-                torch._foreach_copy_([bucket[part.start : part.stop] for bucket, part in sent.places], list(averages))
+                averages = sent.source.split(list(sent.slice.sizes))
+                places = [piece for flat, part in sent.places for piece in tensors_of(flat[part.start : part.stop])]
+                torch._foreach_copy_(places, list(averages))
         if self._regrouped:
             parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
             for bucket in self._regrouped:
@@ -504,8 +526,8 @@ class Step(StepRecord):
             yield Average(slice_, bucket.tensor, False)
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
-                out = sent.gradient if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
-                sent.reduction.apply(sent.gradient if sent.places else None, None, out)
+                out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
+                sent.reduction.apply(sent.source if sent.places else None, None, out)
             else:
                 out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
@@ -515,7 +537,8 @@ class Step(StepRecord):
 
     def release(self) -> None:
         """Release the gradients, payloads and copies of a finished step."""
-        self._sent, self._buckets, self._regrouped, self._summed, self._packed = [], [], [], [], []
+        self._sent, self._buckets, self._regrouped, self._summed = [], [], [], []
+        self._waiting, self._packed = [], []
 
     def abandon(self) -> None:
         """Drop a step that is not applied, after waiting until the wire no longer uses its memory."""

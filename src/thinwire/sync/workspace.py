@@ -18,6 +18,7 @@ from ..collectives.local import LocalGroup
 from ..collectives.request import make_request
 from ..collectives.transport.channel import Channel
 from ..compressors import Compressor
+from ..kernels.joined import Flat, addresses_of
 from ..kernels.recording import Recording
 from ..kernels.updates import AdamUpdate
 from .buckets import Slice
@@ -65,12 +66,12 @@ class Workspace:
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
             self._prepared[id(sent.slice)] = sent  # keeps the slice alive, so that no other slice gets its id
 
-    def prepared(self, slice_: Slice, bucket: Tensor, channels: Sequence[Channel]) -> Sent | None:
+    def prepared(self, slice_: Slice, bucket: Flat, channels: Sequence[Channel]) -> Sent | None:
         """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved."""
         sent = self._prepared.get(id(slice_))
         if sent is None or sent.slot.recording is None or not sent.slot.recording.has(sent.key):
             return None
-        if sent.gradient.data_ptr() != bucket.data_ptr() + slice_.start * bucket.itemsize:
+        if addresses_of(sent.gradient) != addresses_of(bucket[slice_.start : slice_.stop]):
             return None
         return sent if sent.slot.request.channels == channels else None
 
@@ -142,7 +143,7 @@ class Workspace:
         update, residual = sent.update, sent.residual
         made: list[Hashable] = [
             sent.slot.number,
-            sent.gradient.data_ptr(),
+            addresses_of(sent.gradient),
             0 if residual is None else residual.data_ptr(),
         ]
         if isinstance(update, AdamUpdate) and update.on_device is not None:
@@ -153,7 +154,7 @@ class Workspace:
     def packed(self, group: Sequence[PackedGradients]) -> tuple[Slice, Tensor]:
         """Return the slice of parameters that are packed together, and memory for them; both are kept."""
         places = tuple(part for waiting in group for part in waiting.parts)
-        like, compressor = group[0].bucket.tensor, group[0].compressor
+        like, compressor = group[0].bucket.flat, group[0].compressor
         names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
         known = self._packs.get(names)
         if known is not None and (known[0].sizes, known[0].compressor, known[1].dtype) == (
@@ -166,7 +167,7 @@ class Workspace:
         self._packs[names] = slice_, torch.empty(slice_.stop, dtype=like.dtype, device=like.device)
         return self._packs[names]
 
-    def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def scratch(self, like: Flat, dtype: torch.dtype) -> Tensor:
         """Return memory with the numel and device of `like`; the next call may return the same memory."""
         numel, device = like.numel(), like.device
         views = self._scratch.setdefault((dtype, device), {})

@@ -6,6 +6,7 @@ bytes grow with the world size, so gather is best with few ranks.
 
 from torch import Tensor
 
+from ...kernels.joined import Flat
 from ...kernels.updates import Update
 from .stage import Exchanges, Outcome, Stage
 
@@ -21,14 +22,14 @@ def gather(stage: Stage) -> Exchanges:
     finite = stage.check_finite(seen, [layout] * stage.size)
     stage.fetch(rows, exchanged)
 
-    def commit(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(own, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
         with stage.clock("decode"):
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
-    def commit_and_write(gradient: Tensor, update: Update | None, out: Tensor) -> None:
+    def commit_and_write(gradient: Flat, update: Update | None, out: Tensor) -> None:
         with stage.clock("decode"):
             stage.first.apply(
                 own,

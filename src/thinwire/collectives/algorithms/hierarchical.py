@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
+from ...kernels.joined import Flat
 from ...kernels.updates import Update
 from ..cost import DENSE, shares
 from ..transport.operation import Operation
@@ -45,7 +45,7 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], E
         between.write(result)
     around = yield from all_gather(node, cut, result)
 
-    def commit(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Flat | None, update: Update | None) -> None:
         if update is not None and gradient is not None:
             with stage.clock("update"):
                 update.advance(gradient, None)  # the compressed tensor is the sum of the node, not this rank's update

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...compressors import CompressedTensor, NoCompression
 from ...compressors.spec import mix_key
+from ...kernels.joined import Flat
 from ...kernels.layout import DenseLayout, Layout, residual_dtype
 from ...kernels.updates import Update
 from ..cost import Span, dtype_of_sum, is_whole, owned
@@ -33,7 +34,7 @@ def sharded(stage: Stage) -> Exchanges:
     total, sent = yield from reduce_scatter(stage, cut)
     second = yield from all_gather(stage, cut, total)
 
-    def commit(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(sent, gradient, residual=stage.residual, update=update)
         second.commit(None, None)
 
@@ -80,7 +81,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=key)
     seen = yield from stage.all_gather(sums)
 
-    def commit(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(own, total, residual=stage.owner_residual, update=None)
 
     def write(out: Tensor) -> None:

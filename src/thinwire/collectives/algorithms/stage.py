@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...compressors import CompressedTensor, Compressor
+from ...kernels.joined import Flat
 from ...kernels.layout import Layout
 from ...kernels.updates import Update
 from ..handle import Report
@@ -36,14 +37,14 @@ class Outcome(NamedTuple):
 
     finite: bool
     """Whether no payload is marked as made from an input that was not finite. It is the same on all ranks."""
-    commit: Callable[[Tensor | None, Update | None], None]
+    commit: Callable[[Flat | None, Update | None], None]
     """Function (gradient, update) that updates the residuals and, with an update, the moments."""
     write: Callable[[Tensor], None]
     """Function (out) that writes the weighted result into a flat tensor."""
-    commit_and_write: Callable[[Tensor, Update | None, Tensor], None] | None = None
+    commit_and_write: Callable[[Flat, Update | None, Tensor], None] | None = None
     """Function (gradient, update, out) for both at once, in one pass over memory if a kernel has one."""
 
-    def apply(self, gradient: Tensor | None, update: Update | None, out: Tensor) -> None:
+    def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
         """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
 
         gradient   the encoded tensor or, with an update, the gradient of that update. None: there is no residual.
@@ -185,7 +186,7 @@ class Stage:
             )
 
     def commit(
-        self, ct: CompressedTensor, gradient: Tensor | None, residual: Tensor | None, update: Update | None
+        self, ct: CompressedTensor, gradient: Flat | None, residual: Tensor | None, update: Update | None
     ) -> None:
         """Update the residual after `encode` and, with an update, the moments. All ranks' inputs must be finite."""
         if update is not None and gradient is not None:
@@ -194,7 +195,7 @@ class Stage:
             if residual is not None:
                 with self.clock("encode"):
                     ct.compressor.accumulate(ct, residual, -1.0)
-        elif residual is not None and gradient is not None:
+        elif residual is not None and isinstance(gradient, Tensor):
             with self.clock("encode"):
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 

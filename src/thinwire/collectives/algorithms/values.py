@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.joined import Flat
 from ...kernels.reference.dense import read_values
 from ...kernels.updates import Update
 from ..cost import DENSE
@@ -23,7 +24,7 @@ def values(stage: Stage) -> Exchanges:
         replace(stage, tensor=kept, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     )
 
-    def commit(gradient: Tensor | None, update: Update | None) -> None:
+    def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(sent, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
