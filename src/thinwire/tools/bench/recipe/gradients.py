@@ -1,9 +1,9 @@
-"""Simulates ranks by threads and computes the gradients of all, which have the same weights and share one model.
+"""Simulates ranks by threads and computes the gradients of all, in one model, or in models with weights of their own.
 
 On a GPU, the speed of a small model is limited by kernel launches, which would be repeated for every rank. If
-`torch.func.vmap` can keep the gradients of ranks apart, the samples of all ranks go through the model in one pass.
-Otherwise ranks are computed one after the other. The launches are recorded in a CUDA graph that is replayed at every
-step. In either case, row r of `flat` is the gradient that rank r would compute by itself.
+`torch.func.vmap` can keep the ranks apart, the samples of all ranks go through the model in one pass. Otherwise ranks
+are computed one after the other. The launches are recorded in a CUDA graph that is replayed at every step. In either
+case, row r of `flat` is the gradient that rank r would compute by itself.
 """
 
 from collections.abc import Sequence
@@ -35,21 +35,29 @@ _FIRST_PASSES = 3
 class Gradients:
     """The gradients of all ranks at a step.
 
-    model   the model with the weights of every rank. They may change in place.
+    models  the model with the weights of every rank; or one for each rank, with weights of its own, which are moved
+            into one tensor. The weights may change in place.
     ranks   number of ranks.
     bf16    whether the model computes in bfloat16 (autocast).
     """
 
-    def __init__(self, model: nn.Module, ranks: int, *, bf16: bool) -> None:
-        self._model, self._ranks, self._bf16 = model, ranks, bf16
-        self._named = list(reversed(list(model.named_parameters())))
-        self.names = tuple(name for name, _ in self._named)
-        self.sizes = tuple(parameter.numel() for _, parameter in self._named)
-        first = self._named[0][1]
+    def __init__(self, models: Sequence[nn.Module], ranks: int, *, bf16: bool) -> None:
+        self._models, self._ranks, self._bf16 = models, ranks, bf16
+        self._named = [list(reversed(list(model.named_parameters()))) for model in models]
+        self.names = tuple(name for name, _ in self._named[0])
+        self.sizes = tuple(parameter.numel() for _, parameter in self._named[0])
+        first = self._named[0][0][1]
         self.flat = torch.zeros(ranks, sum(self.sizes), dtype=first.dtype, device=first.device)
+        self._weights = torch.zeros_like(self.flat) if len(models) > 1 else None
+        """The weights of each rank, if they have their own."""
         self._batch: tuple[Tensor, Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._passes = 0
+        if self._weights is not None:
+            for row, named in zip(self._weights, self._named, strict=True):
+                for (_, parameter), part in zip(named, row.split(list(self.sizes)), strict=True):
+                    part.view(parameter.shape).copy_(parameter.detach())
+                    parameter.data = part.view(parameter.shape)
 
     def bucket(self, rank: int) -> Bucket:
         """Return the flat gradient of a rank, as DDP passes it to a hook."""
@@ -85,22 +93,27 @@ class Gradients:
             graph.replay()
 
     def _fill(self, inputs: Tensor, targets: Tensor) -> None:
-        if self._ranks > 1 and isinstance(self._model, GPT) and inputs.shape[-1] <= _LONGEST_CONTEXT:
+        if self._ranks > 1 and isinstance(self._models[0], GPT) and inputs.shape[-1] <= _LONGEST_CONTEXT:
             self._fill_at_once(inputs, targets)
-        else:
-            for row, some, wanted in zip(self.flat, inputs, targets, strict=True):
-                with self._precision():
-                    loss = _loss(self._model(some), wanted)
-                found = torch.autograd.grad(loss, [parameter for _, parameter in self._named])
-                torch.cat([each.reshape(-1) for each in found], out=row)
+            return
+        for rank, row in enumerate(self.flat):
+            own = rank if self._weights is not None else 0
+            with self._precision():
+                loss = _loss(self._models[own](inputs[rank]), targets[rank])
+            found = torch.autograd.grad(loss, [parameter for _, parameter in self._named[own]])
+            torch.cat([each.reshape(-1) for each in found], out=row)
 
     def _fill_at_once(self, inputs: Tensor, targets: Tensor) -> None:
         def loss(parameters: dict[str, Tensor], some: Tensor, wanted: Tensor) -> Tensor:
-            return _loss(functional_call(self._model, parameters, (some,)), wanted)
+            return _loss(functional_call(self._models[0], parameters, (some,)), wanted)
 
-        parameters = {name: parameter.detach() for name, parameter in self._named}
+        parameters = {name: parameter.detach() for name, parameter in self._named[0]}
+        if self._weights is not None:
+            parts = zip(self._named[0], self._weights.split(list(self.sizes), dim=1), strict=True)
+            parameters = {name: part.unflatten(1, parameter.shape) for (name, parameter), part in parts}
         with sdpa_kernel(SDPBackend.MATH), self._precision():
-            found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
+            per_rank = vmap(grad(loss), in_dims=(None if self._weights is None else 0, 0, 0))
+            found = per_rank(parameters, inputs, targets)
         torch.cat([found[name].flatten(1) for name in self.names], dim=1, out=self.flat)
 
     def _precision(self) -> AbstractContextManager[object]:

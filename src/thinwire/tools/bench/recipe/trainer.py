@@ -203,15 +203,14 @@ class Trainer:
         settings = self._settings
         model = settings.config.build(seed).to(self._device)
         self._seed, self._step = seed, 0
-        self._is_local = method.is_local
-        bucket = None if self._group is None or method.is_local else self._take_gradients(model, self._group)
+        self._model = model
+        bucket = None if self._group is None else self._take_gradients(self._group, is_local=method.is_local)
         self._training = build(
             method,
             Setup(
                 model, settings.lr[method.family], warmup_steps=settings.warmup_steps, group=self._group, bucket=bucket
             ),
         )
-        self._model = model
         self._base_lr = [group["lr"] for group in self._training.optimizer.param_groups]
 
     def advance(self, until: int) -> float:
@@ -247,13 +246,19 @@ class Trainer:
             total = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), total)
         return total
 
-    def _take_gradients(self, model: nn.Module, group: LocalGroup) -> Bucket:
-        """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks."""
+    def _take_gradients(self, group: LocalGroup, *, is_local: bool) -> Bucket:
+        """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks.
+
+        is_local   each rank has weights of its own between two exchanges.
+        """
+        group.barrier()  # all ranks have their models
         if self._rank == 0:
-            self.gradients = Gradients(model, self._size, bf16=self._settings.bf16)
+            models = [rank._model for rank in (self._ranks if is_local else self._ranks[:1]) if rank._model is not None]
+            self.gradients = Gradients(models, self._size, bf16=self._settings.bf16)
         group.barrier()
-        gradients = self._ranks[0].gradients
+        gradients, model = self._ranks[0].gradients, self._model
         assert gradients is not None
+        assert model is not None
         bucket = gradients.bucket(self._rank)
         for name, part in bucket.parts().items():
             parameter = model.get_parameter(name)
@@ -265,19 +270,17 @@ class Trainer:
         for group, lr in zip(training.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * factor
         size, first = self._settings.batch, self._step * self._size * self._settings.batch
-        if self._group is not None and not self._is_local:
+        if self._group is not None:
             self._group.barrier()  # no rank needs the gradients of the last step any more
             if self.gradients is not None and self._data is not None:
                 self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
             self._group.barrier()
         else:
-            data = self._ranks[0]._data if self._ranks else self._data  # threads share it, and take turns
-            assert data is not None
+            assert self._data is not None
             inputs, targets = (
-                part.to(self._device) for part in data.batch(first + self._rank * size, size, self._seed)
+                part.to(self._device) for part in self._data.batch(first + self._rank * size, size, self._seed)
             )
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.bf16):
-                scores = training.module(inputs)
+            scores = training.module(inputs)
             loss = F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
             training.optimizer.zero_grad()
             loss.backward()
