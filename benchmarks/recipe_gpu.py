@@ -5,6 +5,9 @@
 A line of JOBS has the options of one command; those that all share come first, on a line that begins with "all:". The
 first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started, lets the
 kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far count.
+
+It needs the packages of the command, tyro and rich. For a machine where nothing can be installed, `pip install --target
+FOLDER tyro rich` elsewhere, and add the folder to PYTHONPATH.
 """
 
 import argparse

@@ -99,6 +99,19 @@ def test_nothing_is_allocated_once_it_runs() -> None:
             assert after.get(name, 0) == before.get(name, 0), (spec, name)
 
 
+def test_work_is_recorded_again_after_all_recordings_have_gone() -> None:
+    """Memory that the first recording has allocated is still in use then."""
+    memory, source = recording.RecordingMemory(), torch.ones(1000, device="cuda")
+    kept = []
+    for key in range(3):  # as if addresses had changed twice
+        made = recording.Recording(memory)
+        for _ in range(4):
+            made.run(key, lambda: kept.append(source * 2))
+        assert made.has(key)
+        del made
+    assert all(bool((each == 2).all()) for each in kept[:2])
+
+
 # Two ranks on one GPU, over gloo --------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ as the learning rate, must therefore be read from GPU memory, and tensors must s
 everything else that the work depends on. With another key the work is recorded anew.
 """
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,15 +18,32 @@ _RUNS_BEFORE = 2
 """Runs with the same key before the run that is recorded. By then kernels are compiled and memory is allocated."""
 
 
+class RecordingMemory:
+    """The memory pool of recordings that never run at the same time, and may overwrite what the others left."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def pool_for(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """Return torch's handle of the pool in which a graph that is recorded now allocates.
+
+        torch closes a pool for good when its last graph has gone, although some of its memory may still be in use.
+        """
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
+        return self._handle
+
+
 class Recording:
     """A piece of work that is recorded as a CUDA graph.
 
-    pool   torch's handle of the memory pool that recordings allocate from. Recordings that never run at the same time
-           may share one.
+    memory   that of all recordings that never run at the same time as this one.
     """
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, memory: RecordingMemory) -> None:
+        self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
         self._key: Hashable = None
         self._runs = 0
@@ -58,7 +76,7 @@ class Recording:
         with torch.cuda.stream(stream):
             # While this thread records, others may wait for the GPU and allocate memory, as the wire does. This is what
             # `torch.cuda.graph` does, but for collecting garbage and giving back memory, which take far longer.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._memory.pool_for(graph), capture_error_mode="thread_local")
             try:
                 work()
             finally:

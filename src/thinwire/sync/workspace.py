@@ -19,7 +19,7 @@ from ..collectives.request import make_request
 from ..collectives.transport.channel import Channel
 from ..compressors import Compressor
 from ..kernels.joined import Flat, addresses_of
-from ..kernels.recording import Recording
+from ..kernels.recording import Recording, RecordingMemory
 from ..kernels.updates import AdamUpdate
 from .buckets import Slice
 from .parts import PackedGradients, Sent, Slot, StepRecord, Updates
@@ -38,8 +38,7 @@ class Workspace:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pool: Any = None
-        """Memory pool of the recordings."""
+        self._memory = RecordingMemory()
         self.clear()
 
     def clear(self) -> None:
@@ -131,9 +130,7 @@ class Workspace:
 
     def new_recording(self) -> Recording:
         """Return a recording that shares its memory with all others here, because they run one after the other."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return Recording(self._pool)
+        return Recording(self._memory)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
         """Return the addresses of everything that is read and written when a slice is sent and applied.
