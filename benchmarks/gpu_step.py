@@ -1,12 +1,14 @@
 """A training step of a GPT with 100 million parameters: two ranks on one GPU, over gloo, each method in turns.
 
-    PYTHONPATH=src python3 benchmarks/gpu_step.py [--rounds 5] [--out results.jsonl]
+    PYTHONPATH=src python3 benchmarks/gpu_step.py [--rounds 5] [--mps] [--out results.jsonl]
 
 Both ranks share the GPU and this machine's loopback, so "no_sync" is the time of two backward passes at once; "no
-communication", a hook that sends nothing, adds what DDP itself costs. Methods are those of all benchmarks
-(thinwire/tools/bench/methods.py). It needs torch, Triton and Numba, and no package of the command line.
-Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to the end of the
-device's work; bytes are those of the loopback interface, divided by ranks and steps.
+communication", a hook that sends nothing, adds what DDP itself costs. Without --mps the ranks take turns on the GPU;
+with it, CUDA's multi-process service runs kernels of both at the same time, which is nearer to a GPU for each.
+
+Methods are those of all benchmarks (thinwire/tools/bench/methods.py). It needs torch, Triton and Numba, and no package
+of the command line. Float32 parameters, bfloat16 autocast. Milliseconds are those of the slower rank, from zero_grad to
+the end of the device's work; bytes are those of the loopback interface, divided by ranks and steps.
 
 For thinwire's optimizers two more columns: milliseconds of Python for each bucket, in DDP's hook and in `step()`. In
 `step()` it is the time of the whole call, less what it waited for the network, divided by the number of buckets.
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recipe_gpu import multi_process_service
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
@@ -99,7 +102,7 @@ def join(rank: int, rendezvous: str) -> torch.Tensor:
     return torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(rank)).cuda()
 
 
-def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[str], out: str) -> None:
+def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[str], shares_by: str, out: str) -> None:
     tokens = join(rank, rendezvous)
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, float] = {}
@@ -132,16 +135,20 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
             del trained
             torch.cuda.empty_cache()
     if rank == 0:
-        report(times, sent, python, out)
+        report(times, sent, python, shares_by, out)
     dist.destroy_process_group()
 
 
 def report(
-    times: dict[str, list[float]], sent: dict[str, float], python: dict[str, tuple[float, float]], out: str
+    times: dict[str, list[float]],
+    sent: dict[str, float],
+    python: dict[str, tuple[float, float]],
+    shares_by: str,
+    out: str,
 ) -> None:
     conditions = {
         "kind": "conditions", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": 2,
-        "backend": "gloo, loopback",
+        "backend": "gloo, loopback", "gpu shared by": shares_by,
         "parameters": sum(p.numel() for p in CONFIG.build(0).parameters()), "batch": BATCH, "config": str(CONFIG),
         "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
@@ -169,14 +176,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="in each, every method is set up anew and takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a method and round")
     parser.add_argument("--only", nargs="+", default=[""], help="methods with one of these in their name")
+    parser.add_argument("--mps", action="store_true", help="share the GPU by CUDA's multi-process service")
     parser.add_argument("--out", default="", help="JSON lines")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    shares_by = "time slices"
+    if arguments.mps:
+        os.environ.update(multi_process_service())
+        shares_by = "multi-process service" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else shares_by
     with tempfile.TemporaryDirectory() as folder:
         names = [name for name in METHODS if name == NO_SYNC or any(part in name for part in arguments.only)]
-        given = (f"{folder}/rendezvous", arguments.rounds, arguments.steps, names, arguments.out)
+        given = (f"{folder}/rendezvous", arguments.rounds, arguments.steps, names, shares_by, arguments.out)
         spawn(rank_main, args=given, nprocs=2)
 
 

@@ -34,7 +34,7 @@ def main() -> None:
             shared = shlex.split(line.removeprefix("all:"))
         elif line.strip() and not line.startswith("#"):
             waiting.append(shlex.split(line))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **_multi_process_service()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
     end = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory() as folder:
         running: dict[subprocess.Popen[bytes], tuple[int, float]] = {}
@@ -66,8 +66,8 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _multi_process_service() -> dict[str, str]:
-    """Start it, if this machine has it; return the environment of its clients."""
+def multi_process_service() -> dict[str, str]:
+    """Start CUDA's multi-process service, if this machine has it; return the environment of its clients."""
     folder = tempfile.mkdtemp()
     service = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     try:
