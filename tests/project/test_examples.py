@@ -35,13 +35,21 @@ def run_file(path: Path) -> str:
 
 @pytest.mark.alone
 def test_all_reduce_example_counts_the_bytes() -> None:
-    """The kernel's own counter of the loopback interface must show a reduction of 190x against a dense all-reduce."""
-    output = run_file(ROOT / "examples" / "all_reduce.py")
-    assert re.search(r"replicas identical +True", output), output
-    if Path("/proc/net/dev").exists():
+    """The kernel's own counter of the loopback interface must show a reduction of 190x against a dense all-reduce.
+
+    What other programs send meanwhile is counted too, so that one of three runs must be free of it.
+    """
+    for _ in range(3):
+        output = run_file(ROOT / "examples" / "all_reduce.py")
+        assert re.search(r"replicas identical +True", output), output
+        if not Path("/proc/net/dev").exists():
+            return
         times_less = re.search(r"(\d+) times less", output)
         assert times_less, output
-        assert 190 <= int(times_less[1]) <= 196, output
+        assert int(times_less[1]) <= 196, output
+        if int(times_less[1]) >= 190:
+            return
+    pytest.fail(output)
 
 
 def torchrun(example: str, ranks: int, *args: str) -> str:
