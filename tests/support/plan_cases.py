@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from thinwire.compressors import Compressor, compressor
-from thinwire.tools.plan.costs import Costs, Speeds
+from thinwire.tools.plan.costs import Bucket, Costs, Speeds, Work
 from thinwire.tools.plan.model import Case, Cluster
-from thinwire.tools.plan.work import Bucket, Work
 
 TOPK, EIGHT = "topk:ratio=1/64,bits=2", "quantize:bits=8"
 MADE: dict[str, Compressor] = {spec: compressor(spec) for spec in (EIGHT, TOPK)}

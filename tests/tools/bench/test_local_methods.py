@@ -13,8 +13,8 @@ import thinwire
 from thinwire.tools import cli, record
 from thinwire.tools.bench.link import rounds
 from thinwire.tools.bench.link.settings import Model, Options, Settings, settings
-from thinwire.tools.bench.local import split_for_muon
 from thinwire.tools.bench.methods import BY_LINK, BY_ROUND_TRIP, TOPK, Method, parse
+from thinwire.tools.bench.others import split_for_muon
 from thinwire.tools.bench.training import check
 from thinwire.tools.train.models import model_config
 from thinwire.tools.units import LinkSpeed

@@ -11,11 +11,10 @@ from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.compressors import compressor
 from thinwire.sync.policy import Policy
-from thinwire.tools.plan.costs import Costs
+from thinwire.tools.plan.costs import Bucket, Costs, Work, of_count, of_sizes
 from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method, Transfer, algorithm_of, exchanges, methods_for
 from thinwire.tools.plan.model import Cluster
 from thinwire.tools.plan.show import advise
-from thinwire.tools.plan.work import Bucket, Work, of_count, of_sizes
 
 RING = Method(DENSE)
 OURS = Method(f"thinwire.AdamW {TOPK}", MADE[TOPK])  # gather with 2 ranks, sharded with 8

@@ -122,7 +122,7 @@ def test_hosts_with_several_ranks(tmp_path: Path) -> None:
         first, second = (agent.end() for agent in agents)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "; 4 ranks, each with a link of " in first.out
-    assert re.search(r"attach quantize:bits=8 +sharded", first.out)
+    assert re.search(r"attach quantize:bits=8 +(gather|sharded)", first.out)  # by the latency measured
     assert second.out == ""
 
 

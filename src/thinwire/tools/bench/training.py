@@ -33,9 +33,8 @@ from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket
 from thinwire.sync.policy import AUTO, DEFAULT
 
-from .hooks import bf16_hook, fp16_hook, send_nothing
-from .local import OPTIONS, Several, split_for_muon
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
+from .others import OPTIONS, Several, bf16_hook, fp16_hook, send_nothing, split_for_muon
 from .powersgd import PowerSGD
 
 _ONE_BUCKET_MB = 1 << 14

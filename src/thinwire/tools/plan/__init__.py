@@ -1,7 +1,7 @@
 """Predict whether compression makes a training step faster: the command `thinwire plan`.
 
 options                 what the user gives, checked before torch is loaded
-work, costs, methods    buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
+costs, methods          buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
 model                   time, bytes and memory of a step
 local                   local steps: one exchange for many steps, another algorithm
 measure                 measurements of one rank: codec, wire, steps

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.bench.link.models import batch, build
+from thinwire.tools.bench.link.rank import build_model, make_batch
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.methods import NO_COMMUNICATION
 from thinwire.tools.record import cores, cpu_model, read
 from thinwire.tools.units import parse_link
 from thinwire.tools.workers import WorkerError, Workers
 
-from .costs import Speeds
+from .costs import Speeds, Work
 from .measure import Bench, RankCosts, Split, alone, combine, measure_codecs, measure_steps
 from .methods import Method, method_of
 from .model import Case, Cluster
-from .work import Work
 
 Row = dict[str, Any]
 _Kinds = dict[str, type | tuple[type, ...]]
@@ -175,7 +174,7 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
     under = rows[0]["conditions"]
     model = Model(under["model"], under["parameters"], under["batch"])
     with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in build(model).parameters()]
+        sizes = [parameter.numel() for parameter in build_model(model).parameters()]
     found = [(row, method) for row in rows if (method := method_of(row["method"], world)) is not None]
     if not found:
         return []
@@ -209,13 +208,13 @@ class Probe:
         """Measure the codecs and the steps of this rank."""
         made = dict.fromkeys(method.compressor for method in self._methods if method.compressor is not None)
         codecs, halves = measure_codecs(made, self._bench)
-        inputs = batch(self._model)
+        inputs = make_batch(self._model)
 
         def loss(module: nn.Module) -> Tensor:
             return F.mse_loss(module(inputs), torch.zeros(()).expand_as(inputs))
 
         with alone("gloo"):
-            compute, more = measure_steps(lambda: (build(self._model), loss), self._methods, self._bench)
+            compute, more = measure_steps(lambda: (build_model(self._model), loss), self._methods, self._bench)
         return RankCosts(codecs=codecs, halves=halves, compute=compute, more=more)
 
 

@@ -22,7 +22,7 @@ from thinwire.tools.train.device import pick_backend, pick_device
 from thinwire.tools.train.models import VOCABULARY, GPTConfig, ModelConfig, model_config
 from thinwire.tools.train.place import Place
 
-from .costs import parse_specs
+from .costs import Work, of_sizes, parse_specs
 from .measure import (
     LARGEST,
     Bench,
@@ -40,7 +40,6 @@ from .methods import Method, methods_for
 from .model import Case, Cluster
 from .options import Options, missing_options, parse_network, refuse_others
 from .show import show
-from .work import Work, of_sizes
 
 _TIMEOUT = timedelta(seconds=300)
 _CONSEQUENCE_SECONDS = 15.0

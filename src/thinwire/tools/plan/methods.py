@@ -18,8 +18,7 @@ from thinwire.compressors import Compressor, NoCompression, RandomK, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
 from thinwire.tools.bench.methods import COMPRESSING
 
-from .costs import Costs, Speeds, density
-from .work import SMALL_COMPRESSOR, Bucket
+from .costs import SMALL_COMPRESSOR, Bucket, Costs, Speeds, density
 
 DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"
 """DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `thinwire bench link`."""

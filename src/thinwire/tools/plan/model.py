@@ -18,10 +18,9 @@ import torch
 
 from thinwire.collectives.plan import given_max_bytes
 
-from .costs import Costs, Speeds
+from .costs import Bucket, Costs, Speeds, Work
 from .methods import FP16, HALVES, Compute, Exchange, Method, Transfer, exchanges
 from .options import Network, Numbers
-from .work import Bucket, Work
 
 PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
 """Share of a link's rate that carries payload: if each rank sends to one peer, as in a ring, and if each rank sends to
