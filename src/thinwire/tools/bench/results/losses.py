@@ -428,7 +428,7 @@ def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
 
 def _draw_curves(one: Comparison, axes: Any) -> None:
     """Draw loss over time, the mean over seeds, with a line for each method and its name at its end."""
-    ends = []
+    ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
         curves = [row.curve for row in one.rows if row.method == method]
         seconds, losses = (
@@ -440,9 +440,10 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
         )
         axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
         label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
-        axes.annotate(label, (seconds[-1], losses[-1]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-        ends.append(seconds[-1])
-    axes.set_xlim(0, 1.25 * max(ends))
+        ends.append((seconds[-1], losses[-1], label))
+    for number, (x, y, label) in enumerate(sorted(ends)):  # below and above by turns, so that neighbours do not meet
+        axes.annotate(label, (x, y), xytext=(4, 4 if number % 2 else -11), textcoords="offset points", fontsize=8)
+    axes.set_xlim(0, 1.3 * max(ends)[0])
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation loss")
     given = one.conditions
