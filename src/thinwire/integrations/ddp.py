@@ -153,6 +153,11 @@ def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
     sync.register_parameters(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
     state = _HookState(receiver, names, ddp.find_unused_parameters)
+    if getattr(ddp, "_comm_hooks", ()):
+        raise ValueError(
+            "the DDP model has a communication hook already, and takes only one: leave out register_comm_hook and "
+            "thinwire.attach if a thinwire optimizer is made for it, and make one optimizer for a DDP model"
+        )
     ddp.register_comm_hook(state, _hook_of_sync if isinstance(receiver, Synchronizer) else _hook_of_optimizer)
 
 

@@ -280,10 +280,7 @@ class CompressedOptimizer(StatefulOptimizer):
         self._check_scaler()
         if not self.sync.is_pending:
             if self.ddp is not None:
-                raise RuntimeError(
-                    "no gradients were exchanged since the last step: the last backward pass before step() must be the "
-                    "DDP model's, and not under no_sync()"
-                )
+                raise RuntimeError(f"no gradients were exchanged since the last step: {self._why_not_exchanged()}")
             if self._backward is not None:
                 raise RuntimeError(
                     "no gradients were exchanged since the last step: the last backward pass before step() must be the "
@@ -413,9 +410,26 @@ class CompressedOptimizer(StatefulOptimizer):
         if self.sync.is_pending:
             raise RuntimeError(
                 "a second exchange before step(): the gradients of the first were sent; exchange once per step, with "
-                "DDP by no_sync() for all but the last backward pass, with FSDP by set_requires_gradient_sync(False); "
-                "checkpoint() needs use_reentrant=False with FSDP"
+                "DDP by no_sync() around forward and backward for all but the last, with FSDP by "
+                "set_requires_gradient_sync(False); checkpoint() needs use_reentrant=False with FSDP"
             )
+
+    def _why_not_exchanged(self) -> str:
+        """Return why DDP has not sent all gradients, as far as they tell: it waits for those that are missing."""
+        missing = [name for name, parameter in self._given.items() if parameter.grad is None]
+        if not missing or len(missing) == len(self._given):
+            return (
+                "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass under "
+                "no_sync()"
+            )
+        frozen = [name for name in missing if not self._given[name].requires_grad]
+        named = ", ".join(map(repr, (frozen or missing)[:3])) + (" and more" if len(frozen or missing) > 3 else "")
+        if frozen:
+            return f"DDP waits for {named}, frozen after DistributedDataParallel(...) was made: freeze before that"
+        return (
+            f"DDP waits for the gradient of {named}, which this backward pass did not use: give "
+            "DistributedDataParallel find_unused_parameters=True, or freeze what is not used before it is made"
+        )
 
     def _check_frozen(self, bucket: Bucket) -> None:
         """Raise RuntimeError if DDP sends zeros for a frozen parameter, which momentum would still move."""

@@ -64,7 +64,7 @@ class GradientGuard:
         return (
             f"the gradient of {which} was changed after it was exchanged, as clip_grad_norm_ does; what was sent is "
             f"the gradient before that. To clip, leave clip_grad_norm_ out and give thinwire.{self._optimizer} "
-            "max_grad_norm=; to scale, scale the loss"
+            "max_grad_norm=; to know the norm, torch.nn.utils.get_total_norm; to scale, scale the loss"
         )
 
     def _is_as_sent(self, name: str, grad: Tensor, is_checked_by_scaler: bool) -> bool:
