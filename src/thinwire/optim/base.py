@@ -419,8 +419,8 @@ class CompressedOptimizer(StatefulOptimizer):
         missing = [name for name, parameter in self._given.items() if parameter.grad is None]
         if not missing or len(missing) == len(self._given):
             return (
-                "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass under "
-                "no_sync()"
+                "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass "
+                "under no_sync()"
             )
         frozen = [name for name in missing if not self._given[name].requires_grad]
         named = ", ".join(map(repr, (frozen or missing)[:3])) + (" and more" if len(frozen or missing) > 3 else "")
