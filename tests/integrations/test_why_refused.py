@@ -25,7 +25,10 @@ class WithUnused(nn.Module):
 
 
 def a_step(rank: int, kind: str) -> None:
-    ddp = DistributedDataParallel(WithUnused() if kind == "unused" else make_net())
+    net = WithUnused() if kind == "unused" else make_net()
+    if kind == "frozen before":
+        next(net.parameters()).requires_grad_(False)
+    ddp = DistributedDataParallel(net)
     if kind == "hook":
         thinwire.attach(ddp, "quantize:bits=8")
         with raises(ValueError, "has a communication hook already", "thinwire.attach"):
@@ -33,6 +36,12 @@ def a_step(rank: int, kind: str) -> None:
         return
     optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK))
     data = torch.ones(4, 32)
+    if kind == "frozen before":
+        with ddp.no_sync():
+            ddp(data).square().mean().backward()
+        with raises(RuntimeError, "neither it nor its forward pass under no_sync()"):
+            optimizer.step()
+        return
     if kind == "no_sync":
         loss = ddp(data).square().mean()
         with ddp.no_sync():
@@ -55,7 +64,7 @@ def a_step(rank: int, kind: str) -> None:
 
 
 def every_kind(rank: int, world_size: int) -> None:
-    for kind in ("unused", "frozen", "no_sync", "hook"):
+    for kind in ("unused", "frozen", "frozen before", "no_sync", "hook"):
         a_step(rank, kind)
         dist.barrier()
 

@@ -213,8 +213,6 @@ class AdamW(CompressedOptimizer):
 
         One that is unfrozen later is sent dense for as many steps, as a gradient.
         """
-        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
-        """Parameters that DDP exchanges: those that were not frozen when it was made."""
         self._found: dict[str, float] = {}
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False

@@ -84,6 +84,8 @@ class CompressedOptimizer(StatefulOptimizer):
         self.max_grad_norm = max_grad_norm
         self._families = Families([group["param_names"] for group in self.param_groups])
         self._given = dict(self.named_parameters())
+        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
+        """Parameters that DDP exchanges: those that were not frozen when it was made."""
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
         """Parameters by name; of a sharded model, this rank's shards."""
@@ -416,8 +418,8 @@ class CompressedOptimizer(StatefulOptimizer):
 
     def _why_not_exchanged(self) -> str:
         """Return why DDP has not sent all gradients, as far as they tell: it waits for those that are missing."""
-        missing = [name for name, parameter in self._given.items() if parameter.grad is None]
-        if not missing or len(missing) == len(self._given):
+        missing = [name for name in self._given if name in self._exchanged and self._given[name].grad is None]
+        if not missing or len(missing) == len(self._exchanged):
             return (
                 "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass "
                 "under no_sync()"

@@ -138,9 +138,8 @@ class Step(StepRecord):
 
     def _wait_or_send(self, bucket: Bucket, last: bool) -> None:
         """Let a bucket wait, or send it with those that wait. All ranks decide alike, by the sizes alone."""
-        if {(one.tensor.dtype, one.tensor.device) for one in self._waiting} - {
-            (bucket.tensor.dtype, bucket.tensor.device)
-        }:
+        kind = bucket.tensor.dtype, bucket.tensor.device
+        if any((one.tensor.dtype, one.tensor.device) != kind for one in self._waiting):
             self._send_waiting(last=False)
         self._waiting.append(bucket)
         enough = 0 if self.mode is not Mode.UPDATES or self.updates is None else self.updates.together_bytes
