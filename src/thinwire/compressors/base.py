@@ -373,17 +373,18 @@ class Compressor(ABC):
     def _check_applied(
         self, ct: CompressedTensor, gradient: Flat, residual: Tensor | None, *, is_update: bool, out: Tensor
     ) -> None:
-        given = [("gradient", piece, gradient.dtype if is_update else ct.dtype) for piece in tensors_of(gradient)]
+        pieces = tensors_of(gradient)
         for name, holder in (("gradient", gradient), ("residual", residual)):
             if holder is not None and holder.numel() != ct.numel:  # a kernel would access memory beyond a smaller one
                 raise ValueError(f"{name} holds {holder.numel()} elements, expected {ct.numel}")
         if residual is not None:
-            for _, piece, _ in given:
+            for piece in pieces:
                 check_apart("residual", given=residual, other_name="gradient", other=piece)
             check_apart("out", given=out, other_name="residual", other=residual)
-        for _, piece, _ in given:
+        for piece in pieces:
             if (piece.data_ptr(), piece.dtype) != (out.data_ptr(), out.dtype):
                 check_apart("out", given=out, other_name="gradient", other=piece)
+        given = [("gradient", piece, gradient.dtype if is_update else ct.dtype) for piece in pieces]
         if residual is not None:
             given.append(("residual", residual, residual_dtype(ct.dtype)))
         for name, tensor, dtype in given:

@@ -24,11 +24,6 @@ class Joined:
         """Return the number of elements of all tensors."""
         return self._ends[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the number of bytes of all tensors."""
-        return self.numel() * self.dtype.itemsize
-
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each tensor, and its place among all elements."""
         for end, tensor in zip(self._ends, self._tensors, strict=True):

@@ -59,7 +59,7 @@ class LocalStepsState(Optimizer):
             "thinwire": {
                 **self.sync.state_dict(),
                 "optimizer": "LocalSteps",
-                "setting": {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)},
+                "setting": self._setting,
                 "local_steps": self.steps,
                 "exchanged_at": [fragment.exchanged_at for fragment in self.fragments],
                 "left_out": self.left_out,
@@ -100,8 +100,7 @@ class LocalStepsState(Optimizer):
                 )
         saved = [state["thinwire"] for state in states]
         choice = checkpoint.choose(saved, self.sync.rank, self.sync.world_size, strict=strict)
-        here = {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
-        checkpoint.check_same("setting", choice.alike["setting"], here)
+        checkpoint.check_same("setting", choice.alike["setting"], self._setting)
         if (choice.alike["weights"] is not None or choice.alike["under_way"]) and not choice.same_world:
             raise ValueError(
                 f"a state of {choice.alike['world_size']} ranks in the middle of a round, here there are "
@@ -149,6 +148,11 @@ class LocalStepsState(Optimizer):
     def _parts(self) -> Iterator[Part]:
         for fragment in self.fragments:
             yield from fragment.parts
+
+    @property
+    def _setting(self) -> dict[str, Any]:
+        """Return the options by which a saved state and this optimizer must agree."""
+        return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
 
     @property
     def _is_common(self) -> bool:

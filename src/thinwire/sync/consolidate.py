@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..collectives.ask import Ask, ask_ranks
 from ..collectives.groups import Group, place
-from ..collectives.transport.errors import PeerError
 from .ranked import fill, strip
 
 _PIECE = 32 << 20
@@ -72,20 +71,16 @@ def gather_states(
     answers = _answers(rest, tensors)
     next(answers)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        ask_ranks(
-            group,
-            device,
-            to=to,
-            visit=visit,
-            answer=answers.send,
-            requests=2 + nbytes // _PIECE,  # the header and the pieces; states of all ranks are about as large
-            timeout=timeout,
-            name=name,
-        )
-    except PeerError as error:
-        error.add_note(f"All ranks call {name}(): it must not stand behind `if rank == 0`.")
-        raise
+    ask_ranks(
+        group,
+        device,
+        to=to,
+        visit=visit,
+        answer=answers.send,
+        requests=2 + nbytes // _PIECE,  # the header and the pieces; states of all ranks are about as large
+        timeout=timeout,
+        name=name,
+    )
     wanted_ranks = range(world_size) if sources is None else sorted(sources)
     return [gathered[other] for other in wanted_ranks] if rank == to else None
 

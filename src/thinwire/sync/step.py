@@ -148,14 +148,13 @@ class Step(StepRecord):
 
     def _send_waiting(self, last: bool) -> None:
         issued, first, waiting = time.perf_counter(), len(self.handles), self._waiting
-        self._waiting = []
+        self._waiting, whole = [], together(waiting)
         if self.mode is Mode.TORCH:
             for bucket in waiting:
                 self._all_reduce_by_torch(bucket)
         else:
-            self._encode(together(waiting), last)
-        names = tuple(name for bucket in waiting for name in bucket.names)
-        self.marks.append((names, issued, first, len(self.handles)))
+            self._encode(whole, last)
+        self.marks.append((whole.names, issued, first, len(self.handles)))
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context that uses the side stream, so that the backward pass continues meanwhile."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from ..collectives import CollectiveError, Handle, ShardState, all_reduce_compressed
+from ..collectives import CollectiveError, Handle, PeerError, ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout, refusing
 from ..collectives.groups import Group, as_group, channels, check_kind, compressing_ranks, is_member, needs_torch, place
 from ..collectives.plan import ALGORITHMS, given_max_bytes
@@ -245,7 +245,11 @@ class Synchronizer:
 
     def gather(self, state: Mapping[str, Any], to: int, device: torch.device) -> list[dict[str, Any]] | None:
         """Return the states of all ranks by rank, in CPU memory, on rank `to`, and None on the other ranks."""
-        return gather_states(state, group=self.group, device=device, to=to, timeout=self._timeout_seconds)
+        try:
+            return gather_states(state, group=self.group, device=device, to=to, timeout=self._timeout_seconds)
+        except PeerError as error:
+            error.add_note("All ranks call consolidate_state_dict(): it must not stand behind `if rank == 0`.")
+            raise
 
     def reset(self) -> None:
         """Forget all steps and residuals."""
