@@ -55,15 +55,10 @@ def main() -> None:
         for process, (index, _) in running.items():
             process.kill()
             process.wait()  # before its folder is removed
-            print(f"job {index}: stopped; {_last_line(Path(folder, f'{index}.log'))}", flush=True)
+            print(f"job {index}: stopped after\n{Path(folder, f'{index}.log').read_text()[-2000:]}", flush=True)
         print(f"{len(waiting)} jobs were not started", flush=True)
         rows = [Path(folder, f"{index}.jsonl") for index in range(number)]
         given.out.write_text("".join(path.read_text() for path in rows if path.exists()))
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def multi_process_service() -> dict[str, str]:
