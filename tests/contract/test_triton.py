@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import Copies, run_python
+from support.loaded import Loaded
+from support.processes import run_python
 from support.slow import some_slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
@@ -21,15 +22,15 @@ LOADED = "import torch, triton, thinwire.kernels.cuda.launch"
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Copies]:
-    with Copies(LOADED, TRITON_INTERPRET="1", **IN_TESTS) as copies:
-        yield copies
+def interpreted() -> Iterator[Loaded]:
+    with Loaded(LOADED, TRITON_INTERPRET="1", **IN_TESTS) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Copies]:
-    with Copies(LOADED) as copies:
-        yield copies
+def compiled() -> Iterator[Loaded]:
+    with Loaded(LOADED) as loaded:
+        yield loaded
 
 
 SPECS = {
@@ -45,12 +46,12 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", some_slow(SPECS, "topk-bits", "topk-small", "topk-global", "stochastic"))
-def test_interpreted_kernels_are_the_reference(interpreted: Copies, name: str) -> None:
+def test_interpreted_kernels_are_the_reference(interpreted: Loaded, name: str) -> None:
     code = f"from support import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
     interpreted.run(code, time_limit=250)
 
 
-def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(interpreted: Copies) -> None:
+def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(interpreted: Loaded) -> None:
     """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
     code = """
         from support import triton_rows
@@ -64,7 +65,7 @@ def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(int
     interpreted.run(code, time_limit=250)
 
 
-def test_candidates_by_a_sample(interpreted: Copies) -> None:
+def test_candidates_by_a_sample(interpreted: Loaded) -> None:
     """The exact top-k of a large tensor, here with a sample so small that this one is large."""
     code = f"""
         from support import triton_rows
@@ -86,7 +87,7 @@ def test_candidates_by_a_sample(interpreted: Copies) -> None:
         ("none", "bfloat16"),
     ],
 )
-def test_kernels_compile_for_hopper(compiled: Copies, spec: str, dtype: str) -> None:
+def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> None:
     """Without a GPU: what the interpreter allows, the compiler may not. No product is fused into a sum."""
     code = f"""
         import torch, triton, thinwire
@@ -131,7 +132,7 @@ def test_kernels_compile_for_hopper(compiled: Copies, spec: str, dtype: str) -> 
     compiled.run(code)
 
 
-def test_interpreted_adam(interpreted: Copies) -> None:
+def test_interpreted_adam(interpreted: Loaded) -> None:
     interpreted.run("from support import triton_adam; triton_adam.check('cpu')")
 
 
@@ -161,7 +162,7 @@ def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() ->
 
 @pytest.mark.parametrize(("capability", "backend"), [((9, 0), "cuda"), ((7, 5), "reference")])
 def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
-    compiled: Copies, capability: tuple[int, int], backend: str
+    compiled: Loaded, capability: tuple[int, int], backend: str
 ) -> None:
     """And float64, which nobody sends gradients in, goes to the reference."""
     code = f"""
@@ -182,11 +183,11 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
     compiled.run(code)
 
 
-def test_interpreted_steps(interpreted: Copies) -> None:
+def test_interpreted_steps(interpreted: Loaded) -> None:
     """Compressors, collectives and optimizers with kernels of a device."""
     interpreted.run((TESTS / "support" / "triton_steps.py").read_text(), time_limit=250)
 
 
-def test_sums_in_shared_memory(interpreted: Copies) -> None:
+def test_sums_in_shared_memory(interpreted: Loaded) -> None:
     """The kernel that is written in part as PTX, with NumPy in the place of that."""
     interpreted.run((TESTS / "support" / "triton_shared.py").read_text(), time_limit=250)

@@ -9,10 +9,36 @@ from pathlib import Path
 import pytest
 
 from support.frameworks.runs import require
+from support.loaded import run_script
 from support.slow import slow
 from thinwire.tools.links import lab
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.alone
+def test_all_reduce_example_counts_the_bytes() -> None:
+    """The kernel's own counter of the loopback interface must show a reduction of 190x against a dense all-reduce.
+
+    What other programs send meanwhile is counted too, so that one of three runs must be free of it.
+    """
+    for _ in range(3):
+        output = run_script(ROOT / "examples" / "all_reduce.py")
+        assert re.search(r"replicas identical +True", output), output
+        if not Path("/proc/net/dev").exists():
+            return
+        times_less = re.search(r"(\d+) times less", output)
+        assert times_less, output
+        assert int(times_less[1]) <= 196, output
+        if int(times_less[1]) >= 190:
+            return
+    pytest.fail(output)
+
+
+def torchrun(example: str, ranks: int, *args: str) -> str:
+    """What it prints under torchrun itself."""
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return finish(*start, str(ROOT / "examples" / example), *args)
 
 
 def finish(*command: str) -> str:
@@ -28,35 +54,6 @@ def finish(*command: str) -> str:
     return done.stdout
 
 
-def run_file(path: Path) -> str:
-    """Standard output of a script, which may not warn."""
-    return finish(sys.executable, "-W", "error::DeprecationWarning", "-W", "error::FutureWarning", str(path))
-
-
-@pytest.mark.alone
-def test_all_reduce_example_counts_the_bytes() -> None:
-    """The kernel's own counter of the loopback interface must show a reduction of 190x against a dense all-reduce.
-
-    What other programs send meanwhile is counted too, so that one of three runs must be free of it.
-    """
-    for _ in range(3):
-        output = run_file(ROOT / "examples" / "all_reduce.py")
-        assert re.search(r"replicas identical +True", output), output
-        if not Path("/proc/net/dev").exists():
-            return
-        times_less = re.search(r"(\d+) times less", output)
-        assert times_less, output
-        assert int(times_less[1]) <= 196, output
-        if int(times_less[1]) >= 190:
-            return
-    pytest.fail(output)
-
-
-def torchrun(example: str, ranks: int, *args: str) -> str:
-    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return finish(*start, str(ROOT / "examples" / example), *args)
-
-
 @pytest.mark.parametrize("example", ["ddp.py", slow("plain_loop.py")])
 def test_training_examples_learn_with_few_bytes(example: str) -> None:
     lines = re.findall(r"step (\d+): loss ([\d.]+), reduction (\d+)x", torchrun(example, 2))
@@ -66,14 +63,15 @@ def test_training_examples_learn_with_few_bytes(example: str) -> None:
 
 
 def test_the_sharded_example_learns_and_sends_few_bytes() -> None:
-    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB/step", torchrun("fsdp.py", 4))
+    output = run_script(ROOT / "examples" / "fsdp.py", ranks=4)
+    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB/step", output)
     assert [int(step) for step, _, _ in lines] == [50, 100]
     assert float(lines[1][1]) < 0.6 * float(lines[0][1]), lines
     assert float(lines[1][2]) < 10, lines  # of 541 kB, half of the gradients
 
 
 def test_local_steps_learn_with_few_bytes() -> None:
-    output = torchrun("local_steps.py", 2)
+    output = run_script(ROOT / "examples" / "local_steps.py", ranks=2)
     lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB sent", output)
     assert [int(step) for step, _, _ in lines] == [80, 160, 240, 320]
     assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
@@ -82,7 +80,7 @@ def test_local_steps_learn_with_few_bytes() -> None:
 
 
 def test_a_newcomer_joins_while_others_train() -> None:
-    output = run_file(ROOT / "examples" / "elastic.py")
+    output = finish(sys.executable, str(ROOT / "examples" / "elastic.py"))
     begun = dict(re.findall(r"rank (\d) begins at step (\d+)", output))
     assert (begun["0"], begun["1"]) == ("0", "0"), output
     assert int(begun["2"]) > 0, output
@@ -120,7 +118,7 @@ def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path)
 
 
 def test_the_example_of_tests_passes() -> None:
-    lines = run_file(ROOT / "examples" / "testing.py").splitlines()
+    lines = run_script(ROOT / "examples" / "testing.py").splitlines()
     assert len(lines) == 3, lines
     assert all(line.endswith(" passed") for line in lines), lines
 
@@ -136,7 +134,7 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
     for block in blocks:
         script = tmp_path / "readme.py"
         script.write_text(block)
-        assert "bytes instead of 4000000" in run_file(script)
+        assert "bytes instead of 4000000" in run_script(script)
 
 
 def test_commands_in_the_readme_run(tmp_path: Path) -> None:

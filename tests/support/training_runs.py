@@ -19,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from support.loaded import Copy, start_command
+from support.processes import living
 from thinwire.testing import RankPool
 from thinwire.tools.record import cores
 from thinwire.tools.train.config import FILE_ONLY, Config
@@ -84,16 +86,22 @@ class Done(NamedTuple):
 
 
 class Job:
-    """The command, or what starts it, in a process group of its own; output goes to files that can be read meanwhile.
+    """The command, or what starts it, in a session of its own; output goes to files that can be read meanwhile.
 
-    program   in place of the installed command with `train`.
+    program   in place of `thinwire train`, which a copy of a loaded process runs.
     """
 
-    def __init__(self, cwd: Path, *given: str, program: tuple[str, ...] = (COMMAND, "train"), **more: str) -> None:
+    def __init__(self, cwd: Path, *given: str, program: tuple[str, ...] | None = None, **more: str) -> None:
         mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._out, self._err = cwd / f".out-{mark}", cwd / f".err-{mark}"
         self._mark = f"THINWIRE_TEST_JOB={mark}".encode()
         more["THINWIRE_TEST_JOB"] = mark
+        self.process: subprocess.Popen[bytes] | Copy
+        if program is None:
+            self.process = start_command(
+                "train", *given, out=self._out, err=self._err, cwd=cwd, environment=environment(**more)
+            )
+            return
         with open(self._out, "w") as out, open(self._err, "w") as err:
             self.process = subprocess.Popen(
                 [*program, *given], cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
@@ -134,8 +142,8 @@ class Job:
         wait_until_gone(self.group)
 
     def group(self) -> list[int]:
-        """The ids of its processes, by a mark in their environment. On Linux; elsewhere it is empty."""
-        return [pid for pid, variables in _environments() if self._mark in variables]
+        """The ids of its processes, by session or a mark in their environment. On Linux; elsewhere it is empty."""
+        return [pid for pid, session in living() if session == self.process.pid or _has_set(pid, self._mark)]
 
     def __enter__(self) -> "Job":
         return self
@@ -145,11 +153,12 @@ class Job:
             self.kill()
 
 
-def _environments() -> Iterator[tuple[int, set[bytes]]]:
-    """What was set for each process when it started; those that have ended have none."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), set(path.read_bytes().split(b"\0"))
+def _has_set(pid: int, variable: bytes) -> bool:
+    """Whether the environment of a process had this when it started."""
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return False
 
 
 def _command_line(pid: int) -> str:
@@ -167,7 +176,7 @@ def wait_until_gone(left: Callable[[], list[int]], limit: float = LIMIT) -> None
         time.sleep(0.01)
 
 
-def run(cwd: Path, *given: str, program: tuple[str, ...] = (COMMAND, "train"), **more: str) -> Done:
+def run(cwd: Path, *given: str, program: tuple[str, ...] | None = None, **more: str) -> Done:
     """The command from its start to its end."""
     with Job(cwd, *given, program=program, **more) as job:
         return job.end()

@@ -1,6 +1,7 @@
 """The all-reduce benchmark: real ranks, counted bytes, formulas worked out by hand; no assertion on seconds."""
 
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.commands import assert_help_loads_no_torch, assert_refused
+from support.loaded import start_command
 from support.slow import slow
 from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
@@ -163,14 +165,19 @@ class FailingReducer:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_no_process_outlives_a_command_that_is_killed() -> None:
-    command = [COMMAND, "bench", "allreduce", *SMALL, "--worlds", "2", "--repeats", "1000000", "--parts", "time"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "ready" in process.stderr.readline()
+def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    given = ["bench", "allreduce", *SMALL, "--worlds", "2", "--repeats", "1000000", "--parts", "time"]
+    err = tmp_path / "err"
+    with start_command(*given, out=os.devnull, err=err) as process:
+        deadline = time.monotonic() + 100
+        while "ready" not in err.read_text():
+            assert process.poll() is None, err.read_text()
+            assert time.monotonic() < deadline, err.read_text()
+            time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) >= 2
-        process.send_signal(signal.SIGKILL)
+        process.kill()
+        assert process.wait(30) == -signal.SIGKILL
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "a rank lives on"

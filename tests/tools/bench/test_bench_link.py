@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,9 @@ import pytest
 import torch
 
 import thinwire
+from support.loaded import start_command
 from support.namespaces import FOLDER, ours, wait_until
+from support.processes import living
 from thinwire.tools import cli, record
 from thinwire.tools.bench.harness import Progress, command_line
 from thinwire.tools.bench.link import Options, rounds
@@ -22,7 +22,6 @@ from thinwire.tools.bench.methods import Method, parse
 from thinwire.tools.units import LinkSpeed
 from thinwire.tools.workers import WorkerError
 
-COMMAND = str(Path(sys.executable).with_name("thinwire"))
 OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"
 WIDTH = 72
 """Of 400,000 parameters, as settings.py rounds it, for both models."""
@@ -32,12 +31,12 @@ WEIGHTS, SMALL = 6 * 12 * WIDTH * WIDTH, 6 * 13 * WIDTH
 
 def measure(rows: Path, *arguments: str) -> tuple[str, dict[str, record.Line]]:
     """What the command printed, and its rows by method; no namespace of it is left."""
-    given = [COMMAND, "bench", "link", "--parameters", "4e5", "--batch", "4", "--out", str(rows), *arguments]
-    process = subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    printed, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
+    out, err = rows.with_suffix(".out"), rows.with_suffix(".err")
+    given = ["bench", "link", "--parameters", "4e5", "--batch", "4", "--out", str(rows), *arguments]
+    with start_command(*given, out=out, err=err) as process:
+        assert process.wait(200) == 0, err.read_text()
     assert not ours(process.pid)
-    return printed, {row["method"]: row for row in record.read(rows)}
+    return out.read_text(), {row["method"]: row for row in record.read(rows)}
 
 
 @pytest.mark.usefixtures("untouched")
@@ -115,29 +114,20 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
 def test_the_command_can_be_stopped_at_any_time(number: signal.Signals) -> None:
     """No namespace and no rank stays; a ^C on a terminal goes to all processes of the command at once."""
     arguments = ["--rates", "100mbit", "--parameters", "1e5", "--steps", "1000000", "--methods", "no communication"]
-    given = [COMMAND, "bench", "link", *arguments]
-    process = subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    switch = FOLDER / f"thinwire-{process.pid}-switch"
-    wait_until(lambda: switch.exists() and len(_processes(process.pid)) >= 4, 60)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        process.kill()
-    assert process.wait(30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    with start_command("bench", "link", *arguments, out=os.devnull, err=os.devnull) as process:
+        switch = FOLDER / f"thinwire-{process.pid}-switch"
+        wait_until(lambda: switch.exists() and len(_processes(process.pid)) >= 4, 60)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.kill()
+        assert process.wait(30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
     wait_until(lambda: not ours(process.pid) and not _processes(process.pid))
 
 
-def _processes(session: int) -> list[int]:
+def _processes(leader: int) -> list[int]:
     """Those of a session that live."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, its = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended
-            continue
-        if int(its) == session and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+    return [pid for pid, session in living() if session == leader]
 
 
 NONSENSE = [

@@ -1,6 +1,5 @@
 """The recipe benchmark: real trainings of a few steps, by processes and by threads; no assertion on seconds."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from support.commands import assert_help_loads_no_torch, assert_refused
+from support.loaded import run_command
 from thinwire.collectives.cost import ring
 from thinwire.tools import cli, record
 from thinwire.tools.bench.harness import Progress, Row
@@ -19,7 +19,6 @@ from thinwire.tools.bench.recipe.trainer import Trainer, measure, row_of
 from thinwire.tools.bench.training import check
 from thinwire.tools.workers import WorkerError
 
-COMMAND = str(Path(sys.executable).with_name("thinwire"))
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "6"]
 TINY = "gpt:width=32,context=8"
 PARAMETERS = 256 * 64 + 16 * 64 + 12 * 64 * 64 + 3 * 64
@@ -35,13 +34,7 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_every_method_between_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    result = subprocess.run(
-        [COMMAND, "bench", "recipe", *SMALL, "--warmup-steps", "2", "--out", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    result = run_command("bench", "recipe", *SMALL, "--warmup-steps", "2", "--out", str(path))
     assert result.returncode == 0, result.stderr + result.stdout
     rows = rows_of(path)
     assert list(rows) == list(BY_LOSS)
@@ -78,9 +71,7 @@ def test_behind_links_loss_over_time_is_recorded_and_drawn(tmp_path: Path) -> No
     path, plot = tmp_path / "rows.jsonl", tmp_path / "time.svg"
     methods = ["adamw dense", "adamw thinwire"]
     given = [*SMALL, "--methods", *methods, "--link", "20mbit", "--out", str(path)]
-    result = subprocess.run(
-        [COMMAND, "bench", "recipe", *given], capture_output=True, text=True, timeout=200, check=False
-    )
+    result = run_command("bench", "recipe", *given)
     assert result.returncode == 0, result.stderr + result.stdout
     for row in record.read(path):
         assert row["conditions"]["link"] == "20mbit"

@@ -1,7 +1,5 @@
 """Local steps and Muon in the benchmarks: names, whole rounds, bytes of a round, and a loss that can be worked out."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from torch import nn
 
 import thinwire
+from support.loaded import run_command
 from thinwire.tools import cli, record
 from thinwire.tools.bench.link import rounds
 from thinwire.tools.bench.link.settings import Model, Options, Settings, settings
@@ -19,7 +18,6 @@ from thinwire.tools.bench.training import check
 from thinwire.tools.train.models import model_config
 from thinwire.tools.units import LinkSpeed
 
-COMMAND = str(Path(sys.executable).with_name("thinwire"))
 TINY = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--simulate"]
 LARGE, SMALL = 256 * 64 + 12 * 64 * 64, 16 * 64 + 3 * 64
 """Elements of its large parameters, and of those that are sent in 8 bits."""
@@ -109,7 +107,7 @@ def test_link_rows_are_means_of_whole_rounds(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     options = ["--rates", "100mbit,20ms", "--relay", "--parameters", "4e5", "--batch", "4", "--steps", "4"]
     given = [*options, "--methods", "no communication", "local steps 4", "local steps 4;delay=2", "--out", str(path)]
-    done = subprocess.run([COMMAND, "bench", "link", *given], capture_output=True, text=True, timeout=200, check=False)
+    done = run_command("bench", "link", *given)
     assert done.returncode == 0, done.stderr
     assert "median of a step (local steps: mean over whole rounds)" in done.stdout
     assert "delivers each byte half of it after it was sent" in done.stdout

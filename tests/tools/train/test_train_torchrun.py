@@ -3,7 +3,6 @@
 import re
 import shutil
 import socket
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -157,18 +156,13 @@ def test_if_the_first_ranks_die_together_one_of_the_others_prints_it(tmp_path: P
     """Ranks that were started by hand: the store of their group is in rank 0."""
     port, size = free_port(), 4
     faults = [planted(InSteps(Kill(rank=rank, step=3))) if rank < 2 else {} for rank in range(size)]
-    shared = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-    }
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(
                 Job(
-                    tmp_path, *arguments(CONFIG), program=(sys.executable, "-m", "thinwire", "train"), RANK=str(rank),
-                    LOCAL_RANK=str(rank), MASTER_PORT=str(port), **shared, **faults[rank],
+                    tmp_path, *arguments(CONFIG), RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port),
+                    **shared, **faults[rank],
                 )
             )
             for rank in range(size)

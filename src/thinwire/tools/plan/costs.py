@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     """dtype of the gradients."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the number of elements of all buckets."""
         return sum(bucket.numel for bucket in self.buckets)
