@@ -20,11 +20,11 @@ from .data import Data
 from .datasets import load_data
 from .device import pick_device
 from .folder import choose_folder, locked
-from .loop import Ended, Setup, train
+from .loop import Training
 from .models import model_config
 from .place import Place
 from .rehearsal import compile_kernels
-from .view import print_results
+from .view import Result, print_results
 
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
 
@@ -64,21 +64,23 @@ class Rank:
             self._compile_seconds = compile_kernels(config, self._place, control, self._device)
             if self._place.rank == 0:
                 print(f"kernels compiled or loaded in {self._compile_seconds:.1f} s", file=sys.stderr, flush=True)
-            ended = [self._train(config, folder=config.out, control=control, data=data)]
-            if config.compare_dense and ended[0].finished:
-                dense = dataclasses.replace(config, compressor="none", local_steps=0, compare_dense=False)
-                ended.append(self._train(dense, folder=config.out / "dense", control=control, data=data))
+            results = [self._train(config, control, data)]
+            if config.compare_dense and results[0].finished:
+                dense = dataclasses.replace(
+                    config, compressor="none", local_steps=0, compare_dense=False, out=config.out / "dense"
+                )
+                results.append(self._train(dense, control, data))
             if self._place.rank == 0:
-                self._show(ended, config.out)
-            return all(one.finished for one in ended)
+                self._show(results, config.out)
+            return all(result.finished for result in results)
 
-    def _train(self, config: Config, folder: Path, control: Control, data: Data) -> Ended:
+    def _train(self, config: Config, control: Control, data: Data) -> Result:
+        assert config.out is not None
         if self._place.local_rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            config.out.mkdir(parents=True, exist_ok=True)
         control.gather(None)
-        setup = Setup(
-            config=dataclasses.replace(config, out=folder),
-            folder=folder,
+        training = Training(
+            config,
             place=self._place,
             control=control,
             device=self._device,
@@ -86,7 +88,7 @@ class Rank:
             counter=self._counter,
             compile_seconds=self._compile_seconds,
         )
-        return train(setup, should_stop=lambda: self._stops)
+        return training.run(should_stop=lambda: self._stops)
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
@@ -115,19 +117,19 @@ class Rank:
             raise ValueError(fault)
         return dataclasses.replace(self._config, out=folder)
 
-    def _show(self, ended: list[Ended], folder: Path) -> None:
+    def _show(self, results: list[Result], folder: Path) -> None:
         try:
             report.write([folder], folder / "report.html")
         except (ValueError, OSError) as error:  # training is done, and its files are written
             print(f"the report could not be made: {error}", file=sys.stderr)
-        if all(one.finished for one in ended):
-            print_results([one.result for one in ended], self._place.world_size)
+        if all(result.finished for result in results):
+            print_results(results, self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:
             command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
             if Place.of_torchrun() is not None:
                 command = f"torchrun ... -m {command}"
-            print(f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: {command}", flush=True)
+            print(f"stopped at step {results[-1].steps}, checkpoint written; go on with: {command}", flush=True)
 
     def _stop(self) -> None:
         self._stops = True

@@ -34,6 +34,8 @@ class Result:
     """Seconds per step, by phase."""
     ranks: list[dict[str, int]] = field(default_factory=list)
     """What each rank has sent, as in metrics.jsonl."""
+    finished: bool = True
+    """False if a signal stopped it."""
 
 
 class View:
@@ -47,7 +49,6 @@ class View:
             self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"), TimeRemainingColumn())
             self._task = self._bar.add_task("", total=steps)
             self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4)
-            self._live.start()
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -64,8 +65,9 @@ class View:
             self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
 
     def advance(self, step: int) -> None:
-        """Move the progress bar to a step."""
+        """Move the progress bar to a step. The first call shows it."""
         if self._live is not None:
+            self._live.start()
             self._bar.update(self._task, completed=step)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
