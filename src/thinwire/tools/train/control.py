@@ -6,7 +6,6 @@ waits for it, and all ranks read the same values. It also carries the loss, so t
 message. Where steps have no exchange, because they are local, messages are read some steps later.
 """
 
-import io
 import pickle
 from collections import deque
 from typing import Any, NamedTuple
@@ -85,6 +84,4 @@ class Control:
 
 def _pickled_bytes(value: Any) -> int:
     """Return the bytes of a value as torch sends it."""
-    buffer = io.BytesIO()
-    pickle.Pickler(buffer).dump(value)
-    return buffer.tell()
+    return len(pickle.dumps(value))

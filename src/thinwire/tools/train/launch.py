@@ -14,8 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ from .download import SOURCES, fetch
 from .fashion import find_folder
 from .fresh_store import fresh_store
 from .place import Place
-from .rank import Rank
+from .rank import Rank, on_signals
 
 LIMIT_SECONDS = 600.0
 """Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
@@ -42,8 +41,6 @@ _BEFORE_GROUP_SECONDS = 10.0
 """Delay before a rank other than local rank 0 reports an error from before the group was formed."""
 _FAILED, _READY = "thinwire/failed", "thinwire/ready"
 _READY_SECONDS = 0.05
-_claim: socket.socket | None = None
-"""Name that the rank of a node has claimed that reports an error without a store."""
 
 
 def launch(config: Config, why_relay: str | None = None) -> int:
@@ -58,7 +55,7 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     signals = _Signals()
     try:
         with (
-            signals,
+            on_signals(signals.handle),
             _links(config, why_relay) as net,
             Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers,
         ):
@@ -99,18 +96,9 @@ class _Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self.pass_on: Callable[[], None] | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
-        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int) -> None:
+        """Pass a signal on, or stop the program."""
         again, self.received = self.received is not None, self.received or number
         if self.pass_on is None or (again and number == signal.SIGINT):
             raise _Stop
@@ -241,12 +229,12 @@ def _is_first_of_node() -> bool:
     """
     if sys.platform != "linux":
         return True
-    global _claim
-    _claim = socket.socket(socket.AF_UNIX)
+    claim = socket.socket(socket.AF_UNIX)
     try:
-        _claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
+        claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
     except OSError:
         return False
+    claim.detach()  # stays open
     return True
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -54,7 +53,7 @@ class Rank:
 
     def run(self) -> bool:
         """Train and return whether training finished; False if a signal stopped it."""
-        with _on_signals(self._stop), ExitStack() as stack:
+        with on_signals(lambda _: self._stop()), ExitStack() as stack:
             control = Control()
             self._compare(control)
             config = self._config
@@ -136,21 +135,14 @@ class Rank:
 
 
 @contextmanager
-def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Stop training after the current step on SIGTERM, and on SIGINT unless this process ignores it.
+def on_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of a SIGTERM, and of a SIGINT unless this process ignores it.
 
-    Repeated signals change nothing, because a cluster sends them to all processes, and the parent passes its own on. To
-    end a process at once, use SIGKILL.
+    Repeated signals should change nothing, because a cluster sends them to all processes, and the parent passes its own
+    on. To end a process at once, use SIGKILL.
     """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop()
-
-    before = {
-        number: signal.signal(number, handle)
-        for number in (signal.SIGTERM, signal.SIGINT)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in heard}
     try:
         yield
     finally:
