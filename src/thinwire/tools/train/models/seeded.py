@@ -1,31 +1,23 @@
-"""Builds models without memory and then fills them.
+"""Models that are built without memory and then filled, or their layers would use torch's global generator."""
 
-Otherwise the layers would fill themselves from torch's global generator.
-"""
-
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 
-class Fillable(Protocol):
-    """A model that `filled` can initialise."""
+class SeededModel(nn.Module):
+    """A model whose weights depend only on a seed."""
 
-    def to_empty(self, *, device: str) -> object:
-        """Move parameters and buffers to a device, without values."""
+    @classmethod
+    def from_seed(cls, config: Any, seed: int) -> Self:
+        """Return a new model of this config."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device="cpu")
+        model.initialise(torch.Generator().manual_seed(seed))
+        return model
 
     def initialise(self, generator: torch.Generator) -> None:
         """Give every parameter and every buffer its initial value."""
-
-
-Model = TypeVar("Model", bound=Fillable)
-
-
-def filled(build: Callable[[], Model], seed: int) -> Model:
-    """Build a model and fill it with weights that depend only on the seed."""
-    with torch.device("meta"):
-        model = build()
-    model.to_empty(device="cpu")
-    model.initialise(torch.Generator().manual_seed(seed))
-    return model
+        raise NotImplementedError
