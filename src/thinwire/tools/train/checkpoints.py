@@ -5,12 +5,11 @@
         rank0.pt ...    state of one rank: residuals, momentum, buffers, random number generators
         manifest.json   the size and SHA-256 of each file; written last
 
-All files are written into a hidden folder and synced to disk. Then the folder is renamed. A process that is killed at
-any moment leaves the previous checkpoint intact. On nodes without a shared disk, each node keeps the files of its own
-ranks, and the weights. One rank of each such node, the leader, manages the folder.
+All files are written into a hidden folder and synced to disk. Then the folder is renamed, so that a process that is
+killed leaves the previous checkpoint intact. On nodes without a shared disk, each node keeps the weights and files of
+its own ranks. One rank of each such node, the leader, manages the folder.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -71,10 +70,7 @@ class Checkpoints:
         """Whether this rank manages the folder."""
 
     def save(self, step: int, shared: State, own: State) -> None:
-        """Write a checkpoint; raise OSError on all ranks if one rank cannot write its part.
-
-        In that case the previous checkpoints stay intact.
-        """
+        """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
         final = self._of(step)
         hidden = self._folder / f".{final.name}.partial"
         self._together(lambda: self._prepare(hidden) if self.leads else None)
@@ -82,12 +78,12 @@ class Checkpoints:
         self._together(lambda: self._publish(hidden, final=final, step=step, written=written) if self.leads else None)
 
     def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
-        """Return the newest checkpoint that is intact on all ranks, or None if there is no checkpoint.
+        """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
 
         use   continues from a checkpoint. It may raise ValueError if the run is another one, and any of `_UNREADABLE`
               if the content is not what a run writes; then the checkpoint before it is used.
 
-        Each damaged checkpoint is reported. Raises ValueError if there are checkpoints but none can be used.
+        Raises ValueError if there are checkpoints but none can be used.
         """
         self._together(lambda: self._put_back() if self.leads else None)
         found = self._control.gather(sorted(self._steps()))
@@ -128,7 +124,7 @@ class Checkpoints:
                 os.rename(hidden, final)
 
     def _write(self, hidden: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
-        files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
+        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
         return {name: write_file(hidden / name, state) for name, state in files.items()}
 
     def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
@@ -214,10 +210,7 @@ class Checkpoints:
         self._control.gather(None)
 
     def _choose_leaders(self) -> bool:
-        """Return whether this rank is a leader.
-
-        Leaders are rank 0, and local rank 0 of each node that does not see the folder of rank 0.
-        """
+        """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""
         token = self._control.from_first(os.urandom(8).hex())
         path = self._folder.parent / f".disk-{token}"
         if self._place.rank == 0:
@@ -230,32 +223,14 @@ class Checkpoints:
         return leads
 
 
-class _Hashing:
-    """A writable file that computes the SHA-256 of the data."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.hash = file, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def write_file(path: Path, state: State) -> dict[str, Any]:
-    """Save a state to a file atomically, sync it to disk, and return its size and SHA-256.
-
-    Raises OSError if the file cannot be written.
-    """
+    """Save a state to a file atomically, and return its size and SHA-256; raise OSError if it cannot be written."""
     with replacing(path) as file:
-        hashing = _Hashing(file)
         try:
-            torch.save(state, hashing)  # type: ignore[arg-type]
+            torch.save(state, file)
         except RuntimeError as error:  # torch's writer hides the error of the disk
             raise (error.__cause__ or error.__context__ or OSError(str(error))) from None
-        return {"bytes": file.tell(), "sha256": hashing.hash.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _check_file(path: Path, expected: object) -> None:

@@ -1,9 +1,8 @@
 """Small messages between ranks: one in every step, and values that the ranks must agree on now and then.
 
-A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. Instead, its
-message carries a flag. It is sent before the exchange of a step and read after it, when it has arrived. So no rank
-waits for it, and all ranks read the same values. It also carries the loss, so that the mean over ranks costs no further
-message. Where steps have no exchange, because they are local, messages are read some steps later.
+A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. So the message of
+a step carries a flag, and the loss. It is sent before the exchange of the step and read after it, when it has arrived:
+no rank waits for it, and all read the same. Where steps are local, messages are read some steps later.
 """
 
 import pickle

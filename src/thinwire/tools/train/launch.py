@@ -44,9 +44,7 @@ _READY_SECONDS = 0.05
 
 
 def launch(config: Config, why_relay: str | None = None) -> int:
-    """Train with ranks on this machine and return the exit code.
-
-    It is 0 if training finished, 128 plus the number of the signal that stopped it, and 1 or 2 after an error.
+    """Train with ranks on this machine and return the exit code of `command.run`.
 
     why_relay   why links of a given rate need a relay; None if they can be network namespaces.
     """
@@ -106,11 +104,7 @@ class _Signals:
 
 
 def join(config: Config, place: Place) -> int:
-    """Train as one of the ranks that torchrun has started, and return the exit code.
-
-    It is 0 if training finished, and 128 plus the number of SIGTERM if a signal stopped it. After an error the process
-    exits with code 1 or 2.
-    """
+    """Train as one of the ranks that torchrun has started; return the exit code, or after an error end the process."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
         device = pick_device(config.device, place.local_rank)
@@ -174,10 +168,7 @@ def _why_no_group(text: str) -> str:
 
 
 def _prepare(config: Config, place: Place, store: Any) -> None:
-    """Download the data on local rank 0 of each node, while the other ranks wait.
-
-    The wait has no timeout, because a download may take long. It ends with OSError if a rank fails.
-    """
+    """Download the data on local rank 0 of each node, while others wait, however long; raise OSError if one fails."""
     if place.local_rank == 0:
         _fetch(config)
     if store.add(_READY, 1) == place.world_size:
@@ -191,8 +182,7 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
 def _report(error: WorkerError) -> int:
     """Print the error of a rank and return the exit code.
 
-    A ValueError or OSError of the rank is caused by the user's input: it is one line, and the code is 2. Any other
-    error is printed with its traceback, if there is one, and the code is 1.
+    A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.
     """
     given = error.reason.startswith("raised ") and not error.trace
     text = error.reason.partition(": ")[2] if given else str(error)
@@ -224,8 +214,7 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
 def _is_first_of_node() -> bool:
     """Return whether this rank is the first of its node that asks, so that one rank reports where the store is lost.
 
-    It binds a name that the system frees when the process ends. Other systems than Linux have no such names: there,
-    every rank of the node is the first.
+    It binds a name that the system frees when the process ends; on other systems than Linux each rank is the first.
     """
     if sys.platform != "linux":
         return True

@@ -161,7 +161,10 @@ class Training:
             self._evaluate()  # resumed at the last step, from a checkpoint without an evaluation of it
         self._save()
         if not stops:
-            self._write_weights()
+            with self._learner.evaluating(self._control.total):
+                weights = self._learner.weights()
+                if self._place.rank == 0:
+                    write_file(self._folder / "weights.pt", weights)
         self._ranks = self._control.gather(self._sent_here())
         self._end("stopped" if stops else "finished")
         return self._result(finished=not stops)
@@ -307,13 +310,6 @@ class Training:
         }
         self._checkpoints.save(self._counts.step, shared, {"learner": own})
         self._saved = self._counts.step
-
-    def _write_weights(self) -> None:
-        """Write the state_dict of the model alone, for torch.load(path, weights_only=True)."""
-        with self._learner.evaluating(self._control.total):
-            weights = self._learner.weights()
-            if self._place.rank == 0:
-                write_file(self._folder / "weights.pt", weights)
 
     def _so_far(self) -> dict[str, Any]:
         counts = self._counts

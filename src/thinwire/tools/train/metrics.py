@@ -51,10 +51,7 @@ class Metrics:
         self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
-        """Write a line to metrics.jsonl, and its numbers to the other sinks under the name kind/name.
-
-        A number that is not finite, such as a loss, becomes null, because JSON has no NaN.
-        """
+        """Write a line to metrics.jsonl, with null for NaN, and its numbers to other sinks under the name kind/name."""
         self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
         scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
         for write, _ in self._sinks:
@@ -68,10 +65,7 @@ class Metrics:
 
 
 def chosen_sinks(names: Sequence[str]) -> list[str]:
-    """Return the names of the sinks to open besides metrics.jsonl.
-
-    Raises ValueError if a name is unknown, its package is not installed, or it contradicts another name.
-    """
+    """Return the names of the sinks to open besides metrics.jsonl; raise ValueError for names that are not possible."""
     unknown = [name for name in names if name not in SINKS]
     if unknown or not names:
         raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")

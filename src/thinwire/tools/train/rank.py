@@ -35,12 +35,7 @@ class Rank:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        config: Config,
-        place: Place | None = None,
-        counter: Counter | None = None,
+        self, rank: int, world_size: int, config: Config, place: Place | None = None, counter: Counter | None = None
     ) -> None:
         self._place = place or Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
         if counter is None and self._place.on_one_machine:
@@ -100,10 +95,7 @@ class Rank:
                     raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: give all the same")
 
     def _with_folder(self, control: Control, stack: ExitStack) -> Config:
-        """Return the config with the folder of the run, which rank 0 chooses and keeps locked until the end.
-
-        An error with the folder is raised as ValueError on all ranks.
-        """
+        """Return the config with the folder of the run, which rank 0 chooses and locks; raise its error on all."""
         folder, fault = None, None
         if self._place.rank == 0:
             try:
@@ -136,10 +128,9 @@ class Rank:
 
 @contextmanager
 def on_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of a SIGTERM, and of a SIGINT unless this process ignores it.
+    """Call `handle` with the number of a SIGTERM or SIGINT, unless this process ignores it.
 
-    Repeated signals should change nothing, because a cluster sends them to all processes, and the parent passes its own
-    on. To end a process at once, use SIGKILL.
+    Signals may be repeated: a cluster sends them to all processes, and the parent passes its own on.
     """
     heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: handle(number)) for number in heard}
