@@ -140,7 +140,7 @@ class KilledWhileWriting:
         sync = os.fsync
 
         def sync_half(file: int) -> None:
-            if os.readlink(f"/proc/self/fd/{file}").endswith(f"{self.step:08}.partial/rank1.pt"):
+            if f"{self.step:08}.partial/.rank1.pt." in os.readlink(f"/proc/self/fd/{file}"):
                 os.truncate(file, os.fstat(file).st_size // 2)
                 os.killpg(0, signal.SIGKILL)
             sync(file)

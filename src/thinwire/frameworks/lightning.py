@@ -38,10 +38,7 @@ class Attach(pl.Callback):
         self._stage = stage
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the model, which is DDP by now, and go on with the residuals of a checkpoint.
-
-        A second fit() of a module has a new DDP model, and goes on with the residuals of the first.
-        """
+        """Attach to the model, which is DDP by now, with the residuals of a checkpoint, or of a fit() before."""
         if self._loaded is None and self.sync is not None and self._module is not None and self._module() is pl_module:
             self._loaded = self.sync.state_dict()
         self._module = ref(pl_module)

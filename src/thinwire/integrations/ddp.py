@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,10 @@ from .backward import after_backward
 from .fsdp import AttachedModel, ShardedParameters, check_module, sharded_parameters
 
 _ADAM_LIKE = (
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
+    torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
     torch.optim.Adagrad,
-)  # AdamW is an Adam
+)  # fmt: skip
+"""Optimizers with a second moment; AdamW is an Adam."""
 
 
 def attach(
@@ -111,36 +108,24 @@ def _sharded(model: object, group: Group) -> ShardedParameters:
     return found
 
 
-class Receiver(Protocol):
-    """The object that sends the buckets of a model: a `Synchronizer`, or an optimizer of thinwire."""
-
-    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step."""
-
-
 @dataclass
 class _HookState:
-    receiver: Receiver
+    receiver: Any
+    """A `Synchronizer`, or an optimizer of thinwire."""
     names: dict[int, str]
     may_be_unused: bool
     waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
     """Buckets of the current backward pass of `attach`, until the last one."""
     error: Exception | None = None
-    """The error of this backward pass, if any.
-
-    It is raised after the pass, because an error in a hook would leave DDP unusable.
-    """
+    """The error of this backward pass, raised after it: an error in a hook would leave DDP unusable."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave everything out of a copy of the model, such as that of an AveragedModel, which has no hook either."""
         return object, ()
 
 
-def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
-    """Register a synchronizer or an optimizer as the model's communication hook.
-
-    Raises ValueError for a model with sparse gradients: an error inside the hook would leave DDP unusable.
-    """
+def register_ddp_hook(ddp: DistributedDataParallel, receiver: Any) -> None:
+    """Register a synchronizer or an optimizer as the model's communication hook; refuse sparse gradients."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     everything = ddp.module.named_parameters()
     named = {plain_name(name): parameter for name, parameter in everything if name not in ignored}
@@ -149,7 +134,7 @@ def register_ddp_hook(ddp: DistributedDataParallel, receiver: Receiver) -> None:
     for name, parameter in named.items():
         if id(parameter) in sparse and parameter.requires_grad:
             raise ValueError(f"the gradient of {name!r} is sparse, expected a dense one: make its layer sparse=False")
-    sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync  # type: ignore[attr-defined]
+    sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync
     sync.register_parameters(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
     state = _HookState(receiver, names, ddp.find_unused_parameters)
@@ -169,15 +154,13 @@ def _hook_of_sync(
 
     The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
     """
-    sync, parameters = state.receiver, bucket.parameters()
-    assert isinstance(sync, Synchronizer)
-    last, flat = bucket.is_last(), _flat(state, bucket)
+    sync, flat = state.receiver, _flat(state, bucket)
     if bucket.index() == 0:
         state.waiting = []
     future = _future_of(flat)
-    state.waiting.append((future, flat, parameters))
+    state.waiting.append((future, flat, bucket.parameters()))
     _add(state, bucket, flat)
-    if last:
+    if bucket.is_last():
         waiting, state.waiting = state.waiting, []
         if state.error is None:
             try:
@@ -201,7 +184,7 @@ def _hook_of_optimizer(
     flat = _flat(state, bucket)
     _add(state, bucket, flat)
     if bucket.is_last() and state.error is None:
-        after_backward(state.receiver.watch_gradients)  # type: ignore[attr-defined]
+        after_backward(state.receiver.watch_gradients)
     future = _future_of(flat)
     future.set_result(flat.tensor)
     return future
@@ -240,10 +223,7 @@ def _flat(state: _HookState, bucket: Any) -> Bucket:
 
 
 def _write_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:
-    """Write the averages of parameters that no rank used, whose gradients DDP drops.
-
-    They are not zero if residuals were sent for these parameters.
-    """
+    """Write the averages of parameters that no rank used, which DDP drops: they are not zero if residuals were sent."""
     if sync.finite is None:  # nothing is compressed, so there are no residuals
         return
     for _, bucket, parameters in buckets:

@@ -6,8 +6,7 @@
 
 FSDP averages gradients inside a replica, as it does alone. Each rank then exchanges its shard with the ranks that hold
 the same shard of the other replicas. A parameter is a `DTensor`; all else in thinwire works on its local tensor, which
-is a plain one. FSDP calls hooks of parameters in the backward pass, when their gradients are reduced. When those of a
-bucket are there, it is sent.
+is a plain one. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its gradients are there.
 """
 
 import sys
@@ -48,11 +47,9 @@ def check_module(module: nn.Module) -> None:
 
 
 def sharded_parameters(named: Mapping[str, Tensor], group: Group) -> "ShardedParameters | None":
-    """Return the parameters of a sharded model; None if no parameter is sharded.
+    """Return the parameters of a sharded model; None if none is; raise ValueError if they cannot be exchanged by shard.
 
     group   the ranks that hold the same shard of the other replicas.
-
-    Raises ValueError for a model that cannot be exchanged shard by shard.
     """
     found = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
     if not found:
@@ -170,14 +167,13 @@ class ShardedParameters:
 
     def _positions_in(self, bucket: Bucket) -> Tensor:
         """Return positions in a bucket: some with the same distance, and the first element of each parameter."""
-        known = self._positions.get(bucket.names)
-        if known is None:
+        if bucket.names not in self._positions:
             ends = list(accumulate(bucket.sizes))
             firsts = [end - size for size, end in zip(bucket.sizes, ends, strict=True) if size]
             spread = range(0, bucket.tensor.numel(), max(1, bucket.tensor.numel() // _SAMPLES))
-            known = torch.tensor(sorted({*firsts, *spread}), dtype=torch.long, device=bucket.tensor.device)
-            self._positions[bucket.names] = known
-        return known
+            chosen = torch.tensor(sorted({*firsts, *spread}), dtype=torch.long, device=bucket.tensor.device)
+            self._positions[bucket.names] = chosen
+        return self._positions[bucket.names]
 
     def changed(self) -> str | None:
         """Return the name of a parameter whose gradient has changed since it was copied into its bucket, if any is.
@@ -245,14 +241,10 @@ class AttachedModel:
     """Averages the gradients of a sharded model in its backward pass, for any optimizer."""
 
     def __init__(self, parameters: ShardedParameters, sync: Synchronizer) -> None:
-        self.sync, self._parameters = sync, parameters
+        self.sync, self._parameters, self.add_bucket = sync, parameters, sync.add_bucket
         parameters.name_lost_ranks(sync)
         sync.register_parameters(parameters.tensors.items())
         self._backward = BackwardPass(parameters, self)
-
-    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step."""
-        self.sync.add_bucket(bucket, first=first, last=last)
 
     def end_backward(self, error: Exception | None) -> None:
         """Wait for the averages, which are then in the gradients; after an error, the gradients are NaN."""

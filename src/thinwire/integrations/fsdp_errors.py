@@ -1,8 +1,7 @@
 """Names the rank that was lost when a collective of FSDP itself fails.
 
-gloo's own error says which connection was closed, not whose. So the all-gathers and reduce-scatters of a sharded model
-are called through `NamedCollective`. After an error it looks for the rank whose connection to thinwire was closed, too,
-and reports it to the other shards and replicas.
+gloo's own error does not say whose connection was closed. So the all-gathers and reduce-scatters of a sharded model are
+called through `NamedCollective`, which after an error looks for the rank whose connection to thinwire was closed, too.
 """
 
 import gc

@@ -5,8 +5,7 @@ from hashlib import blake2b
 import pytest
 import torch
 
-from thinwire.tools.train.draws import below, normal, numbers
-from thinwire.tools.train.order import order
+from thinwire.tools.train.draws import below, normal, numbers, order
 
 
 def test_every_epoch_is_a_permutation_of_its_own() -> None:

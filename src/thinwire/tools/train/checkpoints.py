@@ -5,12 +5,11 @@
         rank0.pt ...    state of one rank: residuals, momentum, buffers, random number generators
         manifest.json   the size and SHA-256 of each file; written last
 
-All files are written into a hidden folder and synced to disk. Then the folder is renamed. A process that is killed at
-any moment leaves the previous checkpoint intact. On nodes without a shared disk, each node keeps the files of its own
-ranks, and the weights. One rank of each such node, the leader, manages the folder.
+All files are written into a hidden folder and synced to disk. Then the folder is renamed, so that a process that is
+killed leaves the previous checkpoint intact. On nodes without a shared disk, each node keeps the weights and files of
+its own ranks. One rank of each such node, the leader, manages the folder.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -46,6 +45,10 @@ _UNREADABLE = (
 """What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
 
 
+class _BadFileError(Exception):
+    """Raised for a file that is missing or is not what its manifest says."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint that was read."""
@@ -67,47 +70,42 @@ class Checkpoints:
         """Whether this rank manages the folder."""
 
     def save(self, step: int, shared: State, own: State) -> None:
-        """Write a checkpoint; raise OSError on all ranks if one rank cannot write its part.
-
-        In that case the previous checkpoints stay intact.
-        """
-        final = self._folder / f"step-{step:08}"
+        """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
+        final = self._of(step)
         hidden = self._folder / f".{final.name}.partial"
         self._together(lambda: self._prepare(hidden) if self.leads else None)
         written = self._together(lambda: self._write(hidden, shared, own))
         self._together(lambda: self._publish(hidden, final=final, step=step, written=written) if self.leads else None)
 
     def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
-        """Return the newest checkpoint that is intact on all ranks, or None if there is no checkpoint.
+        """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
 
         use   continues from a checkpoint. It may raise ValueError if the run is another one, and any of `_UNREADABLE`
               if the content is not what a run writes; then the checkpoint before it is used.
 
-        Each damaged checkpoint is reported. Raises ValueError if there are checkpoints but none can be used.
+        Raises ValueError if there are checkpoints but none can be used.
         """
         self._together(lambda: self._put_back() if self.leads else None)
         found = self._control.gather(sorted(self._steps()))
+        loaded: Loaded
         fault = "not every rank has the same"
         for step in sorted(set.intersection(*map(set, found)), reverse=True):
-            folder = self._folder / f"step-{step:08}"
-            loaded, fault_here = self._read(folder, step)
-            faults = self._faults(fault_here)
+            loaded, faults = self._attempt(step, partial(self._read, step))
             if not faults:
-                assert loaded is not None
-                faults = self._faults(_attempt(partial(use, loaded), folder))
+                _, faults = self._attempt(step, partial(use, loaded))
             if not faults:
                 self._set_aside(step)
                 return loaded
             fault = faults[0]
-            self._say(f"checkpoint {folder.name} is damaged and not used: {fault}")
+            self._say(f"checkpoint {self._of(step).name} is damaged and not used: {fault}")
         if any(found):
             raise ValueError(
                 f"none of the checkpoints in {self._folder} can be used: {fault}; to start anew give another --out"
             )
         return None
 
-    def _faults(self, fault_here: str | None) -> list[str]:
-        return [fault for fault in self._control.gather(fault_here) if fault]
+    def _of(self, step: int) -> Path:
+        return self._folder / f"step-{step:08}"
 
     # Writing.
 
@@ -126,7 +124,7 @@ class Checkpoints:
                 os.rename(hidden, final)
 
     def _write(self, hidden: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
-        files = {f"rank{self._place.rank}.pt": own, **({_SHARED: shared} if self.leads else {})}
+        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
         return {name: write_file(hidden / name, state) for name, state in files.items()}
 
     def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
@@ -142,7 +140,7 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
-            shutil.rmtree(self._folder / f"step-{old:08}")
+            shutil.rmtree(self._of(old))
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         """Run an action on every rank and return the results by rank; an OSError on one rank is raised on all ranks."""
@@ -164,39 +162,42 @@ class Checkpoints:
             if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", path.name) and path.is_dir():
                 yield int(path.name.removeprefix("step-"))
 
-    def _read(self, folder: Path, step: int) -> tuple[Loaded | None, str | None]:
-        """Return (checkpoint, None), or (None, reason) if a file that this rank needs is damaged."""
+    def _attempt(self, step: int, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Run an action that reads a checkpoint on every rank; return the result here, and the faults of all ranks."""
+        result, fault = None, None
+        try:
+            result = action()
+        except _BadFileError as error:
+            fault = str(error)
+        except _UNREADABLE as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            reason = str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {first_line}"
+            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:200]})"
+        return result, [each for each in self._control.gather(fault) if each]
+
+    def _read(self, step: int) -> Loaded:
+        """Read the files of a checkpoint that this rank needs; raise _BadFileError if one is missing or damaged."""
+        folder = self._of(step)
         path = folder / _MANIFEST
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
-                return None, f"{path} is of format {manifest['format']!r:.40}, expected {_FORMAT}"
+                raise _BadFileError(f"{path} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
             files, world_size = manifest["files"], manifest["world_size"]
             if type(world_size) is not int or not isinstance(files, dict):
                 raise TypeError
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
         except FileNotFoundError:
-            return None, f"{path} is missing"
+            raise _BadFileError(f"{path} is missing") from None
         except (*_UNREADABLE, ValueError):
-            return None, f"{path} cannot be read as a manifest"
+            raise _BadFileError(f"{path} cannot be read as a manifest") from None
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
-            if fault := _fault(folder / names[-1], files.get(names[-1])):
-                return None, fault
-        if fault := _fault(folder / _SHARED, files.get(_SHARED)):
-            return None, fault
-        states: dict[str, State] = {}
-
-        def load() -> None:
-            states.update((name, _load_state(folder / name)) for name in names)
-
-        if fault := _attempt(load, folder):
-            return None, fault
-        shared = states.pop(_SHARED)
-        return Loaded(
-            step=step, shared=shared, own=list(states.values()), same_world=world_size == self._place.world_size
-        ), None
+            _check_file(folder / names[-1], files.get(names[-1]))
+        _check_file(folder / _SHARED, files.get(_SHARED))
+        shared, *own = [_load_state(folder / name) for name in names]
+        return Loaded(step=step, shared=shared, own=own, same_world=world_size == self._place.world_size)
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
@@ -205,14 +206,11 @@ class Checkpoints:
                 if step > used:
                     damaged = self._folder / f"damaged-{step:08}"
                     shutil.rmtree(damaged, ignore_errors=True)
-                    os.rename(self._folder / f"step-{step:08}", damaged)
+                    os.rename(self._of(step), damaged)
         self._control.gather(None)
 
     def _choose_leaders(self) -> bool:
-        """Return whether this rank is a leader.
-
-        Leaders are rank 0, and local rank 0 of each node that does not see the folder of rank 0.
-        """
+        """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""
         token = self._control.from_first(os.urandom(8).hex())
         path = self._folder.parent / f".disk-{token}"
         if self._place.rank == 0:
@@ -225,60 +223,30 @@ class Checkpoints:
         return leads
 
 
-class _Hashing:
-    """A writable file that computes the SHA-256 of the data."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.hash = file, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def write_file(path: Path, state: State) -> dict[str, Any]:
-    """Save a state to a file atomically, sync it to disk, and return its size and SHA-256.
-
-    Raises OSError if the file cannot be written.
-    """
+    """Save a state to a file atomically, and return its size and SHA-256; raise OSError if it cannot be written."""
     with replacing(path) as file:
-        hashing = _Hashing(file)
         try:
-            torch.save(state, hashing)  # type: ignore[arg-type]
+            torch.save(state, file)
         except RuntimeError as error:  # torch's writer hides the error of the disk
             raise (error.__cause__ or error.__context__ or OSError(str(error))) from None
-        return {"bytes": file.tell(), "sha256": hashing.hash.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def _fault(path: Path, expected: object) -> str | None:
-    """Return how a file differs from the size and SHA-256 in the manifest, or None if it does not."""
+def _check_file(path: Path, expected: object) -> None:
+    """Raise _BadFileError if a file differs from the size and SHA-256 in the manifest."""
     try:
         actual = path.stat().st_size
         if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
-            return f"{path} is not in its manifest"
+            raise _BadFileError(f"{path} is not in its manifest")
         if actual != expected["bytes"]:
-            return f"{path} has {actual:,} bytes of {expected['bytes']:,}"
-        return None if sha256_of(path) == expected.get("sha256") else f"{path} has other bits than were written"
+            raise _BadFileError(f"{path} has {actual:,} bytes of {expected['bytes']:,}")
+        if sha256_of(path) != expected.get("sha256"):
+            raise _BadFileError(f"{path} has other bits than were written")
     except FileNotFoundError:
-        return f"{path} is missing"
+        raise _BadFileError(f"{path} is missing") from None
     except OSError as error:
-        return f"{path} cannot be read: {error}"
-
-
-def _attempt(action: Callable[[], None], path: Path) -> str | None:
-    """Run an action that reads a checkpoint; return the reason, as one line, if the content is not that of one."""
-    try:
-        action()
-    except _UNREADABLE as error:
-        lines = str(error).splitlines()
-        reason = (
-            str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
-        )
-        return f"{path} cannot be read as a checkpoint ({reason[:200]})"
-    return None
+        raise _BadFileError(f"{path} cannot be read: {error}") from None
 
 
 def _load_state(path: Path) -> State:

@@ -10,7 +10,6 @@ from thinwire.tools.links import LARGEST_WORLD
 from .config import FILE_ONLY, Config
 from .datasets import check_fit
 from .device import pick_device
-from .link import check_link
 from .metrics import chosen_sinks
 from .models import model_config
 
@@ -24,12 +23,11 @@ LARGEST_STEPS = 1 << 40
 
 def check(config: Config) -> None:
     """Raise ValueError if a training with this config cannot run."""
-    for name, least in {"steps": 1, "batch": 1, "workers": 1, "keep": 1, "log_every": 1}.items():
-        _at_least(config, name, least)
-    for name in ("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"):
-        _at_least(config, name, 0)
-    if config.steps > LARGEST_STEPS:
-        raise ValueError("--steps is too large, expected at most 2**40")
+    _at_least(config, 1, "steps", "batch", "workers", "shard", "keep", "log_every")
+    _at_least(config, 0, "warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed")
+    for name in ("steps", "local_steps"):
+        if getattr(config, name) > LARGEST_STEPS:
+            raise ValueError(f"{_label(name)} is too large, expected at most 2**40")
     if config.batch > LARGEST_BATCH:
         raise ValueError(f"--batch {config.batch}, expected at most {LARGEST_BATCH:,} samples per rank and step")
     if config.seed > LARGEST_SEED:
@@ -40,14 +38,12 @@ def check(config: Config) -> None:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
         raise ValueError(f"weight_decay {config.weight_decay:g}, expected 0 or more")
-    begins_alone = config.compressor == AUTO or config.local_steps > 0  # these need no warm-up
-    sends = sends_updates(config.compressor)
-    if sends and not begins_alone and config.optimizer == "adamw" and config.warmup_steps < 1:
+    needs_warmup = sends_updates(config.compressor) and config.compressor != AUTO and not config.local_steps
+    if needs_warmup and config.optimizer == "adamw" and config.warmup_steps < 1:
         raise ValueError(
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
-    check_link(config)
     _check_shard(config)
     _check_local_steps(config)
     max_bytes(None)  # raises ValueError if the environment variable is not valid
@@ -73,7 +69,6 @@ def local_compressor(config: Config) -> str:
 
 
 def _check_shard(config: Config) -> None:
-    _at_least(config, "shard", 1)
     if config.shard == 1:
         return
     if not config.model.startswith("gpt"):
@@ -87,8 +82,6 @@ def _check_shard(config: Config) -> None:
 def _check_local_steps(config: Config) -> None:
     if not config.local_steps:
         return
-    if config.local_steps > LARGEST_STEPS:
-        raise ValueError("--local-steps is too large, expected at most 2**40")
     if config.shard > 1:
         raise ValueError(
             f"--local-steps {config.local_steps} with --shard {config.shard}: each rank needs the whole model to take "
@@ -107,8 +100,12 @@ def check_world(config: Config, world_size: int) -> None:
         raise ValueError(f"--shard {config.shard} with {world_size} ranks, expected a divisor of their number")
 
 
-def _at_least(config: Config, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if value < least:
-        label = name if name in FILE_ONLY else f"--{name.replace('_', '-')}"
-        raise ValueError(f"{label} {value}, expected {least} or more")
+def _at_least(config: Config, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value < least:
+            raise ValueError(f"{_label(name)} {value}, expected {least} or more")
+
+
+def _label(name: str) -> str:
+    return name if name in FILE_ONLY else f"--{name.replace('_', '-')}"

@@ -1,8 +1,7 @@
 """Reader of CIFAR-10's binary version (https://www.cs.toronto.edu/~kriz/cifar.html), as an archive or as its files.
 
 A file is a sequence of records of 3,073 bytes: the label, then 32 x 32 red, green and blue values, row by row. The
-version for Python is not read, because it consists of pickles, which can run any code. The archive is read in memory.
-Only the six expected files are read from it, and nothing is written to disk.
+version for Python is not read, because pickles can run any code. Nothing of the archive is written to disk.
 """
 
 import gzip
@@ -25,14 +24,10 @@ _ROOM = 1 << 20
 
 
 def read_cifar(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return images (count, 3, 32, 32) and labels (count), both uint8, of "train" and of "test".
-
-    Raises ValueError if the files are missing or damaged.
-    """
+    """Return images (count, 3, 32, 32) and labels (count), both uint8, of "train" and "test"; refuse damaged files."""
     contents = _contents(folder)
     parts = {name: _records(where, content) for name, (where, content) in contents.items()}
-    train = [parts[name] for name in TRAIN]
-    images, labels = (torch.cat(tensors) for tensors in zip(*train, strict=True))
+    images, labels = map(torch.cat, zip(*(parts[name] for name in TRAIN), strict=True))
     return {"train": (images, labels), "test": parts[TEST]}
 
 
@@ -81,10 +76,7 @@ def _unpacked(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 class _Limited(gzip.GzipFile):
-    """A gzip file that raises ValueError if it unpacks to more than CIFAR-10.
-
-    Without a limit, a few kilobytes could unpack to any size.
-    """
+    """A gzip file that raises ValueError if it unpacks to more than CIFAR-10: a few kilobytes could, to any size."""
 
     def read(self, size: int | None = -1) -> bytes:
         piece = super().read(size)

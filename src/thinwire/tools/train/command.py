@@ -13,9 +13,9 @@ from tyro.conf import arg
 
 from thinwire.tools import fork_server
 from thinwire.tools.links.network import prepare
+from thinwire.tools.units import parse_link
 
 from .config import Config
-from .link import check_link
 from .place import Place
 from .recipes import defaults
 
@@ -36,26 +36,32 @@ class Options(Config):
 
 
 def run(options: Options) -> int:
-    """Train and return the exit code: 0 if training finished, 128 plus the number of the signal that stopped it.
-
-    After an error it is 1 or 2.
-    """
+    """Train and return the exit code: 0 if finished, 128 plus the number of a signal, and 1 or 2 after an error."""
     given = {name: value for name, value in vars(options).items() if name != "config"}
-    place, config = Place.of_torchrun(), Config(**given)
-    why_relay = None
+    place, config, why_relay = Place.of_torchrun(), Config(**given), None
     if config.link is not None:
-        if place is not None:
-            raise ValueError(
-                "--link, or link in the config of the run, under torchrun: expected ranks that thinwire train starts "
-                "itself, without torchrun"
-            )
-        check_link(config)
-        config = replace(config, device="cpu" if config.device == "auto" else config.device)
+        _check_link(config, place)
+        config = replace(config, device="cpu")
+        why_relay = prepare()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
     if place is None:
-        if config.link is not None:
-            why_relay = prepare()
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
         fork_server.start()  # before torch is imported here
     from .launch import join, launch  # imports torch, which --help and wrong options do not need
 
     return launch(config, why_relay) if place is None else join(config, place)
+
+
+def _check_link(config: Config, place: Place | None) -> None:
+    """Raise ValueError if ranks cannot be behind links of the rate that is given, before anything is started."""
+    if place is not None:
+        raise ValueError(
+            "--link, or link in the config of the run, under torchrun: expected ranks that thinwire train starts "
+            "itself, without torchrun"
+        )
+    assert config.link is not None
+    parse_link(config.link)
+    if config.device not in ("auto", "cpu") or config.shard > 1:
+        given = f"--shard {config.shard}" if config.shard > 1 else f"--device {config.device}"
+        raise ValueError(f"--link with {given}, expected ranks on the CPU with DDP: leave one of them out")
+    if config.download or "wandb" in config.log_to:
+        raise ValueError("--link with --download or --log-to wandb: ranks behind links reach no other network")

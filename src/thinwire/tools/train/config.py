@@ -4,6 +4,7 @@ A recipe sets the values, a file overrides them (`config_file.py`), and the comm
 does not import torch, so that `--help` is fast.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +107,7 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 
 def newest_run(recipe: str | None) -> Path | None:
-    """Return the folder of the run in runs/ that was started or resumed last, of one recipe or of any.
-
-    Returns None if there is no such run.
-    """
-    found = [path.parent for path in RUNS.glob(f"*/{CONFIG_FILE}") if _fits(path.parent.name, recipe)]
+    """Return the folder of the run in runs/ that was started or resumed last, of one recipe or of any; None if none."""
+    named = re.compile(".*" if recipe is None else rf"{re.escape(recipe)}(-\d+)?")
+    found = [path.parent for path in RUNS.glob(f"*/{CONFIG_FILE}") if named.fullmatch(path.parent.name)]
     return max(found, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime, default=None)
-
-
-def _fits(name: str, recipe: str | None) -> bool:
-    base, _, number = name.rpartition("-")
-    return recipe is None or name == recipe or (base == recipe and number.isdecimal())

@@ -26,7 +26,7 @@ _MEANT = {name: name for name in _NAMES} | {"learning_rate": "lr", "world_size":
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options that a file for `--config` gives; raise ValueError if it is not one.
 
-    The config.json of a run gives everything but its folder and whether it was resumed: it starts a run of its own.
+    The config.json of a run starts another run: it gives neither its folder nor whether it was resumed.
     """
     try:
         given = _values(_parse(path))

@@ -1,12 +1,10 @@
 """Small messages between ranks: one in every step, and values that the ranks must agree on now and then.
 
-A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. Instead, its
-message carries a flag. It is sent before the exchange of a step and read after it, when it has arrived. So no rank
-waits for it, and all ranks read the same values. It also carries the loss, so that the mean over ranks costs no further
-message. Where steps have no exchange, because they are local, messages are read some steps later.
+A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. So the message of
+a step carries a flag, and the loss. It is sent before the exchange of the step and read after it, when it has arrived:
+no rank waits for it, and all read the same. Where steps are local, messages are read some steps later.
 """
 
-import io
 import pickle
 from collections import deque
 from typing import Any, NamedTuple
@@ -85,6 +83,4 @@ class Control:
 
 def _pickled_bytes(value: Any) -> int:
     """Return the bytes of a value as torch sends it."""
-    buffer = io.BytesIO()
-    pickle.Pickler(buffer).dump(value)
-    return buffer.tell()
+    return len(pickle.dumps(value))

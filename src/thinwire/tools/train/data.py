@@ -1,8 +1,7 @@
 """Data that needs no download: the sources of Python's standard library, and handwritten digits (see digits/LICENSE).
 
-Samples form one endless stream, which depends only on the seed. In every step each rank takes its part of the stream.
-So a run can be repeated and resumed, two recipes see the same data, and four ranks see the same samples as two ranks
-with twice the batch size.
+Samples form one endless stream, which depends only on the seed, and of which each rank takes its part in every step. So
+four ranks see the same samples as two ranks with twice the batch size.
 """
 
 import gzip
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .draws import below, normal
-from .order import order
+from .draws import below, normal, order
 
 _VALIDATION_SHARE = 20
 """One source file in 20, or the last twentieth of a file, is for validation; of the digits, one in `_TEST_SHARE`."""
@@ -46,24 +44,19 @@ class Data(Protocol):
         """Return the number of samples in an epoch."""
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
-        """Return the samples from position `start` to start + size - 1 of the stream.
+        """Return the samples from position `start` to start + size - 1 of the stream, one epoch after another.
 
-        The stream is one epoch after another. Each epoch has an order of its own, which depends on the seed. Rank r of
-        P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
+        Rank r of P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
         """
 
     def validation(self, size: int) -> Iterator[Batch]:
-        """Yield the validation samples, at most `size` at a time.
-
-        They are always the same, and never in a training batch.
-        """
+        """Yield the validation samples, at most `size` at a time: always the same, and never in a training batch."""
 
 
 class Text:
     """Windows of `context` bytes of Python sources, or of a file; the target at each position is the next byte.
 
-    An epoch is the whole text, cut into windows without overlap. The start of the first window is drawn anew for each
-    epoch.
+    An epoch is the whole text, cut into windows without overlap, of which the first starts elsewhere in each epoch.
     """
 
     def __init__(self, context: int, *, file: Path | None = None, device: torch.device | str = "cpu") -> None:
@@ -90,9 +83,7 @@ class Text:
         """Yield windows that are spread evenly over the validation text."""
         room = len(self._validation) - self._context - 1
         device = self._train.device
-        starts = torch.linspace(
-            0, room, _VALIDATION_WINDOWS, dtype=torch.float64
-        ).long()  # on the CPU, for the same bits
+        starts = torch.linspace(0, room, _VALIDATION_WINDOWS, dtype=torch.float64).long()  # not on a GPU: other bits
         if device.type == "cuda":
             starts = starts.pin_memory().to(device, non_blocking=True)
         for part in starts.split(size):
@@ -106,8 +97,8 @@ class Text:
 class Digits:
     """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit.
 
-    noise   standard deviation of the noise that is added to every pixel, drawn anew in every epoch. White is 1 and
-            black 0. With 0.5 no model is ever certain, so that the losses of different trainings differ visibly.
+    noise   standard deviation of the noise that is added to every pixel, from 0 to 1, anew in every epoch. With 0.5 no
+            model is ever certain, so that the losses of different trainings differ visibly.
     """
 
     inputs: ClassVar = (1, 8, 8)
@@ -115,7 +106,10 @@ class Digits:
 
     def __init__(self, noise: float = 0.0, *, device: torch.device | str = "cpu") -> None:
         self._noise = noise
-        table = _digits().to(device)
+        path = resources.files(__package__).joinpath("digits/digits.csv.gz")
+        with path.open("rb") as packed, gzip.open(packed, "rt") as file:
+            rows = np.loadtxt(file, delimiter=",", dtype=np.float64)
+        table = torch.from_numpy(rows).to(device)  # 64 pixels from 0 to 16, followed by the digit
         inputs, targets = table[:, :-1].float().div(16).view(-1, *self.inputs), table[:, -1].long()
         kept = torch.arange(len(targets), device=device) % _TEST_SHARE == 0
         self._train, self._test = Batch(inputs[~kept], targets[~kept]), Batch(inputs[kept], targets[kept])
@@ -140,12 +134,6 @@ class Digits:
         return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
 
 
-def _digits() -> Tensor:
-    """Return rows of 64 pixels from 0 to 16, followed by the digit."""
-    with resources.files(__package__).joinpath("digits/digits.csv.gz").open("rb") as file:
-        return torch.from_numpy(np.loadtxt(gzip.open(file, "rt"), delimiter=",", dtype=np.float64))
-
-
 @torch.no_grad()
 def evaluate_batch(model: nn.Module, batch: Batch, device: torch.device) -> tuple[float, float, int]:
     """Return the sum of the losses, the number of correct predictions, and the number of targets."""
@@ -168,10 +156,7 @@ def file_parts(path: Path) -> tuple[bytes, bytes]:
 
 @cache
 def sources() -> tuple[bytes, bytes]:
-    """Return the standard library's sources, for training and for validation, joined in the order of the file names.
-
-    The tests of the library are left out. The part that a file belongs to depends only on its name.
-    """
+    """Return the standard library's sources without its tests, for training and for validation, by the files' names."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     parts: tuple[list[bytes], list[bytes]] = [], []

@@ -8,13 +8,11 @@ from .data import Data, Digits, Text
 from .images import CIFAR10, MNIST, FashionMNIST
 from .models import GPTConfig, ModelConfig, ResNet18Config
 
-FOLDERS: dict[str, type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {
-    "mnist": MNIST,
-    "fashion-mnist": FashionMNIST,
-    "cifar10": CIFAR10,
-}
+FOLDERS: dict[str, type[MNIST | FashionMNIST | CIFAR10]] = {
+    "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10,
+}  # fmt: skip
 """Image data sets that are read from a folder."""
-IMAGES: dict[str, type[Digits] | type[MNIST] | type[FashionMNIST] | type[CIFAR10]] = {"digits": Digits, **FOLDERS}
+IMAGES: dict[str, type[Digits | MNIST | FashionMNIST | CIFAR10]] = {"digits": Digits, **FOLDERS}
 DATASETS = ("text", *IMAGES)
 
 
@@ -48,9 +46,8 @@ def check_fit(config: ModelConfig, name: str) -> None:
     _check_name(name)
     if name == "text":
         if not isinstance(config, GPTConfig):
-            raise ValueError(
-                f"model {config.name} takes images, and text has none: use model gpt, or {_others(config)}"
-            )
+            others = _others(config.inputs)
+            raise ValueError(f"model {config.name} takes images, and text has none: use model gpt, or {others}")
         return
     data = IMAGES[name]
     if isinstance(config, GPTConfig):
@@ -59,7 +56,7 @@ def check_fit(config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"model {config.name} takes images of {_times(config.inputs)}, and {name} has {_times(data.inputs)}: "
             f"use model {'resnet18 or ' if data.inputs == ResNet18Config.inputs else ''}{_cnn(name)}, "
-            f"or {_others(config)}"
+            f"or {_others(config.inputs)}"
         )
     if config.classes < data.classes:
         raise ValueError(f"model {config.name} with classes={config.classes}, but {name} has {data.classes} classes")
@@ -76,11 +73,9 @@ def _cnn(name: str) -> str:
     return f"cnn:size={size}" if channels == 1 else f"cnn:channels={channels},size={size}"
 
 
-def _others(config: ModelConfig) -> str:
-    """Return the data that fits this model, as text for an error message."""
-    fitting = [
-        name for name, data in IMAGES.items() if not isinstance(config, GPTConfig) and data.inputs == config.inputs
-    ]
+def _others(inputs: tuple[int, ...]) -> str:
+    """Return the data with images of this shape, as text for an error message."""
+    fitting = [name for name, data in IMAGES.items() if data.inputs == inputs]
     return f"data {' or '.join(fitting)}" if fitting else "other data"
 
 

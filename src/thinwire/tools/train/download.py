@@ -1,7 +1,6 @@
 """Downloads data sets into a folder, with pooch, which the extra `thinwire[data]` installs.
 
-A file is accepted only if it has the SHA-256 that is listed here. It is written to a temporary file, which is renamed
-when it is complete and correct: a reader sees the old file or the new one.
+A file is renamed to its name when it is complete and has the SHA-256 that is listed here.
 """
 
 import sys
@@ -45,20 +44,17 @@ class Source:
     """URLs without the file's name, in the order in which they are tried."""
 
 
-def _mnist(name: str, nbytes: int, digest: str) -> File:
-    return File(name=f"{name}.gz", nbytes=nbytes, sha256=digest, unpacked=(name,))
-
+_MNIST = (
+    (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+    (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+    (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+    (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+)
+"""Size and SHA-256 of each of `idx.FILES` with .gz."""
 
 SOURCES = {
     "mnist": Source(
-        (
-            _mnist(
-                idx.files("train")[0], 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
-            ),
-            _mnist(idx.files("train")[1], 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-            _mnist(idx.files("t10k")[0], 1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-            _mnist(idx.files("t10k")[1], 4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
-        ),
+        tuple(File(f"{name}.gz", *facts, (name,)) for name, facts in zip(idx.FILES, _MNIST, strict=True)),
         ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
     ),
     "cifar10": Source(
@@ -75,12 +71,16 @@ SOURCES = {
 }
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def fetch(
     dataset: str,
     folder: Path,
     *,
     report: Report | None = None,
-    warn: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] = _to_stderr,
     sources: Mapping[str, Source] = SOURCES,
     tries: int = 3,
     pause: float = 1.0,
@@ -89,22 +89,39 @@ def fetch(
     """Download the files of a data set that the folder does not have, or has damaged, and return their names.
 
     report    called with a file's name, the number of bytes that are done, and its size
-    warn      called with a message if a file in the folder is damaged or a try fails; prints to stderr if not given
+    warn      called with a message if a file in the folder is damaged or a try fails
     tries     number of tries for each mirror, in turns with the others
     pause     seconds before the second try; doubled before each later try
     timeout   seconds without a connection, or without a byte, after which a try fails
 
-    Raises OSError, with the reason and advice, if a file cannot be downloaded or written, and ValueError if pooch is
-    not installed.
+    Raises OSError if a file cannot be downloaded or written, and ValueError if pooch is not installed.
     """
     if dataset not in sources:
         raise ValueError(f"data {dataset!r} cannot be downloaded, expected one of {', '.join(sources)}")
-    source, warn = sources[dataset], warn or _to_stderr
+    source = sources[dataset]
     with _clear_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     wanted = [file for file in source.files if not _have(folder, file, warn)]
     for file in wanted:
-        _fetch_file(folder, file, source.mirrors, report=report, warn=warn, tries=tries, pause=pause, timeout=timeout)
+        urls, faults = [mirror + file.name for mirror in source.mirrors] * tries, list[str]()
+        while urls:
+            url = urls.pop(0)
+            if faults:
+                time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
+            try:
+                _try(url, folder, file, report=report, timeout=timeout)
+                break
+            except _FailedTry as fault:
+                if fault.final:
+                    urls = [other for other in urls if other != url]
+                faults.append(f"{url}: {fault}")
+                warn(f"{faults[-1]}; {'trying again' if urls else 'giving up'}")
+        else:
+            tried = "1 try" if len(faults) == 1 else f"{len(faults)} tries"
+            raise OSError(
+                f"{file.name} could not be downloaded in {tried} ({'; '.join(faults)}); "
+                f"put {file.name} into {folder.absolute()} by hand, or try again later"
+            )
     return [file.name for file in wanted]
 
 
@@ -125,38 +142,6 @@ def _have(folder: Path, file: File, warn: Callable[[str], None]) -> bool:
     return digest == file.sha256
 
 
-def _fetch_file(
-    folder: Path,
-    file: File,
-    mirrors: tuple[str, ...],
-    *,
-    report: Report | None,
-    warn: Callable[[str], None],
-    tries: int,
-    pause: float,
-    timeout: float,
-) -> None:
-    asked = [mirror + file.name for mirror in mirrors] * tries
-    faults: list[str] = []
-    while asked:
-        url = asked.pop(0)
-        if faults:
-            time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
-        try:
-            _try(url, folder, file, report=report, timeout=timeout)
-            return
-        except _FailedTry as fault:
-            if fault.final:
-                asked = [other for other in asked if other != url]
-            faults.append(f"{url}: {fault}")
-            warn(f"{faults[-1]}; {'trying again' if asked else 'giving up'}")
-    tried = "1 try" if len(faults) == 1 else f"{len(faults)} tries"
-    raise OSError(
-        f"{file.name} could not be downloaded in {tried} ({'; '.join(faults)}); "
-        f"put {file.name} into {folder.absolute()} by hand, or try again later"
-    )
-
-
 def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> None:
     try:
         import pooch  # here, because only --download needs it
@@ -166,18 +151,18 @@ def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: 
     pooch.get_logger().setLevel("ERROR")
     downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=timeout)
     given: dict[str, Any] = {"fname": file.name, "path": folder, "downloader": downloader}
-    try:
-        with _clear_errors(folder / file.name, but=requests.RequestException):
+    with _clear_errors(folder / file.name):
+        try:
             pooch.retrieve(url, f"sha256:{file.sha256}", **given)
             (folder / file.name).chmod(0o644)  # pooch leaves it readable by its owner alone
-    except requests.HTTPError as error:
-        answer = error.response
-        code, reason = (answer.status_code, answer.reason) if answer is not None else (0, "without an answer")
-        raise _FailedTry(f"HTTP {code} {reason}", final=400 <= code < 500 and code not in _BUSY) from error
-    except requests.RequestException as error:
-        raise _FailedTry(_line(error), final=isinstance(error, requests.exceptions.SSLError)) from error
-    except ValueError as error:  # of another SHA-256
-        raise _FailedTry(_line(error)) from error
+        except requests.HTTPError as error:
+            answer = error.response
+            code, reason = (answer.status_code, answer.reason) if answer is not None else (0, "without an answer")
+            raise _FailedTry(f"HTTP {code} {reason}", final=400 <= code < 500 and code not in _BUSY) from error
+        except requests.RequestException as error:
+            raise _FailedTry(_line(error), final=isinstance(error, requests.exceptions.SSLError)) from error
+        except ValueError as error:  # of another SHA-256
+            raise _FailedTry(_line(error)) from error
 
 
 class _Progress:
@@ -212,13 +197,11 @@ class _FailedTry(Exception):
 
 
 @contextmanager
-def _clear_errors(path: Path, done: str = "written", but: type[Exception] | None = None) -> Iterator[None]:
-    """Replace an OSError of the disk, but not one of type `but`, by one with the path, the reason and advice."""
+def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
+    """Replace an OSError of the disk by one with the path, the reason and advice."""
     try:
         yield
     except OSError as error:
-        if but is not None and isinstance(error, but):
-            raise
         reason = error.strerror or str(error)
         full = error.errno in (ENOSPC, EDQUOT, EFBIG)
         advice = "remove it" if done == "read" else "make room there" if full else "check the path"
@@ -226,9 +209,4 @@ def _clear_errors(path: Path, done: str = "written", but: type[Exception] | None
 
 
 def _line(error: object) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return " ".join(str(error).split()) or type(error).__name__

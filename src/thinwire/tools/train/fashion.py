@@ -1,8 +1,7 @@
-"""Finds Fashion-MNIST in a folder that the user names, or in the folder of Debian's package.
+"""Finds Fashion-MNIST in a folder that the user names, or in the folder of Debian's package; it is never downloaded.
 
 The data set is that of Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
-learning algorithms", 2017. It is never downloaded. If a folder has some of the four files, a missing one is an error,
-and the other folder is not tried.
+learning algorithms", 2017.
 """
 
 from pathlib import Path
@@ -15,10 +14,7 @@ INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 
 
 def find_folder(folder: Path) -> Path:
-    """Return the first of `folder` and Debian's folder that has any of the files.
-
-    Raises ValueError if that folder lacks one of the files, or if neither folder has any.
-    """
+    """Return the first of `folder` and Debian's folder that has any of the files; raise ValueError if it lacks one."""
     for place in (folder, INSTALLED):
         missing = idx.missing_files(place)
         if not missing:

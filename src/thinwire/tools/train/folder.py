@@ -1,14 +1,12 @@
-"""The folder of a run: how it is chosen, and a lock, so that only one process writes into it.
+"""The folder of a run, in `runs/` or where --out says, and a lock, so that only one process writes into it.
 
-    config.json     the values of all options
-    metrics.jsonl   a line for each logged step, each evaluation, and the end
-    checkpoints/    see checkpoints.py
-    tensorboard/    logs for TensorBoard, if it is installed
-    weights.pt      the state_dict of the trained model; written when training ends
-    report.html     a page about the run; written when training ends
-    dense/          a folder like this one, of the dense reference
-
-Runs without a given folder go into `runs/`.
+config.json     the values of all options
+metrics.jsonl   a line for each logged step, each evaluation, and the end
+checkpoints/    see checkpoints.py
+tensorboard/    logs for TensorBoard, if it is installed
+weights.pt      the state_dict of the trained model; written when training ends
+report.html     a page about the run; written when training ends
+dense/          a folder like this one, of the dense reference
 """
 
 import json
@@ -44,19 +42,16 @@ def choose_folder(config: Config) -> Path:
 
 
 def _numbered(name: str) -> Path:
-    """Make and return the first of name, name-2, name-3 ... in runs/ that does not exist.
-
-    Two jobs never get the same folder, because mkdir fails for the second one.
-    """
+    """Make and return the first of name, name-2, name-3 ... in runs/ that does not exist, also for another job."""
     RUNS.mkdir(exist_ok=True)
-    number = 1
+    folder, number = RUNS / name, 1
     while True:
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir()
             return folder
         except FileExistsError:
             number += 1
+            folder = RUNS / f"{name}-{number}"
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -20,11 +20,7 @@ LARGEST = 1_000_000
 
 
 def files(part: str) -> tuple[str, str]:
-    """Return the names of the files of images and labels of a part, "train" or "t10k".
-
-    >>> files("t10k")
-    ('t10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')
-    """
+    """Return the names of the files of images and labels of a part, "train" or "t10k"."""
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 
 
@@ -44,11 +40,9 @@ def missing_files(folder: Path) -> list[str]:
 def read_parts(folder: Path, name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Read images (count, 1, 28, 28) and labels (count), both uint8, of "train" and of "test".
 
-    name   the expected data set, "MNIST" or "Fashion-MNIST"
-
-    Raises ValueError if a file is damaged or belongs to the other data set.
+    Raises ValueError if a file is damaged or not of the data set `name`, "MNIST" or "Fashion-MNIST".
     """
-    parts = {key: _read_part(folder, part) for key, part in (("train", "train"), ("test", "t10k"))}
+    parts = {"train": _read_part(folder, "train"), "test": _read_part(folder, "t10k")}
     for other, first in _FIRST_LABELS.items():
         if other != name and parts["train"][1][: len(first)].numpy().tobytes() == first:
             path = _find(folder, files("train")[1])
@@ -74,10 +68,7 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Read a file of samples of this shape, as uint8 with the count as first dimension.
-
-    Raises ValueError if the file has another content.
-    """
+    """Read a file of samples of this shape, as uint8 with the count first; raise ValueError for other content."""
     header, magic = 4 * (2 + len(shape)), 0x0800 + 1 + len(shape)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

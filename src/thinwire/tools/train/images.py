@@ -1,16 +1,9 @@
 """MNIST, Fashion-MNIST and CIFAR-10, from a folder.
 
-Images stay uint8 in memory, and each batch becomes float32 when it is requested. CIFAR-10's training images are shifted
-by up to 4 pixels each way, with black around them, and mirrored with probability 1/2. Both are drawn by the sample's
-position in the stream. So an image looks different in every epoch, but the same in any batch.
-
-With `device`, the images are on that device and batches are made there, of the same samples and with the same bits as
-on the CPU. The CPU neither copies images nor waits. P ranks that are simulated on one device share the loaded data, and
-can request the batches of all ranks at once:
-
-    data = CIFAR10(Path("data"), device="cuda")
-    inputs, targets = data.batch(consumed, P * size, seed)    # rank r has the part from r * size on
-    inputs = inputs.view(P, size, *data.inputs)
+Images stay uint8 on their device, and each batch becomes float32 there when it is requested, with the same bits on all
+devices. CIFAR-10's training images are shifted by up to 4 pixels each way, with black around them, and mirrored with
+probability 1/2. Both are drawn by the sample's position in the stream: so an image looks different in every epoch, but
+the same in any batch.
 """
 
 from collections.abc import Iterator
@@ -23,14 +16,15 @@ from torch.nn import functional as F
 
 from . import cifar, fashion, idx
 from .data import Batch
-from .draws import below
-from .order import order
+from .draws import below, order
 
 _SHIFT = 4
 
 
 class _Images:
     """A data set of images (count, channels, rows, columns) and labels (count), kept as uint8."""
+
+    classes: ClassVar = 10
 
     def __init__(
         self,
@@ -65,13 +59,9 @@ class _Images:
 
 
 class MNIST(_Images):
-    """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation.
-
-    The target is the digit.
-    """
+    """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation."""
 
     inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
-    classes: ClassVar = idx.CLASSES
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
         missing = idx.missing_files(folder)
@@ -84,13 +74,9 @@ class MNIST(_Images):
 
 
 class FashionMNIST(_Images):
-    """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation.
-
-    The target is the class.
-    """
+    """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation."""
 
     inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
-    classes: ClassVar = idx.CLASSES
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
         parts = idx.read_parts(fashion.find_folder(folder), "Fashion-MNIST")
@@ -98,13 +84,9 @@ class FashionMNIST(_Images):
 
 
 class CIFAR10(_Images):
-    """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation.
-
-    The target is the class.
-    """
+    """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation."""
 
     inputs: ClassVar = cifar.SHAPE
-    classes: ClassVar = cifar.CLASSES
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
         mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

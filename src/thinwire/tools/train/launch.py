@@ -14,8 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ from .download import SOURCES, fetch
 from .fashion import find_folder
 from .fresh_store import fresh_store
 from .place import Place
-from .rank import Rank
+from .rank import Rank, on_signals
 
 LIMIT_SECONDS = 600.0
 """Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
@@ -42,14 +41,10 @@ _BEFORE_GROUP_SECONDS = 10.0
 """Delay before a rank other than local rank 0 reports an error from before the group was formed."""
 _FAILED, _READY = "thinwire/failed", "thinwire/ready"
 _READY_SECONDS = 0.05
-_claim: socket.socket | None = None
-"""Name that the rank of a node has claimed that reports an error without a store."""
 
 
 def launch(config: Config, why_relay: str | None = None) -> int:
-    """Train with ranks on this machine and return the exit code.
-
-    It is 0 if training finished, 128 plus the number of the signal that stopped it, and 1 or 2 after an error.
+    """Train with ranks on this machine and return the exit code of `command.run`.
 
     why_relay   why links of a given rate need a relay; None if they can be network namespaces.
     """
@@ -58,7 +53,7 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     signals = _Signals()
     try:
         with (
-            signals,
+            on_signals(signals.handle),
             _links(config, why_relay) as net,
             Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers,
         ):
@@ -99,18 +94,9 @@ class _Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self.pass_on: Callable[[], None] | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
-        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int) -> None:
+        """Pass a signal on, or stop the program."""
         again, self.received = self.received is not None, self.received or number
         if self.pass_on is None or (again and number == signal.SIGINT):
             raise _Stop
@@ -118,11 +104,7 @@ class _Signals:
 
 
 def join(config: Config, place: Place) -> int:
-    """Train as one of the ranks that torchrun has started, and return the exit code.
-
-    It is 0 if training finished, and 128 plus the number of SIGTERM if a signal stopped it. After an error the process
-    exits with code 1 or 2.
-    """
+    """Train as one of the ranks that torchrun has started; return the exit code, or after an error end the process."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
         device = pick_device(config.device, place.local_rank)
@@ -186,10 +168,7 @@ def _why_no_group(text: str) -> str:
 
 
 def _prepare(config: Config, place: Place, store: Any) -> None:
-    """Download the data on local rank 0 of each node, while the other ranks wait.
-
-    The wait has no timeout, because a download may take long. It ends with OSError if a rank fails.
-    """
+    """Download the data on local rank 0 of each node, while others wait, however long; raise OSError if one fails."""
     if place.local_rank == 0:
         _fetch(config)
     if store.add(_READY, 1) == place.world_size:
@@ -203,8 +182,7 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
 def _report(error: WorkerError) -> int:
     """Print the error of a rank and return the exit code.
 
-    A ValueError or OSError of the rank is caused by the user's input: it is one line, and the code is 2. Any other
-    error is printed with its traceback, if there is one, and the code is 1.
+    A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.
     """
     given = error.reason.startswith("raised ") and not error.trace
     text = error.reason.partition(": ")[2] if given else str(error)
@@ -236,17 +214,16 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
 def _is_first_of_node() -> bool:
     """Return whether this rank is the first of its node that asks, so that one rank reports where the store is lost.
 
-    It binds a name that the system frees when the process ends. Other systems than Linux have no such names: there,
-    every rank of the node is the first.
+    It binds a name that the system frees when the process ends; on other systems than Linux each rank is the first.
     """
     if sys.platform != "linux":
         return True
-    global _claim
-    _claim = socket.socket(socket.AF_UNIX)
+    claim = socket.socket(socket.AF_UNIX)
     try:
-        _claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
+        claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
     except OSError:
         return False
+    claim.detach()  # stays open
     return True
 
 

@@ -8,8 +8,7 @@ With --local-steps, it is torch's optimizer inside `thinwire.LocalSteps`, which 
 With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
 
 CPU and CUDA use DDP, so that the exchange overlaps with the backward pass; local steps need none. Where torch cannot
-exchange tensors of the device, as with MPS, a copy of the model in CPU memory takes the gradients and runs the exchange
-and the step. Then its weights are copied back.
+exchange tensors of the device, as with MPS, a copy of the model in CPU memory runs the exchange and the step.
 """
 
 import copy
@@ -67,17 +66,14 @@ class Learner:
         torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
 
     def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
-        """Run one training step.
-
-        If anything is compressed, a gradient that is not finite on any rank leaves all weights unchanged. With local
-        steps, a rank whose weights are not finite when a round ends is left out of it.
+        """Run one training step. Compressed gradients that are not finite on a rank leave all weights unchanged.
 
         lr_factor         factor of the learning rate.
         before_backward   called with the loss before the backward pass.
         """
         for group, lr in zip(self._optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * lr_factor
-        loss = self._loss(self._module, batch)
+        loss = self._loss(batch)
         before_backward(loss.item())
         self._optimizer.zero_grad()
         loss.backward()
@@ -94,16 +90,14 @@ class Learner:
     def delay(self) -> int:
         """Return the number of steps for which an exchange of local steps is under way.
 
-        It is half a round, so that the time of the network is hidden behind local steps. A round of less than four
-        steps is too short to hide anything: there ranks wait, and have the same weights after each round.
+        Half a round hides the time of the network. Rounds of less than four steps are too short: there ranks wait.
         """
         every = self._config.local_steps
         return every // 2 if every >= 4 else 0
 
     def synchronize(self) -> None:
-        """Exchange local steps that were not exchanged yet, so that all ranks have the same weights. All ranks call."""
-        if isinstance(self._optimizer, thinwire.LocalSteps):
-            self._optimizer.synchronize()
+        """Exchange local steps that were not exchanged yet, so that ranks have the same weights. All ranks call it."""
+        self._optimizer.synchronize()
 
     def evaluate(self, batch: Batch) -> tuple[float, float, int]:
         """Return the sum of the losses, the number of correct predictions, and the number of targets."""
@@ -115,9 +109,7 @@ class Learner:
 
     @contextmanager
     def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
-        """Set the model up for evaluation, and restore it afterwards.
-
-        Float buffers, such as the means of batch norms, become the mean over ranks.
+        """Set the model up for evaluation, with the means over ranks of float buffers, and restore it afterwards.
 
         total   sums numbers over ranks.
         """
@@ -142,19 +134,14 @@ class Learner:
     # Content of a checkpoint.
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that is the same on all ranks, except for the model's buffers.
-
-        In the middle of a round of local steps, ranks have weights of their own, and this has those of one of them.
-        """
-        shared: dict[str, Any] = {"model": self.weights()}
-        if not self._is_ours:
-            shared["optimizer"] = self._optimizer.state_dict()
-        return shared
+        """Return the part of a checkpoint that is the same on all ranks, but for buffers and weights of local steps."""
+        theirs = {} if self._is_ours else {"optimizer": self._optimizer.state_dict()}
+        return {"model": self.weights(), **theirs}
 
     def own_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that belongs to this rank."""
         return {
-            "exchange": (self._optimizer if self._is_ours else self.sync).state_dict(),
+            "exchange": self._exchange.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": _random_state(self._device),
         }
@@ -162,8 +149,7 @@ class Learner:
     def add_common_state(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, with a second state that another number of ranks can load.
 
-        The first one is in the middle of a round of local steps. The second one is that after `synchronize()`, so
-        training does not go on from here, or it would have other bits. All ranks call this.
+        It is that after `synchronize()`: training must not go on from here, or it has other bits. All ranks call this.
         """
         own = copy.deepcopy(own)  # synchronize() changes the tensors in it
         self.synchronize()
@@ -188,14 +174,13 @@ class Learner:
         if not self._is_ours:
             self._optimizer.load_state_dict(shared["optimizer"])
         kind = "exchange" if same_world or "common" not in own[0] else "common"
-        (self._optimizer if self._is_ours else self.sync).load_state_dict([state[kind] for state in own])
+        self._exchange.load_state_dict([state[kind] for state in own])
         for group in self._optimizer.param_groups:  # may differ from the checkpoint's, as lr may
             group["weight_decay"] = self._config.weight_decay
-        has_buffers = isinstance(self._optimizer, thinwire.LocalSteps)  # in its state, those of float types
+        has_floats = isinstance(self._optimizer, thinwire.LocalSteps)  # in its state
         for name, buffer in self.model.named_buffers():
-            if has_buffers and buffer.is_floating_point():
-                continue
-            buffer.copy_(own[0]["buffers"][name])
+            if not (has_floats and buffer.is_floating_point()):
+                buffer.copy_(own[0]["buffers"][name])
         if same_world:
             _set_random_state(own[0]["random"], self._device)
 
@@ -211,6 +196,10 @@ class Learner:
     @property
     def _is_ours(self) -> bool:
         return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
+
+    @property
+    def _exchange(self) -> Any:
+        return self._optimizer if self._is_ours else self.sync
 
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
@@ -237,10 +226,10 @@ class Learner:
         sync = thinwire.attach(target, config.compressor) if is_ddp else Synchronizer(config.compressor)
         return theirs(target.parameters(), **given), sync
 
-    def _loss(self, module: nn.Module, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.precision == "bfloat16"):
-            scores = module(inputs)
+            scores = self._module(inputs)
         return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
     def _hand_over(self, twin: nn.Module) -> None:

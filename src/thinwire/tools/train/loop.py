@@ -1,16 +1,17 @@
 """The training loop of one rank, from the first step, or a checkpoint, to the end or a signal."""
 
+import copy
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from thinwire.sync.checkpoint import DamagedError
+from thinwire.sync.statistics import SyncStats
 from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 from thinwire.tools import loopback
 from thinwire.tools.loopback import Counter
@@ -50,164 +51,151 @@ class Counts:
     split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The outcome of a training."""
+class Training:
+    """The training of one rank, from the first step or from a checkpoint. All ranks make one, and call `run`.
 
-    result: Result
-    finished: bool
-    """False if a signal stopped it."""
+    config            the same on all ranks; `out` is the folder of the run
+    counter           counts the bytes that this rank sends; None if they cannot be counted
+    compile_seconds   seconds that the kernels took to compile or load
+    """
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What a training is given on one rank."""
-
-    config: Config
-    """The same on all ranks."""
-    folder: Path
-    place: Place
-    control: Control
-    device: torch.device
-    data: Data
-    counter: Counter | None
-    """Counts the bytes that this rank sends; None if they cannot be counted."""
-    compile_seconds: float
-    """Seconds that the kernels took to compile or load."""
-
-
-def train(setup: Setup, should_stop: Callable[[], bool]) -> Ended:
-    """Train from the first step, or from a checkpoint. All ranks call this."""
-    view = View(setup.config.steps, shown=setup.place.rank == 0)
-    try:
-        run = _Run(setup, view)
-        try:
-            return run.train(should_stop)
-        except BaseException:
-            with suppress(OSError):  # the disk may be the cause of the failure
-                run.end("failed")
-            raise
-        finally:
-            run.close()
-    finally:
-        view.close()
-
-
-class _Run:
-    def __init__(self, setup: Setup, view: View) -> None:
-        config, folder, place, control = setup.config, setup.folder, setup.place, setup.control
-        self.config, self.folder, self.place, self.control = config, folder, place, control
-        self.data, self.view = setup.data, view
-        self.learner = Learner(config, setup.device)
-        self.counts = Counts()
-        self.evaluated: dict[str, Any] | None = None
-        self.checkpoints = Checkpoints(folder, place=place, control=control, keep=config.keep, say=view.say)
-        loaded = self.checkpoints.load(self._go_on_from) if config.resume == "auto" else None
-        parameters = sum(parameter.numel() for parameter in self.learner.model.parameters())
-        self.resumed = loaded is not None
-        self.metrics: Metrics | None = None
-        if self.checkpoints.leads:
-            write_config(folder, config)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        place: Place,
+        control: Control,
+        device: torch.device,
+        data: Data,
+        counter: Counter | None,
+        compile_seconds: float,
+    ) -> None:
+        assert config.out is not None
+        self._config, self._folder, self._place, self._control, self._data = config, config.out, place, control, data
+        self._view = View(config.steps, shown=place.rank == 0)
+        self._learner = Learner(config, device)
+        self._counts = Counts()
+        self._evaluated: dict[str, Any] | None = None
+        self._checkpoints = Checkpoints(
+            self._folder, place=place, control=control, keep=config.keep, say=self._view.say
+        )
+        loaded = self._checkpoints.load(self._go_on_from) if config.resume == "auto" else None
+        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
+        if self._checkpoints.leads:
+            write_config(self._folder, config)
+        self._metrics: Metrics | None = None
         if place.rank == 0:
             facts = {
                 "world_size": place.world_size,
                 "parameters": parameters,
-                "device": str(setup.device),
-                "compile_seconds": setup.compile_seconds,
+                "device": str(device),
+                "compile_seconds": compile_seconds,
             }
-            self.metrics = Metrics(folder=folder, config=config, first_step=self.counts.step, more=facts)
-        view.say(
-            f"{config.recipe}: {config.model}, {parameters:,} parameters, {self.learner.describe_compressor()}, "
-            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {setup.device.type}, in {folder}"
+            self._metrics = Metrics(folder=self._folder, config=config, first_step=self._counts.step, more=facts)
+        self._view.say(
+            f"{config.recipe}: {config.model}, {parameters:,} parameters, {self._learner.describe_compressor()}, "
+            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {self._folder}"
         )
         if loaded is not None:
-            view.say(f"resuming from step {loaded.step}")
-        self.counter = setup.counter if loopback.is_counted() and not self.resumed else None
-        self.interface_bytes = self.counter.sent_bytes() if self.counter is not None else 0
-        self.last_sent = self.last_dense = self.last_skipped = 0
-        self.last_blocked: dict[str, float] = {}
-        self.last_warmup = self.last_refreshes = 0
-        self.events: dict[str, None] = {"resume": None} if self.resumed else {}
+            self._view.say(f"resuming from step {loaded.step}")
+        self._counter = counter if loopback.is_counted() and loaded is None else None
+        self._interface_bytes = 0 if self._counter is None else self._counter.sent_bytes()
+        self._seen = SyncStats()
+        """The statistics of the exchange that are in the counts."""
+        self._events: dict[str, None] = {} if loaded is None else {"resume": None}
         """What has sent further bytes since the last line of metrics, in order and once."""
-        self.last_loss, self.not_finite = 0.0, 0
-        self.ranks: list[dict[str, int]] = []
+        self._last_loss, self._not_finite = 0.0, 0
+        self._ranks: list[dict[str, int]] = []
         """What each rank has sent; known at the end."""
-        self.choice = self.learner.sync.choice
-        self.saved = self.counts.step if loaded is not None else -1
-        self.clock = time.perf_counter()
+        self._choice = self._learner.sync.choice
+        self._saved = -1 if loaded is None else loaded.step
+        self._clock = time.perf_counter()
 
-    def train(self, should_stop: Callable[[], bool]) -> Ended:
-        config, counts = self.config, self.counts
-        logged = Logged(counts)
+    def run(self, should_stop: Callable[[], bool]) -> Result:
+        """Train until the last step, or until a rank should stop."""
+        try:
+            return self._train(should_stop)
+        except BaseException:
+            with suppress(OSError):  # the disk may be the cause of the failure
+                self._end("failed")
+            raise
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+            self._view.close()
+
+    def _train(self, should_stop: Callable[[], bool]) -> Result:
+        config, counts = self._config, self._counts
+        logged, losses = copy.deepcopy(counts), list[float]()  # as of the last line of metrics, and since then
         stops, first = False, True
         while counts.step < config.steps and not stops:
             started = time.perf_counter()
-            start = counts.samples + self.place.rank * config.batch
-            batch = self.data.batch(start, config.batch, config.seed)
-            self.learner.learn(
-                batch, schedule(counts.step, config.steps), lambda loss: self.control.send_message(loss, should_stop())
+            start = counts.samples + self._place.rank * config.batch
+            batch = self._data.batch(start, config.batch, config.seed)
+            self._learner.learn(
+                batch, schedule(counts.step, config.steps), lambda loss: self._control.send_message(loss, should_stop())
             )
             counts.step += 1
             last = counts.step == config.steps
             evaluates, saves = last or _due(counts.step, config.eval_every), _due(counts.step, config.checkpoint_every)
-            later = 0 if evaluates or saves else min(self.learner.delay, _MOST_UNDER_WAY)
-            messages = self.control.read_messages(leave=later)
+            later = 0 if evaluates or saves else min(self._learner.delay, _MOST_UNDER_WAY)
+            messages = self._control.read_messages(leave=later)
             stops = any(message.stops for message in messages)
             if stops:
-                messages += self.control.read_messages()
-            counts.samples += config.batch * self.place.world_size
-            seconds = time.perf_counter() - started
-            self._count(seconds)
+                messages += self._control.read_messages()
+            counts.samples += config.batch * self._place.world_size
+            self._count(time.perf_counter() - started)
             self._show_choice()
             for number, message in enumerate(messages, start=1):
                 self._check_loss(message.loss, is_last=last and number == len(messages))
-                logged.add(message.loss)
-            self._note_events()
-            self.view.advance(counts.step)
-            if logged.losses and (first or last or stops or _due(counts.step, config.log_every)):
-                self._log(logged)
-                logged, first = Logged(counts), False
+                losses.append(message.loss)
+            self._view.advance(counts.step)
+            if losses and (first or last or stops or _due(counts.step, config.log_every)):
+                self._log(losses, logged)
+                logged, losses, first = copy.deepcopy(counts), [], False
             if evaluates:
                 self._evaluate()
             if not last and (stops or saves):
                 self._save(is_extra=not saves)
-        if not stops and (self.evaluated is None or self.evaluated["step"] != counts.step):
+        if not stops and (self._evaluated is None or self._evaluated["step"] != counts.step):
             self._evaluate()  # resumed at the last step, from a checkpoint without an evaluation of it
         self._save()
         if not stops:
-            self._write_weights()
-        self.ranks = self.control.gather(self._sent_here())
-        self.end("stopped" if stops else "finished")
-        return Ended(self._result(), not stops)
+            with self._learner.evaluating(self._control.total):
+                weights = self._learner.weights()
+                if self._place.rank == 0:
+                    write_file(self._folder / "weights.pt", weights)
+        self._ranks = self._control.gather(self._sent_here())
+        self._end("stopped" if stops else "finished")
+        return self._result(finished=not stops)
 
-    def end(self, reason: str) -> None:
-        self.counts.bytes_sent += self.control.take_bytes_sent()  # of the last checkpoint
-        if self.metrics is not None:
-            ranks = {"ranks": self.ranks} if self.ranks else {}
-            self.metrics.write("end", {**self._so_far(), **self._after_warmup(), "reason": reason, **ranks})
+    def _end(self, reason: str) -> None:
+        self._counts.bytes_sent += self._control.take_bytes_sent()  # of the last checkpoint
+        ranks = {"ranks": self._ranks} if self._ranks else {}
+        self._write("end", {**self._so_far(), **self._after_warmup(), "reason": reason, **ranks})
 
-    def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
+    def _write(self, kind: str, line: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, line)
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Continue from a checkpoint; raise ValueError if it is another run's, DamagedError if no run wrote it."""
         shared = loaded.shared
         counts, evaluated = _checked_counts(shared["counts"], loaded.step), _checked_scores(shared["evaluated"])
-        _check_same_run(self.config, shared["config"])
-        if loaded.step > self.config.steps:
+        _check_same_run(self._config, shared["config"])
+        if loaded.step > self._config.steps:
             raise ValueError(
-                f"--steps {self.config.steps}, but the run has done {loaded.step}: give more, or another --out"
+                f"--steps {self._config.steps}, but the run has done {loaded.step}: give more, or another --out"
             )
         try:
-            self.learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
+            self._learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
-        self.counts, self.evaluated = counts, evaluated
+        self._counts, self._evaluated = counts, evaluated
 
     def _count(self, seconds: float) -> None:
         """Add the time and the bytes of the last step to the totals."""
-        counts, blocked = self.counts, self._count_exchange()
+        counts, blocked = self._counts, self._count_exchange()
         parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
         split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
         split["compute"] = max(0.0, seconds - sum(split.values()))
@@ -216,91 +204,83 @@ class _Run:
 
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
-        counts, stats = self.counts, self.learner.sync.stats
-        sent, dense = stats.bytes_sent, stats.bytes_dense
-        counts.bytes_sent += sent - self.last_sent + self.control.take_bytes_sent()
-        counts.bytes_dense += dense - self.last_dense
-        counts.skipped += stats.skipped - self.last_skipped
-        self.last_sent, self.last_dense, self.last_skipped = sent, dense, stats.skipped
-        blocked = {name: total - self.last_blocked.get(name, 0.0) for name, total in stats.blocked.items()}
-        self.last_blocked = dict(stats.blocked)
-        return blocked
+        counts, stats, seen = self._counts, self._learner.sync.stats, self._seen
+        counts.bytes_sent += stats.bytes_sent - seen.bytes_sent + self._control.take_bytes_sent()
+        counts.bytes_dense += stats.bytes_dense - seen.bytes_dense
+        counts.skipped += stats.skipped - seen.skipped
+        if stats.warmup_bytes_sent > seen.warmup_bytes_sent:
+            self._events["warm-up"] = None
+        if stats.refreshes > seen.refreshes:
+            self._events["refresh"] = None
+        self._seen = replace(stats, blocked=dict(stats.blocked))
+        return {name: total - seen.blocked.get(name, 0.0) for name, total in stats.blocked.items()}
 
     def _synchronize(self) -> None:
         """Let all ranks have the same weights, in the middle of a round of local steps too."""
-        if self.config.local_steps:
-            self.learner.synchronize()
+        if self._config.local_steps:
+            self._learner.synchronize()
             self._count_exchange()
-
-    def _note_events(self) -> None:
-        """Note whether the last step was one of the warm-up, and whether the second moments were averaged after it."""
-        stats = self.learner.sync.stats
-        if stats.warmup_bytes_sent > self.last_warmup:
-            self.events["warm-up"] = None
-        if stats.refreshes > self.last_refreshes:
-            self.events["refresh"] = None
-        self.last_warmup, self.last_refreshes = stats.warmup_bytes_sent, stats.refreshes
 
     def _show_choice(self) -> None:
         """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
-        choice = self.learner.sync.choice
-        if choice is self.choice:
+        choice = self._learner.sync.choice
+        if choice is self._choice:
             return
-        self.choice = choice
-        if choice is not None and self.metrics is not None:
-            self.metrics.write("choice", {**self._so_far(), **choice.record()})
-            self.view.say(choice.describe())
+        self._choice = choice
+        if choice is not None:
+            self._write("choice", {**self._so_far(), **choice.record()})
+            self._view.say(choice.describe())
 
     def _check_loss(self, loss: float, *, is_last: bool) -> None:
-        self.last_loss = loss
-        self.not_finite = 0 if math.isfinite(loss) else self.not_finite + 1
-        kept = f"the last checkpoint is that of step {self.saved}" if self.saved >= 0 else "no checkpoint was written"
-        skipped = self.learner.sync.stats.skipped_in_a_row
+        """Raise ValueError if too many steps in a row were skipped or had a loss that is not finite."""
+        skipped, step, config = self._learner.sync.stats.skipped_in_a_row, self._counts.step, self._config
+        self._last_loss = loss
+        self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
+        lasts = config.local_steps  # a rank whose weights are not finite is left out when the round ends
         if skipped > SKIPPED_IN_A_ROW:
-            raise ValueError(
-                f"the last {skipped} steps, up to step {self.counts.step}, were skipped, because a gradient was not "
-                f"finite or too large to be squared: try a lower --lr than {self.config.lr:g}; {kept}"
+            fault = (
+                f"the last {skipped} steps, up to step {step}, were skipped, because a gradient was not finite or too "
+                "large to be squared"
             )
-        lasts = self.config.local_steps  # a rank whose weights are not finite is left out when the round ends
-        if self.not_finite == PATIENCE + lasts or (self.not_finite > lasts and is_last):
-            raise ValueError(
-                f"the loss has not been finite for {self.not_finite} steps, up to step {self.counts.step}: try a lower "
-                f"--lr than {self.config.lr:g}; {kept}"
-            )
+        elif self._not_finite == PATIENCE + lasts or (self._not_finite > lasts and is_last):
+            fault = f"the loss has not been finite for {self._not_finite} steps, up to step {step}"
+        else:
+            return
+        kept = f"the last checkpoint is that of step {self._saved}" if self._saved >= 0 else "no checkpoint was written"
+        raise ValueError(f"{fault}: try a lower --lr than {config.lr:g}; {kept}")
 
-    def _log(self, logged: "Logged") -> None:
-        counts, config = self.counts, self.config
-        seconds, split = logged.since(counts)
-        steps = max(1, counts.step - logged.step)
+    def _log(self, losses: list[float], before: Counts) -> None:
+        """Write a line about the steps since the last one, of which these are the losses."""
+        counts, config = self._counts, self._config
+        split = {phase: counts.split[phase] - before.split[phase] for phase in PHASES}
+        seconds, steps = max(sum(split.values()), 1e-9), max(1, counts.step - before.step)
         line = {
             **self._so_far(),
-            "loss": logged.loss / logged.losses,
+            "loss": sum(losses) / len(losses),
             "lr": config.lr * schedule(counts.step - 1, config.steps),
-            "samples_per_second": steps * config.batch * self.place.world_size / seconds,
+            "samples_per_second": steps * config.batch * self._place.world_size / seconds,
             "split": {phase: split[phase] / steps for phase in PHASES},
             "skipped": counts.skipped,
-            "events": list(self.events),
+            "events": list(self._events),
             **self._after_warmup(),
         }
-        self.events = {}
-        if self.metrics is not None:
-            self.metrics.write("step", line)
-            self.view.step(line)
+        self._events = {}
+        self._write("step", line)
+        self._view.step(line)
 
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
-        self.events["evaluation"] = None
+        self._events["evaluation"] = None
         self._synchronize()
         totals = [0.0, 0.0, 0.0]
-        with self.learner.evaluating(self.control.total):
-            for index, batch in enumerate(self.data.validation(_EVALUATION_BATCH)):
-                if index % self.place.world_size == self.place.rank:
-                    totals = [total + part for total, part in zip(totals, self.learner.evaluate(batch), strict=True)]
-        loss, right, count = self.control.total(totals)
-        self.evaluated = {**self._so_far(), "loss": loss / count, "accuracy": right / count}
-        if self.metrics is not None:
-            self.metrics.write("evaluation", self.evaluated)
-            self.view.evaluation(self.evaluated)
+        with self._learner.evaluating(self._control.total):
+            for index, batch in enumerate(self._data.validation(_EVALUATION_BATCH)):
+                if index % self._place.world_size == self._place.rank:
+                    totals = [total + part for total, part in zip(totals, self._learner.evaluate(batch), strict=True)]
+        loss, right, count = self._control.total(totals)
+        self._evaluated = {**self._so_far(), "loss": loss / count, "accuracy": right / count}
+        self._write("evaluation", self._evaluated)
+        self._view.evaluation(self._evaluated)
 
     def _save(self, *, is_extra: bool = False) -> None:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite.
@@ -310,37 +290,29 @@ class _Run:
         is_extra   it is due to a signal, and training stops. A run without the signal does not synchronize here, so the
                    checkpoint has both states, before it and after it.
         """
-        if self.saved == self.counts.step or not math.isfinite(self.last_loss):
+        if self._saved == self._counts.step or not math.isfinite(self._last_loss):
             return
-        self.events["checkpoint"] = None
+        self._events["checkpoint"] = None
         if not is_extra:
             self._synchronize()
-        own = self.learner.own_state()
-        if self.config.local_steps and is_extra:
+        own = self._learner.own_state()
+        if self._config.local_steps and is_extra:
             self._count_exchange()  # own_state() has waited for an exchange that was under way
-            dense = self.counts.bytes_dense
-            own = self.learner.add_common_state(own)
+            dense = self._counts.bytes_dense
+            own = self._learner.add_common_state(own)
             self._count_exchange()
-            self.counts.bytes_dense = dense  # these steps count when the resumed run ends the round
-        counts = {**vars(self.counts), "seconds": self._seconds()}
+            self._counts.bytes_dense = dense  # these steps count when the resumed run ends the round
         shared = {
-            "config": self.config.record(),
-            "counts": counts,
-            "evaluated": self.evaluated,
-            "learner": self.learner.shared_state(),
+            "config": self._config.record(),
+            "counts": {**vars(self._counts), "seconds": self._seconds()},
+            "evaluated": self._evaluated,
+            "learner": self._learner.shared_state(),
         }
-        self.checkpoints.save(self.counts.step, shared, {"learner": own})
-        self.saved = self.counts.step
-
-    def _write_weights(self) -> None:
-        """Write the state_dict of the model alone, for torch.load(path, weights_only=True)."""
-        with self.learner.evaluating(self.control.total):
-            weights = self.learner.weights()
-            if self.place.rank == 0:
-                write_file(self.folder / "weights.pt", weights)
+        self._checkpoints.save(self._counts.step, shared, {"learner": own})
+        self._saved = self._counts.step
 
     def _so_far(self) -> dict[str, Any]:
-        counts = self.counts
+        counts = self._counts
         return {
             "step": counts.step,
             "seconds": self._seconds(),
@@ -350,19 +322,17 @@ class _Run:
 
     def _after_warmup(self) -> dict[str, float]:
         """Return the reduction of this process's steps after the warm-up, if there are any."""
-        stats = self.learner.sync.stats
-        return (
-            {"reduction_after_warmup": stats.reduction_after_warmup}
-            if stats.bytes_sent > stats.warmup_bytes_sent
-            else {}
-        )
+        stats = self._learner.sync.stats
+        if stats.bytes_sent == stats.warmup_bytes_sent:
+            return {}
+        return {"reduction_after_warmup": stats.reduction_after_warmup}
 
     def _sent_here(self) -> dict[str, int]:
         """Return what this rank has sent in exchanges, and which part of the model it holds if that is sharded."""
-        stats, shard = self.learner.sync.stats, self.config.shard
-        replica = {"replica": self.place.rank // shard, "shard": self.place.rank % shard} if shard > 1 else {}
+        stats, shard = self._learner.sync.stats, self._config.shard
+        replica = {"replica": self._place.rank // shard, "shard": self._place.rank % shard} if shard > 1 else {}
         return {
-            "rank": self.place.rank,
+            "rank": self._place.rank,
             **replica,
             "bytes_between_nodes": stats.bytes_between_nodes,
             "bytes_inside_nodes": stats.bytes_inside_nodes,
@@ -370,44 +340,25 @@ class _Run:
         }
 
     def _seconds(self) -> float:
-        return self.counts.seconds + time.perf_counter() - self.clock
+        return self._counts.seconds + time.perf_counter() - self._clock
 
-    def _result(self) -> Result:
-        counts, score = self.counts, self.evaluated or {"loss": math.nan, "accuracy": None}
-        interface = None if self.counter is None else self.counter.sent_bytes() - self.interface_bytes
-        split = {phase: counts.split[phase] / max(1, counts.step) for phase in PHASES}
+    def _result(self, *, finished: bool) -> Result:
+        config, counts = self._config, self._counts
+        score = self._evaluated or {"loss": math.nan, "accuracy": None}
         return Result(
-            name=self.config.compressor
-            + (f" every {self.config.local_steps} steps" if self.config.local_steps else ""),
+            name=config.compressor + (f" every {config.local_steps} steps" if config.local_steps else ""),
             steps=counts.step,
             loss=score["loss"],
             accuracy=score["accuracy"],
             bytes_sent=counts.bytes_sent,
             bytes_dense=counts.bytes_dense,
             reduction_after_warmup=self._after_warmup().get("reduction_after_warmup"),
-            interface_bytes=interface,
+            interface_bytes=None if self._counter is None else self._counter.sent_bytes() - self._interface_bytes,
             seconds=self._seconds(),
-            split=split,
-            ranks=self.ranks,
+            split={phase: counts.split[phase] / max(1, counts.step) for phase in PHASES},
+            ranks=self._ranks,
+            finished=finished,
         )
-
-
-class Logged:
-    """The totals when the last line of metrics was written, and the sum and number of losses that came since then."""
-
-    def __init__(self, counts: Counts) -> None:
-        self.step, self.split = counts.step, dict(counts.split)
-        self.loss, self.losses = 0.0, 0
-
-    def add(self, loss: float) -> None:
-        """Add the loss of a step."""
-        self.loss += loss
-        self.losses += 1
-
-    def since(self, counts: Counts) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last line, in total and by phase."""
-        split = {phase: counts.split[phase] - self.split[phase] for phase in PHASES}
-        return max(sum(split.values()), 1e-9), split
 
 
 def _due(step: int, every: int) -> bool:
@@ -416,27 +367,25 @@ def _due(step: int, every: int) -> bool:
 
 def _checked_counts(saved: object, step: int) -> Counts:
     """Return the totals of a checkpoint; raise DamagedError if a value has another type than in `Counts`."""
-    if not isinstance(saved, dict) or saved.keys() != vars(Counts()).keys() or saved["step"] != step:
+    expected = vars(Counts())
+    if not isinstance(saved, dict) or saved.keys() != expected.keys() or saved["step"] != step:
         raise DamagedError("its counts do not match its step")
-    for name, default in vars(Counts()).items():
-        values, kind = [saved[name]], type(default)
-        if kind is dict:
-            if not isinstance(saved[name], dict) or saved[name].keys() != default.keys():
-                raise DamagedError(f"counts.{name} is of type {type(saved[name]).__name__}")
-            values, kind = list(saved[name].values()), float
-        if not all(_is_number(value, kind) and value >= 0 for value in values):
+    split = saved["split"]
+    if not isinstance(split, dict) or split.keys() != expected["split"].keys():
+        raise DamagedError(f"counts.split is of type {type(split).__name__}")
+    given = {**saved, **split}
+    for name, default in {**expected, **expected["split"]}.items():
+        if name != "split" and not (_is_number(given[name], type(default)) and given[name] >= 0):
             raise DamagedError(f"counts.{name} is not a number of at least 0")
     return Counts(**saved)
 
 
 def _checked_scores(saved: object) -> dict[str, Any] | None:
     """Return the evaluation of a checkpoint, or None if it has none; raise DamagedError if it is something else."""
-    if saved is None:
-        return None
     names = ("step", "seconds", "bytes_sent", "bytes_dense", "loss", "accuracy")
-    if not isinstance(saved, dict) or not all(_is_number(saved.get(name), float) for name in names):
-        raise DamagedError("its evaluation is incomplete")
-    return saved
+    if saved is None or (isinstance(saved, dict) and all(_is_number(saved.get(name), float) for name in names)):
+        return saved
+    raise DamagedError("its evaluation is incomplete")
 
 
 def _is_number(value: object, kind: type) -> bool:

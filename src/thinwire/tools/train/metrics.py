@@ -23,9 +23,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from thinwire.tools.files import replace_text
 from thinwire.tools.record import Writer, conditions
@@ -36,14 +36,8 @@ from .folder import METRICS_FILE
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
 
-class Sink(Protocol):
-    """A destination of metrics besides metrics.jsonl."""
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Write numbers by name, for a step."""
-
-    def close(self) -> None:
-        """Finish writing."""
+Sink = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
+"""A destination of metrics besides metrics.jsonl: writes numbers by name for a step, and closes."""
 
 
 class Metrics:
@@ -54,32 +48,24 @@ class Metrics:
         _cut(path, first_step)
         self._lines = Writer(path, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
-        self._sinks = [
-            _open(name, folder=folder, config=config, first_step=first_step) for name in chosen_sinks(config.log_to)
-        ]
+        self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
-        """Write a line to metrics.jsonl, and its numbers to the other sinks under the name kind/name.
-
-        A number that is not finite, such as a loss, becomes null, because JSON has no NaN.
-        """
+        """Write a line to metrics.jsonl, with null for NaN, and its numbers to other sinks under the name kind/name."""
         self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
         scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
-        for sink in self._sinks:
-            sink.write(scalars, int(line["step"]))
+        for write, _ in self._sinks:
+            write(scalars, int(line["step"]))
 
     def close(self) -> None:
         """Close the file and the other sinks."""
-        for sink in self._sinks:
-            sink.close()
+        for _, close in self._sinks:
+            close()
         self._lines.close()
 
 
 def chosen_sinks(names: Sequence[str]) -> list[str]:
-    """Return the names of the sinks to open besides metrics.jsonl.
-
-    Raises ValueError if a name is unknown, its package is not installed, or it contradicts another name.
-    """
+    """Return the names of the sinks to open besides metrics.jsonl; raise ValueError for names that are not possible."""
     unknown = [name for name in names if name not in SINKS]
     if unknown or not names:
         raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
@@ -97,51 +83,35 @@ def chosen_sinks(names: Sequence[str]) -> list[str]:
     return chosen
 
 
-class TensorBoard:
-    """Writes metrics for TensorBoard into the folder of the run."""
+def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
+    if name == "tensorboard":
+        return _open_tensorboard(folder, first_step)
+    return _open_wandb(folder, config, offline=name == "wandb-offline")
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+def _open_tensorboard(folder: Path, first_step: int) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Write numbers by name, for a step."""
+    writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+
+    def write(scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Close the writer."""
-        self._writer.close()
+    return write, writer.close
 
 
-class WandB:
-    """Writes metrics to Weights & Biases. The run there has the folder's name, and a resumed run continues it."""
-
-    def __init__(self, folder: Path, config: Config, offline: bool) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        name = folder.resolve().name
-        mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
-        try:
-            self._run: Any = wandb.init(
-                project="thinwire",
-                name=name,
-                id=_identity(folder),
-                resume="allow",
-                dir=str(folder),
-                mode=mode,
-                config=config.record(),
-            )
-        except Exception as error:  # for example without a login; wandb raises many kinds
-            raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log numbers by name, for a step."""
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+def _open_wandb(folder: Path, config: Config, offline: bool) -> Sink:
+    """Open the run with the folder's name at Weights & Biases. A resumed run continues it."""
+    wandb: Any = importlib.import_module("wandb")
+    name = folder.resolve().name
+    mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
+    given = {"resume": "allow", "dir": str(folder), "mode": mode, "config": config.record()}
+    try:
+        run: Any = wandb.init(project="thinwire", name=name, id=_identity(folder), **given)
+    except Exception as error:  # for example without a login; wandb raises many kinds
+        raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
+    return lambda scalars, step: run.log(dict(scalars), step=step), run.finish
 
 
 def _identity(folder: Path) -> str:
@@ -151,12 +121,6 @@ def _identity(folder: Path) -> str:
         name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # only characters that wandb allows
         path.write_text(f"{name}-{os.urandom(4).hex()}", encoding="utf-8")
     return path.read_text(encoding="utf-8")
-
-
-def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
-    if name == "tensorboard":
-        return TensorBoard(folder, first_step)
-    return WandB(folder, config, offline=name == "wandb-offline")
 
 
 def _cut(path: Path, first_step: int) -> None:

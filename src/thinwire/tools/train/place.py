@@ -23,9 +23,9 @@ class Place:
 
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Return the place that torchrun, or a launcher with the same environment variables, has set for this process.
+        """Return the place that torchrun, or a launcher with the same variables, has set; None without such a launcher.
 
-        Returns None if RANK and WORLD_SIZE are not set. Raises ValueError if a variable has no valid number.
+        Raises ValueError if a variable has no valid number.
         """
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return None

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -20,11 +19,11 @@ from .data import Data
 from .datasets import load_data
 from .device import pick_device
 from .folder import choose_folder, locked
-from .loop import Ended, Setup, train
+from .loop import Training
 from .models import model_config
 from .place import Place
 from .rehearsal import compile_kernels
-from .view import print_results
+from .view import Result, print_results
 
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
 
@@ -36,12 +35,7 @@ class Rank:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        config: Config,
-        place: Place | None = None,
-        counter: Counter | None = None,
+        self, rank: int, world_size: int, config: Config, place: Place | None = None, counter: Counter | None = None
     ) -> None:
         self._place = place or Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
         if counter is None and self._place.on_one_machine:
@@ -54,7 +48,7 @@ class Rank:
 
     def run(self) -> bool:
         """Train and return whether training finished; False if a signal stopped it."""
-        with _on_signals(self._stop), ExitStack() as stack:
+        with on_signals(lambda _: self._stop()), ExitStack() as stack:
             control = Control()
             self._compare(control)
             config = self._config
@@ -64,21 +58,23 @@ class Rank:
             self._compile_seconds = compile_kernels(config, self._place, control, self._device)
             if self._place.rank == 0:
                 print(f"kernels compiled or loaded in {self._compile_seconds:.1f} s", file=sys.stderr, flush=True)
-            ended = [self._train(config, folder=config.out, control=control, data=data)]
-            if config.compare_dense and ended[0].finished:
-                dense = dataclasses.replace(config, compressor="none", local_steps=0, compare_dense=False)
-                ended.append(self._train(dense, folder=config.out / "dense", control=control, data=data))
+            results = [self._train(config, control, data)]
+            if config.compare_dense and results[0].finished:
+                dense = dataclasses.replace(
+                    config, compressor="none", local_steps=0, compare_dense=False, out=config.out / "dense"
+                )
+                results.append(self._train(dense, control, data))
             if self._place.rank == 0:
-                self._show(ended, config.out)
-            return all(one.finished for one in ended)
+                self._show(results, config.out)
+            return all(result.finished for result in results)
 
-    def _train(self, config: Config, folder: Path, control: Control, data: Data) -> Ended:
+    def _train(self, config: Config, control: Control, data: Data) -> Result:
+        assert config.out is not None
         if self._place.local_rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            config.out.mkdir(parents=True, exist_ok=True)
         control.gather(None)
-        setup = Setup(
-            config=dataclasses.replace(config, out=folder),
-            folder=folder,
+        training = Training(
+            config,
             place=self._place,
             control=control,
             device=self._device,
@@ -86,7 +82,7 @@ class Rank:
             counter=self._counter,
             compile_seconds=self._compile_seconds,
         )
-        return train(setup, should_stop=lambda: self._stops)
+        return training.run(should_stop=lambda: self._stops)
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
@@ -99,10 +95,7 @@ class Rank:
                     raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: give all the same")
 
     def _with_folder(self, control: Control, stack: ExitStack) -> Config:
-        """Return the config with the folder of the run, which rank 0 chooses and keeps locked until the end.
-
-        An error with the folder is raised as ValueError on all ranks.
-        """
+        """Return the config with the folder of the run, which rank 0 chooses and locks; raise its error on all."""
         folder, fault = None, None
         if self._place.rank == 0:
             try:
@@ -115,40 +108,32 @@ class Rank:
             raise ValueError(fault)
         return dataclasses.replace(self._config, out=folder)
 
-    def _show(self, ended: list[Ended], folder: Path) -> None:
+    def _show(self, results: list[Result], folder: Path) -> None:
         try:
             report.write([folder], folder / "report.html")
         except (ValueError, OSError) as error:  # training is done, and its files are written
             print(f"the report could not be made: {error}", file=sys.stderr)
-        if all(one.finished for one in ended):
-            print_results([one.result for one in ended], self._place.world_size)
+        if all(result.finished for result in results):
+            print_results(results, self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:
             command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
             if Place.of_torchrun() is not None:
                 command = f"torchrun ... -m {command}"
-            print(f"stopped at step {ended[-1].result.steps}, checkpoint written; go on with: {command}", flush=True)
+            print(f"stopped at step {results[-1].steps}, checkpoint written; go on with: {command}", flush=True)
 
     def _stop(self) -> None:
         self._stops = True
 
 
 @contextmanager
-def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Stop training after the current step on SIGTERM, and on SIGINT unless this process ignores it.
+def on_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of a SIGTERM or SIGINT, unless this process ignores it.
 
-    Repeated signals change nothing, because a cluster sends them to all processes, and the parent passes its own on. To
-    end a process at once, use SIGKILL.
+    Signals may be repeated: a cluster sends them to all processes, and the parent passes its own on.
     """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop()
-
-    before = {
-        number: signal.signal(number, handle)
-        for number in (signal.SIGTERM, signal.SIGINT)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in heard}
     try:
         yield
     finally:

@@ -30,10 +30,7 @@ def mnist_cnn() -> Config:
 
 
 def fashion_cnn() -> Config:
-    """Return the config of a CNN for clothes of 28 x 28 pixels: minutes on two cores.
-
-    The images are those of Debian's package or of a local folder.
-    """
+    """Return the config of a CNN for clothes of 28 x 28 pixels, by Debian or from a folder: minutes on two cores."""
     return Config(
         recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=Path("data/fashion-mnist"),
         batch=64, steps=2000, optimizer="sgd",
@@ -43,10 +40,7 @@ def fashion_cnn() -> Config:
 
 
 def cifar10_resnet18() -> Config:
-    """Return the config of a ResNet-18 for photographs of 32 x 32 pixels, from a local folder or downloaded.
-
-    It is meant for an accelerator. The steps are 30 epochs on two ranks.
-    """
+    """Return the config of a ResNet-18 for photographs of 32 x 32 pixels: 30 epochs on two ranks with accelerators."""
     return Config(
         recipe="cifar10-resnet18", model="resnet18:width=64", data="cifar10", batch=128, steps=5860, optimizer="sgd",
         lr=0.1, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
@@ -63,10 +57,7 @@ RECIPES: dict[str | None, Callable[[], Config]] = {
 
 
 def defaults(arguments: Sequence[str]) -> Config:
-    """Return the options that hold unless the command line gives others.
-
-    They are those of the file for --config, and where it has none, of the resumed run or of the named recipe.
-    """
+    """Return the options of the file for --config, and where it has none, of the resumed run or of the recipe."""
     file = option(arguments, "config")
     given = {} if file is None else read_config(Path(file))
     name = option(arguments, "recipe") or given.get("recipe")

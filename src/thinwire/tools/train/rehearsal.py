@@ -1,8 +1,7 @@
 """Some steps before the clock starts, so that no step of the training waits for a kernel to be compiled.
 
-Two ranks that are threads train one small layer with the optimizer and the compressor of the run. A CPU kernel is
-compiled once on a machine, which takes some seconds, and kept on disk. So the first rank of a node compiles, and the
-others load what it has compiled.
+Two ranks that are threads train one small layer with the optimizer and the compressor of the run. A kernel is compiled
+once on a machine, by the first rank of the node, and kept on disk, from where the others load it.
 """
 
 import time

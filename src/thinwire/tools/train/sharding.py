@@ -23,23 +23,17 @@ def shard_model(model: nn.Module, shard: int, device: torch.device) -> Any:
 @torch.no_grad()
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a sharded model with whole tensors. All ranks of a replica call this."""
-    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
+    state: dict[str, Any] = model.state_dict()
+    return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in state.items()}
 
 
 def scatter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load whole tensors into a sharded model, of which each rank takes its shard; raise errors as load_state_dict."""
     from torch.distributed.tensor import distribute_tensor
 
-    def shard_of(name: str, like: Any) -> Tensor:
-        whole = weights[name].to(like.device)
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-    here = model.state_dict()
-    fits = {name for name, like in here.items() if hasattr(like, "device_mesh") and name in weights}
-    fits = {name for name in fits if weights[name].shape == here[name].shape}
-    model.load_state_dict({name: shard_of(name, here[name]) if name in fits else w for name, w in weights.items()})
+    loaded = dict(weights)
+    for name, like in model.state_dict().items():
+        if hasattr(like, "device_mesh") and name in weights and weights[name].shape == like.shape:
+            whole = weights[name].to(like.device)
+            loaded[name] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    model.load_state_dict(loaded)

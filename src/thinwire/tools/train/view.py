@@ -34,6 +34,8 @@ class Result:
     """Seconds per step, by phase."""
     ranks: list[dict[str, int]] = field(default_factory=list)
     """What each rank has sent, as in metrics.jsonl."""
+    finished: bool = True
+    """False if a signal stopped it."""
 
 
 class View:
@@ -47,7 +49,6 @@ class View:
             self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"), TimeRemainingColumn())
             self._task = self._bar.add_task("", total=steps)
             self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4)
-            self._live.start()
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -64,8 +65,9 @@ class View:
             self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
 
     def advance(self, step: int) -> None:
-        """Move the progress bar to a step."""
+        """Move the progress bar to a step. The first call shows it."""
         if self._live is not None:
+            self._live.start()
             self._bar.update(self._task, completed=step)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
@@ -99,7 +101,7 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
     rows: dict[str, list[str]] = {
         "validation loss": [f"{result.loss:.4f}" for result in results],
         "accuracy": ["" if result.accuracy is None else f"{result.accuracy:.2%}" for result in results],
-        "MB sent per rank": [f"{result.bytes_sent / 1e6:,.2f}" for result in results],
+        "MB sent per rank": [_megabytes(result.bytes_sent) for result in results],
         "reduction": [reduction(result.bytes_sent, result.bytes_dense) for result in results],
     }
     later = [result.reduction_after_warmup for result in results]
@@ -107,8 +109,7 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
         rows["  after the warm-up"] = ["" if each is None else reduction(1.0, each) for each in later]
     rows.update(_rows_of_ranks(results))
     if any(result.interface_bytes is not None for result in results):
-        counted = [result.interface_bytes for result in results]
-        rows["MB on the interface"] = ["" if count is None else f"{count / 1e6:,.2f}" for count in counted]
+        rows["MB on the interface"] = [_megabytes(result.interface_bytes) for result in results]
     rows["seconds"] = [f"{result.seconds:.1f}" for result in results]
     rows["ms/step"] = [f"{1000 * sum(result.split.values()):.1f}" for result in results]
     for phase in PHASES:
@@ -138,21 +139,23 @@ def _rows_of_ranks(results: Sequence[Result]) -> dict[str, list[str]]:
     if any(each["bytes_inside_nodes"] for result in results for each in result.ranks):
         for where in ("between", "inside"):
             sent = [result.ranks[0][f"bytes_{where}_nodes"] if result.ranks else None for result in results]
-            rows[f"  {where} nodes"] = ["" if nbytes is None else f"{nbytes / 1e6:,.2f}" for nbytes in sent]
+            rows[f"  {where} nodes"] = list(map(_megabytes, sent))
     for replica in sorted({each["replica"] for result in results for each in result.ranks if "replica" in each}):
         rows[f"  replica {replica}, by shard"] = [
-            " ".join(
-                f"{each['bytes_between_nodes'] / 1e6:,.2f}" for each in result.ranks if each.get("replica") == replica
-            )
+            " ".join(_megabytes(each["bytes_between_nodes"]) for each in result.ranks if each.get("replica") == replica)
             for result in results
         ]
     return rows
+
+
+def _megabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:,.2f}"
 
 
 def _figures(line: Mapping[str, Any]) -> str:
     split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
     ratio = reduction(line["bytes_sent"], line["bytes_dense"])
     return (
-        f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  {line['bytes_sent'] / 1e6:,.2f} MB sent"
-        f"{f' (reduction {ratio})' if ratio else ''}  ms: {split}"
+        f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  "
+        f"{_megabytes(line['bytes_sent'])} MB sent{f' (reduction {ratio})' if ratio else ''}  ms: {split}"
     )

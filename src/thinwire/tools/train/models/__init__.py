@@ -1,27 +1,15 @@
 """Small models: a byte-level GPT, a CNN and a ResNet for small images; each is named by a spec, like compressors.
 
-Weights depend only on the seed, not on torch's global generator. So ranks and threads that build the same model have
-the same bits, and other random numbers stay the same.
+Weights depend only on the seed, not on torch's global generator: so ranks and threads have the same bits.
 """
 
 from dataclasses import fields
 
-from .cnn import CNNConfig, SimpleCNN
-from .gpt import GPT, VOCABULARY, GPTConfig
-from .resnet import ResNet18, ResNet18Config
+from .cnn import CNNConfig
+from .gpt import VOCABULARY, GPTConfig
+from .resnet import ResNet18Config
 
-__all__ = [
-    "CONFIGS",
-    "GPT",
-    "VOCABULARY",
-    "CNNConfig",
-    "GPTConfig",
-    "ModelConfig",
-    "ResNet18",
-    "ResNet18Config",
-    "SimpleCNN",
-    "model_config",
-]
+__all__ = ["CONFIGS", "VOCABULARY", "CNNConfig", "GPTConfig", "ModelConfig", "ResNet18Config", "model_config"]
 
 ModelConfig = GPTConfig | CNNConfig | ResNet18Config
 CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTConfig, CNNConfig, ResNet18Config)}

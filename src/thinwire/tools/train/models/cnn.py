@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .filled import filled
+from .seeded import SeededModel
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class CNNConfig:
 
     def build(self, seed: int) -> "SimpleCNN":
         """Return a new model with weights that depend only on the seed."""
-        return filled(lambda: SimpleCNN(self), seed)
+        return SimpleCNN.from_seed(self, seed)
 
 
-class SimpleCNN(nn.Module):
+class SimpleCNN(SeededModel):
     """Three convolutions, the last two with a group norm and a max pool of 2 x 2, and two linear layers."""
 
     def __init__(self, config: CNNConfig) -> None:

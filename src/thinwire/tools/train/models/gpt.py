@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .filled import filled
+from .seeded import SeededModel
 
 VOCABULARY = 256
 """Number of different tokens, which are bytes."""
@@ -37,7 +37,7 @@ class GPTConfig:
 
     def build(self, seed: int) -> "GPT":
         """Return a new model with weights that depend only on the seed."""
-        return filled(lambda: GPT(self), seed)
+        return GPT.from_seed(self, seed)
 
 
 class Block(nn.Module):
@@ -64,7 +64,7 @@ class Block(nn.Module):
         return x + thought
 
 
-class GPT(nn.Module):
+class GPT(SeededModel):
     """Pre-norm transformer over bytes, with initial weights as in nanoGPT.
 
     Weights are normal with standard deviation 0.02. It is 0.02 / sqrt(2 * layers) for `project` and `contract`, the

@@ -1,8 +1,6 @@
 """ResNet-18 for images of 32 x 32 (He et al., "Deep residual learning for image recognition", 2015).
 
-As usual for small images, it begins with a convolution of 3 x 3. The one for ImageNet begins with a strided convolution
-of 7 x 7 and a pool. The rest is as in the paper. Batch norms keep running averages: call `eval()` before validation and
-`train()` after it.
+As usual for small images, it begins with a convolution of 3 x 3, and not with one of 7 x 7 and a pool as in the paper.
 """
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .filled import filled
+from .seeded import SeededModel
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class ResNet18Config:
 
     def build(self, seed: int) -> "ResNet18":
         """Return a new model with weights that depend only on the seed."""
-        return filled(lambda: ResNet18(self), seed)
+        return ResNet18.from_seed(self, seed)
 
 
 class Residual(nn.Module):
@@ -54,7 +52,7 @@ class Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(inner)) + self.skip(x))
 
 
-class ResNet18(nn.Module):
+class ResNet18(SeededModel):
     """Four stages of two blocks. Each stage but the first halves the image and doubles the channels."""
 
     def __init__(self, config: ResNet18Config) -> None:
