@@ -54,7 +54,7 @@ class PowerSGD:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mean: Callable[[Tensor], None], *, rank: int, dense_steps: int
+        self, parameters: Iterable[nn.Parameter], mean: Callable[[Tensor], object], *, rank: int, dense_steps: int
     ) -> None:
         self._parameters = list(parameters)[::-1]
         self._mean, self._dense_steps, self._step = mean, dense_steps, 0
