@@ -264,11 +264,7 @@ def _compressor_calls(case: Case, bench: Bench, *, in_parts: bool) -> Iterator[T
         return lambda i: kernel.decode(payloads[i][:count], layout, key, outs[i], weight=1 / count, add=False)
 
     for number in (1, PAYLOADS):
-        yield timed(
-            f"decode {number} x {case.label}",
-            width + number * size,
-            decode(number),
-        )
+        yield timed(f"decode {number} x {case.label}", width + number * size, decode(number))
     yield timed(
         f"accumulate {case.label}",
         2 * width + size,
