@@ -11,22 +11,22 @@ the others are used.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import multimode
 from typing import Any
 
-from thinwire.tools.record import read as lines
+from thinwire.tools.record import Line
 
 from ..harness import pyplot, save_svg, short
 from ..methods import LOCAL
 
-_CONDITIONS = (
+CONDITIONS = (
     "model", "config", "parameters", "workers", "batch", "steps", "warmup_steps", "lr", "device", "torch", "date",
     "simulate",
 )  # fmt: skip
-_ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
+ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
 _ANY_RANKS = ("dense", "fp16 hook")
 _FAR = 0.3
 """Relative difference from the best dense value above which a mark is drawn on the edge of the plot.
@@ -130,9 +130,10 @@ class Comparison:
     family: str
     samples: int
     """Samples of all ranks in a step."""
-    files: list[Path] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    """Device, torch version and date of the runs."""
+    files: dict[Path, None] = field(default_factory=dict)
+    """Files in order, each once."""
+    origins: dict[str, None] = field(default_factory=dict)
+    """Device, torch version and date of the runs, each once."""
     rows: list[_Row] = field(default_factory=list)
     results: dict[tuple[Method, int, float], Result] = field(default_factory=dict)
     """Results by method, world size and learning rate."""
@@ -164,6 +165,15 @@ class Comparison:
         """Return world sizes that have rows."""
         return sorted({row.ranks for row in self.rows})
 
+    def heading(self, how: str) -> str:
+        """Return the title of a panel."""
+        given = self.conditions
+        return f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {how}, {given['steps']:,} steps"
+
+    def marker(self, ranks: int) -> str:
+        """Return the shape of the marks of a world size."""
+        return "osD^v"[self.worlds.index(ranks) % 5]
+
     def title(self, method: Method) -> str:
         """Return the name and options of a method, and its warm-up steps if they differ from the usual number."""
         usual = multimode(row.method.warmup_steps for row in self.rows if row.method.warmup_steps)[:1]
@@ -193,42 +203,26 @@ class Comparison:
         return self.metric.best(found, key=lambda one: one[1].value) if found else None
 
 
-def read(files: Iterable[Path]) -> list[Comparison]:
+def group(rows: Mapping[Path, Iterable[Line]]) -> list[Comparison]:
     """Return the comparisons, in the order of the files.
 
-    Raises ValueError with the file if a row is not one of bench recipe, and if there is no dense training to compare
-    with.
+    Raises ValueError with the file if there is no dense training to compare with.
     """
     comparisons: dict[tuple[object, ...], Comparison] = {}
-    for file in files:
-        before = sum(len(one.rows) for one in comparisons.values())
-        for line in lines(file):
+    for file, lines in rows.items():
+        for line in lines:
             given = line["conditions"]
-            _check(file, line, given)
             samples = given["workers"] * given["batch"]
             model = json.dumps([given["model"], given["config"], given["parameters"]], sort_keys=True)
             key = model, given.get("data"), given.get("bf16", False), given["steps"], samples, line["family"]
             one = comparisons.setdefault(key, Comparison(given, line["family"], samples))
             one.rows.append(_row(file, line, one.metric))
             kind = "threads of one process" if given["simulate"] else "processes"
-            origin = f"{given['device']}, ranks are {kind}, torch {given['torch']}, {given['date'][:10]}"
-            one.files += [] if file in one.files else [file]
-            one.origins += [] if origin in one.origins else [origin]
-        if before == sum(len(one.rows) for one in comparisons.values()):
-            raise ValueError(f"{file}: no rows, expected what thinwire bench recipe --out wrote")
+            one.files[file] = None
+            one.origins[f"{given['device']}, ranks are {kind}, torch {given['torch']}, {given['date'][:10]}"] = None
     for one in comparisons.values():
         _summarize(one)
     return list(comparisons.values())
-
-
-def _check(file: Path, line: dict[str, Any], given: dict[str, Any]) -> None:
-    expected = "expected what thinwire bench recipe --out wrote"
-    if line["kind"] != "recipe":
-        raise ValueError(f"{file}: a line of kind {line['kind']!r}, {expected}")
-    for what, held, names in (("conditions", given, _CONDITIONS), ("a row", line, _ROW)):
-        missing = [name for name in names if name not in held]
-        if missing:
-            raise ValueError(f"{file}: {what} without {missing[0]}, {expected}")
 
 
 def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
@@ -276,13 +270,13 @@ def _summarize(one: Comparison) -> None:
     if one.dense() is None:
         others = ", ".join(one.title(method) for method in one.methods)
         raise ValueError(
-            f"{one.files[0]}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
+            f"{next(iter(one.files))}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
             f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
             f"run thinwire bench recipe --methods '{one.family} dense' with the same model, steps and samples"
         )
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
@@ -356,58 +350,51 @@ def _title(one: Comparison) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw loss over the bytes that a rank sends as an SVG, with a panel for each comparison.
+    """Draw loss over bytes as an SVG, or over time if all trainings had links, with a panel for each comparison."""
+    figure, panels = pyplot().subplots(
+        len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
+    )
+    draw_one = _draw_curves if all(one.conditions.get("link") for one in comparisons) else _draw_bytes
+    for one, axes in zip(comparisons, panels[:, 0], strict=True):
+        draw_one(one, axes)
+    save_svg(figure, path)
+
+
+def _draw_bytes(one: Comparison, axes: Any) -> None:
+    """Draw loss over the bytes that a rank sends.
 
     A mark is a method at one world size, with its best learning rate. Its colour stands for the method, its shape
     for the world size. Values far from dense are drawn on the edge, with the value in the label.
     """
-    plt = pyplot()
-    figure, panels = plt.subplots(
-        len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
-    )
-    if all(one.conditions.get("link") for one in comparisons):
-        for one, axes in zip(comparisons, panels[:, 0], strict=True):
-            _draw_curves(one, axes)
-        save_svg(figure, path)
-        return
-    for one, axes in zip(comparisons, panels[:, 0], strict=True):
-        best = one.dense()
-        assert best
-        low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
-        # thinwire's methods first, so that they get the first colours.
-        methods = sorted(
-            (method for method in one.methods if method.every is None), key=lambda method: not method.is_ours
-        )
-        _draw_rounds(one, axes, first_colour=len(methods))
-        for number, method in enumerate(methods):
-            points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
-            if not points:
-                continue
-            sent = [result.bytes_total / 1e6 for _, result in points]
-            values = [min(max(result.value, low), high) for _, result in points]
-            label = one.title(method)
-            for (ranks, result), value in zip(points, values, strict=True):
-                label += "" if value == result.value else f", {one.metric.show(result.value)} with {ranks} ranks"
-            colour, filled = f"C{number % 10}", method.is_ours
-            axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
-            for (ranks, _), x, y in zip(points, sent, values, strict=True):
-                marker = "osD^v"[one.worlds.index(ranks) % 5]
-                axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
-        for number, ranks in enumerate(one.worlds):
-            axes.plot([], [], "osD^v"[number % 5], color="#888", label=f"{ranks} ranks")
-        axes.set_xscale("log")
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(min(bottom, (1 - _NEAR) * best[2].value), max(top, (1 + _NEAR) * best[2].value))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.set_xlabel("MB that a rank sends in all steps")
-        axes.set_ylabel(f"validation {one.metric.key}")
-        given = one.conditions
-        axes.set_title(
-            f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, {given['steps']:,} steps",
-            fontsize=10,
-        )
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-    save_svg(figure, path)
+    best = one.dense()
+    assert best
+    low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
+    # thinwire's methods first, so that they get the first colours.
+    methods = sorted((method for method in one.methods if method.every is None), key=lambda method: not method.is_ours)
+    _draw_rounds(one, axes, first_colour=len(methods))
+    for number, method in enumerate(methods):
+        points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
+        if not points:
+            continue
+        sent = [result.bytes_total / 1e6 for _, result in points]
+        values = [min(max(result.value, low), high) for _, result in points]
+        label = one.title(method)
+        for (ranks, result), value in zip(points, values, strict=True):
+            label += "" if value == result.value else f", {one.metric.show(result.value)} with {ranks} ranks"
+        colour, filled = f"C{number % 10}", method.is_ours
+        axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
+        for (ranks, _), x, y in zip(points, sent, values, strict=True):
+            axes.plot(x, y, marker=one.marker(ranks), color=colour, markerfacecolor=colour if filled else "white")
+    for ranks in one.worlds:
+        axes.plot([], [], one.marker(ranks), color="#888", label=f"{ranks} ranks")
+    axes.set_xscale("log")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, (1 - _NEAR) * best[2].value), max(top, (1 + _NEAR) * best[2].value))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel("MB that a rank sends in all steps")
+    axes.set_ylabel(f"validation {one.metric.key}")
+    axes.set_title(one.heading(one.family), fontsize=10)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
@@ -420,8 +407,7 @@ def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
     for number, ((name, ranks), points) in enumerate(lines.items(), start=first_colour):
         points.sort(key=lambda point: point[0])
         sent, values = [result.bytes_total / 1e6 for _, result in points], [result.value for _, result in points]
-        marker = "osD^v"[one.worlds.index(ranks) % 5]
-        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=marker, label=name)
+        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=one.marker(ranks), label=name)
         for (every, _), x, y in zip(points, sent, values, strict=True):
             axes.annotate(f"H={every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
 
@@ -430,14 +416,9 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     """Draw loss over time, the mean over seeds, with a line for each method and its name at its end."""
     ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
-        curves = [row.curve for row in one.rows if row.method == method]
-        seconds, losses = (
-            [_mean(list(values)) for values in zip(*parts, strict=True)]
-            for parts in (
-                [[point[0] for point in curve] for curve in curves],
-                [[point[1] for point in curve] for curve in curves],
-            )
-        )
+        evaluations = zip(*(row.curve for row in one.rows if row.method == method), strict=True)
+        points = [[_mean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
+        seconds, losses = zip(*points, strict=True)
         axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
         label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
         ends.append((seconds[-1], losses[-1], label))
@@ -446,9 +427,4 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     axes.set_xlim(0, 1.3 * max(ends)[0])
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation loss")
-    given = one.conditions
-    axes.set_title(
-        f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.worlds[0]} ranks behind links of "
-        f"{given['link']}, {given['steps']:,} steps",
-        fontsize=10,
-    )
+    axes.set_title(one.heading(f"{one.worlds[0]} ranks behind links of {one.conditions['link']}"), fontsize=10)
