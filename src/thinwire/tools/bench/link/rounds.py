@@ -81,7 +81,7 @@ def measure(settings: Settings, progress: Progress, timelines: dict[str, Timelin
                     name, world=world, settings=settings, net=net, workers=workers, progress=progress
                 )
                 for method in settings.methods if timelines is not None else ():
-                    if method.is_local:  # few of its steps exchange
+                    if method.is_local or not method.is_ours:  # few local steps exchange; others record nothing
                         continue
                     workers.ask("start", method.text, settings.model, limit=timeout(settings))
                     workers.ask("warm_up", _BEFORE, limit=_TRIALS * timeout(settings))
