@@ -39,7 +39,7 @@ from thinwire.sync.policy import AUTO, DEFAULT
 
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
 from .others import OPTIONS, Several, bf16_hook, send_nothing, split_for_muon
-from .powersgd import PowerSGD
+from .powersgd import PowerSGD, gradient_of, write_gradients
 
 _ONE_BUCKET_MB = 1 << 14
 """Bucket size for PowerSGD, large enough for one bucket.
@@ -240,8 +240,7 @@ def _powersgd_package(method: Method, setup: Setup) -> Training:
 def _all_reduce_in_fp16(setup: Setup) -> None:
     """Replace gradients by their mean. Each rank divides before the sum, as in `fp16_compress_hook`."""
     assert setup.group is not None
-    gradients = [one.grad for one in setup.model.parameters() if one.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients]).half().div_(setup.group.size)
+    parameters = [one for one in setup.model.parameters() if one.grad is not None]
+    flat = torch.cat([gradient_of(one).flatten() for one in parameters]).half().div_(setup.group.size)
     thinwire.all_reduce_compressed(flat, "none", group=setup.group)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+    write_gradients(parameters, flat.split([one.numel() for one in parameters]))

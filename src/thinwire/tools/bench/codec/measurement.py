@@ -63,25 +63,26 @@ class Buffers:
 
     def new(self, dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:
         """Return one more random tensor for each set, on a CPU the same for all. `size` is the standard deviation."""
-        made = [torch.empty(self.numel, dtype=dtype, device=self.device) for _ in range(self._tensors)]
-        for tensor in made:
-            tensor.normal_(std=size, generator=self._generator)
-        return list(islice(cycle(made), self.sets))
+        made = self._empty(self.numel, dtype=dtype)
+        self._draw(made, size)
+        return made
 
     def payloads(self, layout: Layout, count: int = 1) -> list[Tensor]:
         """Return an uninitialized tensor with room for `count` payloads, for each set."""
-        shape = count, layout.nbytes
-        made = [torch.empty(shape, dtype=torch.uint8, device=self.device) for _ in range(self._tensors)]
-        return list(islice(cycle(made), self.sets))
+        return self._empty(count, layout.nbytes, dtype=torch.uint8)
 
     def reset(self) -> None:
         """Fill the residuals with new random numbers."""
-        for residual in self.residuals[: self._tensors]:
-            residual.normal_(std=KEPT, generator=self._generator)
+        self._draw(self.residuals, KEPT)
 
-    @property
-    def _tensors(self) -> int:
-        return SETS if self.device.type == "cuda" else 1
+    def _empty(self, *shape: int, dtype: torch.dtype) -> list[Tensor]:
+        tensors = SETS if self.device.type == "cuda" else 1
+        made = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(tensors)]
+        return list(islice(cycle(made), self.sets))
+
+    def _draw(self, tensors: list[Tensor], size: float) -> None:
+        for tensor in dict.fromkeys(tensors):  # sets may share one
+            tensor.normal_(std=size, generator=self._generator)
 
 
 @dataclass(frozen=True)

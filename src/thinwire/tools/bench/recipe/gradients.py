@@ -8,7 +8,6 @@ case, row r of `flat` is the gradient that rank r would compute by itself.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -168,7 +167,5 @@ class Threads:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._world, self._ranks = None, []
