@@ -8,12 +8,9 @@ ring: 2 (P - 1) / P times the bytes that are all-reduced. For N parameters these
     PowerSGD         4 N in its first steps; then 4 (rows + columns) rank for each compressed matrix and 4 for each
                      element of the other tensors, as counted by the state of the hook
 
-torch's hooks need processes and DDP. If ranks are threads, this module implements fp16 and PowerSGD by the same rules,
-with one tensor for the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`. It adds
-in float32 and rounds to 16 bits at the end, whereas gloo and NCCL round at each addition. If any rank has a value that
-is not finite (fp16 ends at 65,504), all elements become NaN, whereas torch keeps Inf in that element only.
-
-torch's bf16 hook does not run on gloo, so bf16 is implemented here in the same way: cast, all-reduce, cast back.
+torch's hooks need processes and DDP. If ranks are threads, fp16 and PowerSGD follow the same rules, with one tensor for
+the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`: it rounds to 16 bits at the
+end, gloo and NCCL at each addition; and a value that is not finite makes all elements NaN, not that element alone.
 """
 
 import importlib

@@ -1,11 +1,10 @@
 """Measures all-reduces between processes of this machine: bytes against their formula, and the time of the parts.
 
-**Bytes** are counted by the report of the operation and on the loopback interface. The interface also counts what gloo
-and TCP add. A gloo message consists of a notice from each side and the data. Each of the three has 48 bytes in front of
-it. They take at least four packets with 52 bytes of headers each, plus acknowledgements: 350 to 650 bytes in total.
-Other traffic on the interface can only add to a count, and TCP may send a packet twice. Each count therefore covers one
-operation between two moments without traffic, and the lowest of several counts is used. If the interface is never
-quiet, there is no count.
+**Bytes** are counted by the report of the operation and on the loopback interface, which also counts what gloo and TCP
+add. A gloo message is a notice from each side and the data, each with 48 bytes in front of it, in at least four packets
+with 52 bytes of headers each, plus acknowledgements: 350 to 650 bytes in total. Other traffic and packets that are sent
+twice can only add to a count, so each covers one operation between two moments without traffic, and the lowest of
+several is used. If the interface is never quiet, there is no count.
 
 **Times** run from the moment the first rank leaves a barrier until the last rank is done. They are taken from the clock
 that all processes of a machine share, and the time of the barrier alone is subtracted. The parts are the calls that a

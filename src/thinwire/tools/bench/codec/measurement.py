@@ -1,9 +1,8 @@
 """Measures the rows of one size and dtype: plain torch, every compressor in all its parts, and Adam's update.
 
 The *floor* of a call is the time that its bytes take at the speed of the float32 `residual.add_(grad)` of the same run;
-for decoding it is the time to write the result once. torch adds a bfloat16 gradient to a float32 residual slowly, at
-two thirds of the memory bandwidth on an H200, so a floor from that addition would be too easy to reach. The share of
-`add_` in the measured dtypes is reported as well.
+for decoding it is the time to write the result once. In other dtypes that addition would be too easy a floor: torch
+adds bfloat16 to float32 at two thirds of the memory bandwidth of an H200. The share of it is reported as well.
 """
 
 from collections.abc import Iterator, Sequence

@@ -94,14 +94,22 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """The mean over seeds."""
+    """The mean over seeds of a method with one learning rate and world size."""
 
+    method: Method
+    ranks: int
+    lr: float
     value: float
     """Mean of the metric. NaN if a training diverged."""
     seeds: int
     bytes_total: float
     """Bytes that a rank sends in all steps."""
     dense_total: float
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether the method is uncompressed."""
+        return self.method.is_dense
 
     @property
     def reduction(self) -> float:
@@ -135,8 +143,7 @@ class Comparison:
     origins: dict[str, None] = field(default_factory=dict)
     """Device, torch version and date of the runs, each once."""
     rows: list[_Row] = field(default_factory=list)
-    results: dict[tuple[Method, int, float], Result] = field(default_factory=dict)
-    """Results by method, world size and learning rate."""
+    results: list[Result] = field(default_factory=list)
 
     @property
     def metric(self) -> Metric:
@@ -153,7 +160,8 @@ class Comparison:
     @property
     def methods(self) -> list[Method]:
         """Return all methods: dense first, thinwire's last."""
-        return sorted({key[0]: None for key in self.results}, key=lambda method: (not method.is_dense, method.is_ours))
+        methods = dict.fromkeys(result.method for result in self.results)
+        return sorted(methods, key=lambda method: (not method.is_dense, method.is_ours))
 
     @property
     def rates(self) -> list[float]:
@@ -181,26 +189,21 @@ class Comparison:
         warmup = "" if is_given else f"warm-up {method.warmup_steps}"
         return "; ".join(part for part in (method.name, method.options, warmup) if part)
 
-    def dense(self, lr: float | None = None, ranks: int | None = None) -> tuple[Method, float, Result] | None:
-        """Return the best dense method, its learning rate and its result.
-
-        With `lr` or `ranks`, only that learning rate or world size counts.
-        """
+    def best(self, **wanted: object) -> Result | None:
+        """Return the best result whose fields have these values, None if there is none that ended in a number."""
         found = [
-            (method, rate, result)
-            for (method, size, rate), result in self.results.items()
-            if method.is_dense and lr in (None, rate) and ranks in (None, size) and math.isfinite(result.value)
+            result
+            for result in self.results
+            if math.isfinite(result.value) and all(getattr(result, name) == value for name, value in wanted.items())
         ]
-        return self.metric.best(found, key=lambda one: one[2].value) if found else None
+        return self.metric.best(found, key=lambda result: result.value) if found else None
 
-    def best(self, method: Method, ranks: int) -> tuple[float, Result] | None:
-        """Return the best learning rate of a method at a world size, and its result."""
-        found = [
-            (lr, result)
-            for (one, size, lr), result in self.results.items()
-            if (one, size) == (method, ranks) and math.isfinite(result.value)
-        ]
-        return self.metric.best(found, key=lambda one: one[1].value) if found else None
+    @property
+    def best_dense(self) -> Result:
+        """Return the best dense result of all learning rates and world sizes."""
+        found = self.best(is_dense=True)
+        assert found, "there is one in each comparison"
+        return found
 
 
 def group(rows: Mapping[Path, Iterable[Line]]) -> list[Comparison]:
@@ -251,23 +254,28 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
 
 def _summarize(one: Comparison) -> None:
     dense_totals = {row.ranks: row.dense_total for row in one.rows}
+    measured = {(row.method, row.ranks, row.lr) for row in one.rows}
     groups: dict[tuple[Method, int, float], list[_Row]] = {}
     for row in one.rows:
-        groups.setdefault((row.method, row.ranks, row.lr), []).append(row)
-    for row in one.rows:
-        for ranks in dense_totals if row.method.name.endswith(_ANY_RANKS) else ():
-            if not any((other.method, other.ranks, other.lr) == (row.method, ranks, row.lr) for other in one.rows):
-                groups.setdefault((row.method, ranks, row.lr), []).append(row)
+        for ranks in {row.ranks, *(dense_totals if row.method.name.endswith(_ANY_RANKS) else ())}:
+            key = row.method, ranks, row.lr
+            if ranks == row.ranks or key not in measured:
+                groups.setdefault(key, []).append(row)
     for (method, ranks, lr), rows in groups.items():
         by_seed: dict[int, list[float]] = {}
         for row in rows:
             by_seed.setdefault(row.seed, []).append(row.value)
-        share = _mean([row.bytes_total / row.dense_total for row in rows])
-        value = _mean([_mean(values) for values in by_seed.values()])
-        one.results[method, ranks, lr] = Result(
-            value=value, seeds=len(by_seed), bytes_total=share * dense_totals[ranks], dense_total=dense_totals[ranks]
+        result = Result(
+            method=method,
+            ranks=ranks,
+            lr=lr,
+            value=_mean([_mean(values) for values in by_seed.values()]),
+            seeds=len(by_seed),
+            bytes_total=_mean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
+            dense_total=dense_totals[ranks],
         )
-    if one.dense() is None:
+        one.results.append(result)
+    if one.best(is_dense=True) is None:
         others = ", ".join(one.title(method) for method in one.methods)
         raise ValueError(
             f"{next(iter(one.files))}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
@@ -299,18 +307,14 @@ def table(one: Comparison) -> str:
     for method in one.methods:
         title = f"**{one.title(method)}**" if method.is_ours else one.title(method)
         for ranks in one.worlds:
-            results = [one.results.get((method, ranks, lr)) for lr in one.rates]
-            found = [result for result in results if result]
+            found = {result.lr: result for result in one.results if (result.method, result.ranks) == (method, ranks)}
             if not found:
                 continue
-            cells = [
-                _cell(one, method=method, ranks=ranks, lr=lr, result=result)
-                for lr, result in zip(one.rates, results, strict=True)
-            ]
-            counts = sorted({result.seeds for result in found})
+            cells = [_cell(one, found[lr]) if lr in found else "" for lr in one.rates]
+            counts = sorted({result.seeds for result in found.values()})
             seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
             # The bytes of few methods depend on the learning rate.
-            reduction = f"{short(sum(result.reduction for result in found) / len(found), 2)}x"
+            reduction = f"{short(sum(result.reduction for result in found.values()) / len(found), 2)}x"
             lines.append([title, str(ranks), *cells, seeds, reduction])
         alike = [line for line in lines if line[0] == title]
         if len(alike) > 1 and all(line[2:] == alike[0][2:] for line in alike):
@@ -318,32 +322,30 @@ def table(one: Comparison) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(one: Comparison, method: Method, ranks: int, lr: float, result: Result | None) -> str:
-    if result is None:
-        return ""
+def _cell(one: Comparison, result: Result) -> str:
     if not math.isfinite(result.value):
         return "diverged"
     text = one.metric.show(result.value)
-    if method.is_dense:
+    if result.is_dense:
         return text
-    same, best = one.dense(lr, ranks), one.dense(ranks=ranks)
-    compared = [one.metric.difference(result.value, dense[2].value) if dense else "-" for dense in (same, best)]
+    same = one.best(is_dense=True, ranks=result.ranks, lr=result.lr)
+    best = one.best(is_dense=True, ranks=result.ranks)
+    compared = [one.metric.difference(result.value, dense.value) if dense else "-" for dense in (same, best)]
     return f"{text} ({' / '.join(compared)})"
 
 
 def _title(one: Comparison) -> str:
-    given, best = one.conditions, one.dense()
-    assert best
+    given, best = one.conditions, one.best_dense
     unit = "" if one.metric is LOSS else ", in percentage points,"
     data = f" on {given['data']}" if "data" in given else ""
-    dense = "; ".join(part for part in (best[0].options, f"lr {best[1]:g}") if part)
-    totals = {ranks: result.dense_total for (_, ranks, _), result in one.results.items()}
+    dense = "; ".join(part for part in (best.method.options, f"lr {best.lr:g}") if part)
+    totals = {result.ranks: result.dense_total for result in one.results}
     sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
     return (
         f"{one.model}{data}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, "
         f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric.key}, the mean over seeds. In "
         f"brackets the difference{unit} to the best dense with the same learning rate / to the best dense of all "
-        f"({one.metric.show(best[2].value)}: {dense}); `-`: there is none. "
+        f"({one.metric.show(best.value)}: {dense}); `-`: there is none. "
         f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
         f"all-reduce ({sent})."
     )
@@ -366,30 +368,30 @@ def _draw_bytes(one: Comparison, axes: Any) -> None:
     A mark is a method at one world size, with its best learning rate. Its colour stands for the method, its shape
     for the world size. Values far from dense are drawn on the edge, with the value in the label.
     """
-    best = one.dense()
-    assert best
-    low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
+    best = one.best_dense.value
+    low, high = (1 - _FAR) * best, (1 + _FAR) * best
     # thinwire's methods first, so that they get the first colours.
     methods = sorted((method for method in one.methods if method.every is None), key=lambda method: not method.is_ours)
     _draw_rounds(one, axes, first_colour=len(methods))
     for number, method in enumerate(methods):
-        points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
+        points = [found for ranks in one.worlds if (found := one.best(method=method, ranks=ranks))]
         if not points:
             continue
-        sent = [result.bytes_total / 1e6 for _, result in points]
-        values = [min(max(result.value, low), high) for _, result in points]
+        sent = [result.bytes_total / 1e6 for result in points]
+        values = [min(max(result.value, low), high) for result in points]
         label = one.title(method)
-        for (ranks, result), value in zip(points, values, strict=True):
-            label += "" if value == result.value else f", {one.metric.show(result.value)} with {ranks} ranks"
+        for result, value in zip(points, values, strict=True):
+            label += "" if value == result.value else f", {one.metric.show(result.value)} with {result.ranks} ranks"
         colour, filled = f"C{number % 10}", method.is_ours
         axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
-        for (ranks, _), x, y in zip(points, sent, values, strict=True):
-            axes.plot(x, y, marker=one.marker(ranks), color=colour, markerfacecolor=colour if filled else "white")
+        for result, x, y in zip(points, sent, values, strict=True):
+            marker = one.marker(result.ranks)
+            axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
     for ranks in one.worlds:
         axes.plot([], [], one.marker(ranks), color="#888", label=f"{ranks} ranks")
     axes.set_xscale("log")
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, (1 - _NEAR) * best[2].value), max(top, (1 + _NEAR) * best[2].value))
+    axes.set_ylim(min(bottom, (1 - _NEAR) * best), max(top, (1 + _NEAR) * best))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("MB that a rank sends in all steps")
     axes.set_ylabel(f"validation {one.metric.key}")
@@ -399,17 +401,17 @@ def _draw_bytes(one: Comparison, axes: Any) -> None:
 
 def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
     """Draw local steps: a line for each compressor and world size, with a mark for each length H of a round."""
-    lines: dict[tuple[str, int], list[tuple[int, Result]]] = {}
+    lines: dict[tuple[str, int], list[Result]] = {}
     for method in one.methods:
         for ranks in one.worlds if method.every is not None else ():
-            if found := one.best(method, ranks):
-                lines.setdefault((method.line, ranks), []).append((method.every or 0, found[1]))
+            if found := one.best(method=method, ranks=ranks):
+                lines.setdefault((method.line, ranks), []).append(found)
     for number, ((name, ranks), points) in enumerate(lines.items(), start=first_colour):
-        points.sort(key=lambda point: point[0])
-        sent, values = [result.bytes_total / 1e6 for _, result in points], [result.value for _, result in points]
+        points.sort(key=lambda result: result.method.every or 0)
+        sent, values = [result.bytes_total / 1e6 for result in points], [result.value for result in points]
         axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=one.marker(ranks), label=name)
-        for (every, _), x, y in zip(points, sent, values, strict=True):
-            axes.annotate(f"H={every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+        for result, x, y in zip(points, sent, values, strict=True):
+            axes.annotate(f"H={result.method.every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
 
 
 def _draw_curves(one: Comparison, axes: Any) -> None:
