@@ -9,6 +9,7 @@ what was there before. On Linux only, by resident memory.
 import argparse
 import gc
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,16 +18,15 @@ from torch import nn
 
 import thinwire
 from thinwire.testing import RankPool
+from thinwire.tools.bench.measure import peak_resident
 
 
-def resident(field: str) -> int:
-    """Bytes of resident memory: VmRSS now, VmHWM the most since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def memory_of(job: Callable[[], object]) -> tuple[int, int]:
+    """Return the bytes that are held after a job, and the most while it runs, beyond those before."""
+    gc.collect()
+    before = peak_resident(lambda: None)
+    most = peak_resident(job)
+    return peak_resident(lambda: None) - before, most - before
 
 
 def measure(rank: int, world_size: int, numel: int, path: str) -> dict[str, float]:
@@ -39,21 +39,17 @@ def measure(rank: int, world_size: int, numel: int, path: str) -> dict[str, floa
         optimizer.step()
     optimizer.zero_grad()
     found = {}
-    gc.collect()
-    before = resident("VmRSS")
-    forget_peak()
-    optimizer.consolidate_state_dict()
-    found["held"], found["most"] = resident("VmRSS") - before, resident("VmHWM") - before
+    found["held"], found["most"] = memory_of(optimizer.consolidate_state_dict)
     if rank == 0:
         torch.save(optimizer.state_dict(), path)
     dist.barrier()
     for mmap in (True, False):
         other = thinwire.AdamW(model, lr=1e-3, warmup_steps=1)
-        gc.collect()
-        before = resident("VmRSS")
-        forget_peak()
-        other.load_state_dict(torch.load(path, mmap=mmap, weights_only=True))
-        found[f"load mmap={mmap}"] = resident("VmHWM") - before
+
+        def load(other: thinwire.AdamW = other, mmap: bool = mmap) -> None:
+            other.load_state_dict(torch.load(path, mmap=mmap, weights_only=True))
+
+        _, found[f"load mmap={mmap}"] = memory_of(load)
     found["file"] = Path(path).stat().st_size
     return {name: nbytes / (4 * numel) for name, nbytes in found.items()}
 

@@ -7,60 +7,56 @@ between the namespaces, whose interfaces count. A count is that of the steps aft
 """
 
 import sys
-from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.tools.links.lab import Lab, Links
+from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 WIDTH, LAYERS, WARMUP, STEPS = 2048, 2, 4, 10
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = 120.0
+
+
+class Shared(NamedTuple):
+    """Links of replicas. All ranks of a replica are behind one."""
+
+    links: Links
+    shards: int
+
+    def enter(self, rank: int) -> None:
+        self.links.enter(rank // self.shards)
+
+    def address(self, rank: int) -> str:
+        return self.links.address(rank // self.shards)
+
+    def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
+        return self.links.reach(source // self.shards, rank // self.shards, port)
 
 
 class Rank:
-    """A rank in the namespace of its replica; without shards, a rank of DDP."""
+    """A rank of a sharded model; without shards, a rank of DDP."""
 
-    def __init__(self, rank: int, size: int, links: Links, shards: int) -> None:
-        self._rank, self._size, self._shards = rank, size, shards
-        links.enter(rank // shards)
-        self._address = links.address(0)
-        self._store: Any = None
-        self._optimizer: Any = None
-
-    def host(self) -> int:
-        """Start the store on rank 0 and return its port; return 0 on other ranks."""
-        if self._rank:
-            return 0
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        return int(self._store.port)
-
-    def join(self, port: int) -> None:
-        """Form the process group, and make the model."""
-        store = self._store or TCPStore(self._address, port, is_master=False, timeout=TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=TIMEOUT)
+    def __init__(self, rank: int, size: int, shards: int) -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
         group = None
-        if self._shards == 1:
+        if shards == 1:
             model = DistributedDataParallel(model)
         else:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
-            shape = self._size // self._shards, self._shards
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
             for part in (*model, model):
                 fully_shard(part, mesh=mesh["shard"])
             group = mesh["replicate"]
         self._model, self._optimizer = model, thinwire.AdamW(model, group=group, warmup_steps=WARMUP)
-        torch.manual_seed(1 + self._rank)
+        torch.manual_seed(1 + rank)
 
     def steps(self, count: int) -> int:
         """Take steps, and return the bytes that this rank has sent in them as it counts itself."""
@@ -76,8 +72,7 @@ def measure(replicas: int, shards: int) -> tuple[float, float]:
     """Return kB per step and rank between replicas: on the interfaces, and as the ranks count."""
     size = replicas * shards
     with Lab(replicas, None) as lab, Workers(size) as workers:
-        workers.make(size, Rank, lab.links, shards)
-        workers.ask("join", workers.ask("host")[0])
+        form(workers, Shared(lab.links, shards), size, Rank, shards, timeout=TIMEOUT)
         workers.ask("steps", 2 * WARMUP)
         before = sum(lab.sent_bytes())
         counted = sum(workers.ask("steps", STEPS))

@@ -23,7 +23,7 @@ from thinwire.kernels.cuda import quantize, topk
 from thinwire.tools.bench.codec import describe_device, show
 from thinwire.tools.bench.codec.measurement import Bench, Buffers, Timed
 from thinwire.tools.bench.harness import Progress, Row, run
-from thinwire.tools.bench.measure import DeviceClock
+from thinwire.tools.bench.measure import Clock
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
 
 PAYLOADS = 8
@@ -104,7 +104,8 @@ def main() -> None:
     os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
 
     def measure(progress: Progress) -> Iterator[Row]:
-        bench = Bench(Buffers(options.numel, torch.float32, torch.device("cuda")), DeviceClock(), options.calls)
+        device = torch.device("cuda")
+        bench = Bench(Buffers(options.numel, torch.float32, device), Clock(device), options.calls)
         yield from bench.baselines()
         for name in options.tune:
             progress.start(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.collectives.handle import Span
-from thinwire.tools.bench.link.timeline import Marks, Recorded, Timeline, timeline, write_trace
+from thinwire.tools.bench.link.timeline import Marks, Timeline, timeline, write_trace
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def known() -> Timeline:
     """A step of 100 ms: 20 forward, 40 backward, 30 waiting, 10 for the optimizer; two buckets."""
     first = [Span("update", 1.030, 1.031), Span("encode", 1.031, 1.035), Span("exchange", 1.035, 1.055)]
     second = [Span("encode", 1.058, 1.062), Span("exchange", 1.062, 1.080), Span("decode", 1.080, 1.088)]
-    recorded = Recorded([("bucket 1, 10 elements", first), ("bucket 2, 20 elements", second)], 1.060)
-    return timeline(Marks(1.0, 1.020, 1.090, 1.100), recorded)
+    operations = [("bucket 1, 10 elements", first), ("bucket 2, 20 elements", second)]
+    return timeline(Marks(1.0, 1.020, 1.090, 1.100), operations, 1.060)
 
 
 def test_work_beside_the_backward_pass_is_not_waiting(known: Timeline) -> None:

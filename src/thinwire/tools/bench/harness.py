@@ -118,8 +118,8 @@ def run(
 
 def print_table(
     title: str,
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    headers: Iterable[str],
+    rows: Iterable[Iterable[str]],
     *,
     text: Collection[str] = (),
     spare: Sequence[str] = (),

@@ -8,13 +8,13 @@ import ctypes
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import ClassVar, TypedDict
+from typing import TypedDict
 
+import numpy as np
 import torch
 
 Job = Callable[[], object]
@@ -42,7 +42,7 @@ class Timing(TypedDict):
 
 def timing(samples: list[float]) -> Timing:
     """Return the percentiles of times in milliseconds."""
-    p20, p50, p80 = (percentile(samples, percent) for percent in (20, 50, 80))
+    p20, p50, p80 = np.percentile(samples, (20, 50, 80)).tolist()
     return {"p20": p20, "p50": p50, "p80": p80, "samples": len(samples)}
 
 
@@ -59,18 +59,6 @@ def interleave(jobs: Mapping[str, Job], repeats: int) -> dict[str, Timing]:
                     job()
                     samples[name].append(1e3 * (time.perf_counter() - started))
     return {name: timing(taken) for name, taken in samples.items()}
-
-
-def percentile(samples: list[float], percent: float) -> float:
-    """Return a percentile of the samples, interpolated linearly between the two nearest ones.
-
-    >>> percentile([4.0, 1.0, 2.0], 50), percentile([1.0, 2.0], 20)
-    (2.0, 1.2)
-    """
-    ordered = sorted(samples)
-    below, share = divmod(percent / 100 * (len(ordered) - 1), 1)
-    left = ordered[int(below)]
-    return left + share * (ordered[min(int(below) + 1, len(ordered) - 1)] - left)
 
 
 def peak_memory(job: Job, device: torch.device) -> int | None:
@@ -115,30 +103,24 @@ def _peak_on_linux(job: Job) -> int:
     return max(0, peak_resident(job) - before)
 
 
-class Clock(ABC):
-    """Measures the time and memory of calls on one kind of device."""
+class Clock:
+    """Measures the time and memory of calls on a CPU or a CUDA device."""
 
-    device: ClassVar[torch.device]
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    @abstractmethod
     def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
         """Return the times of calls, on `sets` sets of buffers in turn.
 
         With each call goes whether a CUDA graph can hold it: it neither waits for the device nor copies from the host.
+        Then the time is the device's alone. Others are slow: they get an eighth of the samples, 6 at least. On a CPU,
+        calls take turns.
         """
-
-    def peak(self, call: Call) -> int | None:
-        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
-        return peak_memory(partial(call, 0), self.device)
-
-
-class HostClock(Clock):
-    """The clock of a CPU. Calls that are compared take turns."""
-
-    device = torch.device("cpu")
-
-    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
-        """Return the times of calls, each after one call that is not timed."""
+        if self._device.type == "cuda":
+            return {
+                name: _time_on_cuda(call, samples if graph else max(6, samples // 8), sets, graph=graph)
+                for name, (call, graph) in calls.items()
+            }
         number = count()  # the same for all, so that successive calls have different gradients
 
         def job(call: Call) -> Job:
@@ -146,33 +128,25 @@ class HostClock(Clock):
 
         return interleave({name: job(call) for name, (call, _) in calls.items()}, samples)
 
+    def peak(self, call: Call) -> int | None:
+        """Return the peak memory of a call in bytes, beyond the memory in use before it."""
+        return peak_memory(partial(call, 0), self._device)
 
-class DeviceClock(Clock):
-    """The clock of a CUDA device. A call that a graph can hold is captured, so that its time is the device's alone."""
 
-    device = torch.device("cuda")
-
-    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
-        """Return the times of calls. Those that cannot be captured are slow: an eighth of the samples, 6 at least."""
-        return {
-            name: self._time(call, samples if graph else max(6, samples // 8), sets, graph=graph)
-            for name, (call, graph) in calls.items()
-        }
-
-    def _time(self, call: Call, samples: int, sets: int, *, graph: bool) -> Timing:
-        for index in range(2 * sets):  # compiles, and fills the caches of the allocator
-            call(index % sets)
-        torch.cuda.synchronize()
-        replays = [_captured(call, index) if graph else partial(call, index) for index in range(sets)]
-        for replay in replays:
-            replay()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
-        for index, (start, stop) in enumerate(events):
-            start.record()
-            replays[index % sets]()
-            stop.record()
-        torch.cuda.synchronize()
-        return timing([start.elapsed_time(stop) for start, stop in events])
+def _time_on_cuda(call: Call, samples: int, sets: int, *, graph: bool) -> Timing:
+    for index in range(2 * sets):  # compiles, and fills the caches of the allocator
+        call(index % sets)
+    torch.cuda.synchronize()
+    replays = [_captured(call, index) if graph else partial(call, index) for index in range(sets)]
+    for replay in replays:
+        replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+    for index, (start, stop) in enumerate(events):
+        start.record()
+        replays[index % sets]()
+        stop.record()
+    torch.cuda.synchronize()
+    return timing([start.elapsed_time(stop) for start, stop in events])
 
 
 def _captured(call: Call, index: int) -> Callable[[], object]:

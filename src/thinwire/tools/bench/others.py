@@ -3,7 +3,7 @@
 DDP checks annotations of a hook: a bucket is a dist.GradBucket.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,6 @@ def send_nothing(
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
-
-
-def fp16_hook() -> Callable[..., Any]:
-    """Return torch's hook, which sends float16."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    return fp16_compress_hook
 
 
 def bf16_hook(

@@ -11,10 +11,9 @@ The rules are those of torch's `powerSGD_hook` with its defaults: error feedback
 the first steps dense; and matrices dense if (n + m) rank is at least half of n m. Matrices are processed in the order
 of DDP's buckets, from the last parameter to the first, and Q is drawn as torch draws it.
 
-There are two differences. Columns are orthogonalized by QR, and for rank 1 divided by their norm. torch uses
-Gram-Schmidt for ranks 1 and 2. It differs from QR in signs, which cancel in P Q^T. A column of zeros becomes NaN there
-and a unit vector here. Dense tensors have no error here. torch keeps their difference from the mean, which cancels in
-the next mean.
+There are two differences. Columns are orthogonalized by QR, and for rank 1 divided by their norm, where torch uses
+Gram-Schmidt for ranks 1 and 2: signs differ, which cancel in P Q^T, and a column of zeros becomes a unit vector, not
+NaN. Dense tensors have no error here. That of torch cancels in the next mean.
 
 All P of a step are one tensor, as are all Q and all dense tensors, so a step has three all-reduces. Matrices of the
 same shape are multiplied as one batch. All matrices are orthogonalized as one batch, padded with rows of zeros.
@@ -54,7 +53,7 @@ class PowerSGD:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mean: Callable[[Tensor], None], *, rank: int, dense_steps: int
+        self, parameters: Iterable[nn.Parameter], mean: Callable[[Tensor], object], *, rank: int, dense_steps: int
     ) -> None:
         self._parameters = list(parameters)[::-1]
         self._mean, self._dense_steps, self._step = mean, dense_steps, 0
@@ -87,16 +86,14 @@ class PowerSGD:
 
     def _all_reduce_dense(self, parameters: Sequence[nn.Parameter]) -> None:
         if parameters:
-            gradients = [_gradient(one) for one in parameters]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            flat = torch.cat([gradient_of(one).flatten() for one in parameters])
             self._all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+            write_gradients(parameters, flat.split([one.numel() for one in parameters]))
 
     def _all_reduce_matrices(self) -> None:
         self._q.orthogonalize()
         for batch in self._batches:
-            batch.m += torch.stack([_gradient(one).flatten(1) for one in batch.parameters])
+            batch.m += torch.stack([gradient_of(one).flatten(1) for one in batch.parameters])
             torch.bmm(batch.m, batch.q, out=batch.p)
         self._all_reduce(self._p.flat)
         self._p.orthogonalize()
@@ -106,9 +103,7 @@ class PowerSGD:
         for batch in self._batches:
             approximation = torch.bmm(batch.p, batch.q.mT)
             batch.m -= approximation
-            gradients = [_gradient(one) for one in batch.parameters]
-            parts = [part.view_as(to) for part, to in zip(approximation, gradients, strict=True)]
-            torch._foreach_copy_(gradients, parts)
+            write_gradients(batch.parameters, approximation)
 
     def _all_reduce(self, flat: Tensor) -> None:
         self.numel_sent += flat.numel()
@@ -172,6 +167,13 @@ def _pays(parameter: Tensor, rank: int) -> bool:
     return (n + m) * min(n, m, rank) * MIN_COMPRESSION_RATE < n * m
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, which must have one."""
     assert parameter.grad is not None, f"a parameter of shape {tuple(parameter.shape)} has no gradient"
     return parameter.grad
+
+
+def write_gradients(parameters: Sequence[nn.Parameter], values: Iterable[Tensor]) -> None:
+    """Copy values into the gradients of parameters. Shapes may differ."""
+    gradients = [gradient_of(one) for one in parameters]
+    torch._foreach_copy_(gradients, [value.view_as(to) for value, to in zip(values, gradients, strict=True)])

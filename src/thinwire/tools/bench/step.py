@@ -60,11 +60,6 @@ class Stepper:
             text: build(parse(text), Setup(config.build(0), lr=1e-4, ddp={"gradient_as_bucket_view": True}))
             for text in methods
         }
-        self._parameters = sum(int(p.numel()) for p in config.build(0).parameters())
-
-    def count(self) -> int:
-        """Return the number of parameters of the model."""
-        return self._parameters
 
     def step(self, method: str, times: int) -> list[float]:
         """Take `times` training steps and return the milliseconds of each."""
@@ -94,34 +89,32 @@ def run(options: Options) -> int:
     """Measure and print the table. Return 0, or 1 if a rank failed."""
     from thinwire.tools.train.models import model_config
 
-    for spec in (options.model, options.large_model):
-        model_config(spec)
+    small, large = (
+        sum(parameter.numel() for parameter in model_config(spec).build(0).parameters())
+        for spec in (options.model, options.large_model)
+    )
     at_least(options, workers=2, batch=1, rounds=1)
     return run_benchmark(
         options,
-        lambda progress: _measure(options, progress),
+        lambda progress: _measure(options, small=small, large=large, progress=progress),
         _show,
         name="bench step",
         progress_steps=1 + len(BY_STEP),
-        model=options.model,
-        large_model=options.large_model,
-        workers=options.workers,
-        batch=options.batch,
-        rounds=options.rounds,
+        **{name: value for name, value in vars(options).items() if name != "out"},
     )
 
 
-def _measure(options: Options, progress: Progress) -> Iterator[Row]:
+def _measure(options: Options, small: int, large: int, progress: Progress) -> Iterator[Row]:
     """Yield a row for each method: its time, and its peak memory in copies of the parameters.
 
     Ratios of times are medians over rounds. `times_dense` and `more_memory` are those to dense with the same optimizer.
+    `small` and `large` are the numbers of parameters of the two models.
     """
     from thinwire.tools.workers import Workers
 
     progress.start("time, all in turns")
     with Workers(options.workers) as workers:
         workers.form(options.workers, Stepper, options.model, options.batch, list(BY_STEP))
-        small = workers.ask("count")[0]
         times = _times(workers, options.rounds)
     progress.finish(f"{small:,} parameters")
     peaks: dict[str, float] = {}
@@ -129,7 +122,6 @@ def _measure(options: Options, progress: Progress) -> Iterator[Row]:
         progress.start(f"memory, {text}")
         with Workers(options.workers) as workers:
             workers.form(options.workers, Stepper, options.large_model, 1, [text])
-            large = workers.ask("count")[0]
             peaks[text] = max(workers.ask("peak")) / (4 * large)
         dense = f"{parse(text).family} dense"
         progress.finish(f"{peaks[text]:.2f} copies of the parameters")
@@ -158,20 +150,21 @@ def _times(workers: "Workers", rounds: int) -> dict[str, list[float]]:
 
 
 def _show(rows: list[Row], under: Line) -> None:
+    cells = [
+        {
+            "method": row["method"],
+            "ms": f"{row['ms']:.1f}",
+            "x dense": f"{row['times_dense']:.3f}",
+            "memory, copies of the parameters": f"{row['memory']:.2f}",
+            "more than dense": f"{row['more_memory']:+.2f}",
+        }
+        for row in rows
+    ]
     print_table(
         f"{under['workers']} ranks; time with {rows[0]['parameters']:,} parameters, memory with "
         f"{rows[0]['large_parameters']:,}",
-        ("method", "ms", "x dense", "memory, copies of the parameters", "more than dense"),
-        [
-            [
-                row["method"],
-                f"{row['ms']:.1f}",
-                f"{row['times_dense']:.3f}",
-                f"{row['memory']:.2f}",
-                f"{row['more_memory']:+.2f}",
-            ]
-            for row in rows
-        ],
+        cells[0].keys(),
+        [line.values() for line in cells],
         text=("method",),
     )
     print("dense: DDP and torch's optimizer. Ratios are medians over rounds in which the methods take turns.")

@@ -8,23 +8,24 @@ ring: 2 (P - 1) / P times the bytes that are all-reduced. For N parameters these
     PowerSGD         4 N in its first steps; then 4 (rows + columns) rank for each compressed matrix and 4 for each
                      element of the other tensors, as counted by the state of the hook
 
-torch's hooks need processes and DDP. If ranks are threads, this module implements fp16 and PowerSGD by the same rules,
-with one tensor for the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`. It adds
-in float32 and rounds to 16 bits at the end, whereas gloo and NCCL round at each addition. If any rank has a value that
-is not finite (fp16 ends at 65,504), all elements become NaN, whereas torch keeps Inf in that element only.
-
-torch's bf16 hook does not run on gloo, so bf16 is implemented here in the same way: cast, all-reduce, cast back.
+torch's hooks need processes and DDP. If ranks are threads, fp16 and PowerSGD follow the same rules, with one tensor for
+the whole model in place of DDP's buckets. The fp16 sum is that of `all_reduce_compressed`: it rounds to 16 bits at the
+end, gloo and NCCL at each addition; and a value that is not finite makes all elements NaN, not that element alone.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
@@ -34,8 +35,8 @@ from thinwire.sync.buckets import Bucket
 from thinwire.sync.policy import AUTO, DEFAULT
 
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
-from .others import OPTIONS, Several, bf16_hook, fp16_hook, send_nothing, split_for_muon
-from .powersgd import PowerSGD
+from .others import OPTIONS, Several, bf16_hook, send_nothing, split_for_muon
+from .powersgd import PowerSGD, gradient_of, write_gradients
 
 _ONE_BUCKET_MB = 1 << 14
 """Bucket size for PowerSGD, large enough for one bucket.
@@ -55,11 +56,15 @@ class Training:
     optimizer: Any
     sync: thinwire.Synchronizer | None = None
     """The synchronizer of a method of thinwire, otherwise None."""
-    bytes_sent: Callable[[int], float] = lambda steps: 0.0
-    """Returns the bytes that this rank has sent. The argument is the number of steps done so far."""
+    torch_bytes: Callable[[int], float] = lambda steps: 0.0
+    """Returns the bytes that a rank sends in so many steps by another method than thinwire's."""
     after_backward: Callable[[], None] = lambda: None
     before_evaluation: Callable[[], None] = lambda: None
     """Makes the weights of all ranks the same, if they are not. All ranks call it."""
+
+    def bytes_sent(self, steps: int) -> float:
+        """Return the bytes that this rank has sent. `steps` is the number of steps done so far."""
+        return self.torch_bytes(steps) if self.sync is None else float(self.sync.stats.bytes_sent)
 
 
 @dataclass(frozen=True)
@@ -115,21 +120,15 @@ def build(method: Method, setup: Setup) -> Training:
     if method.name == POWERSGD_PACKAGE:
         return _powersgd_package(method, setup)
     step = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(method.name, 2) * setup.numel)
-    optimizer = _make(method, setup, setup.model.parameters())
+    made = partial(Training, optimizer=_make(method, setup, setup.model.parameters()), torch_bytes=lambda n: n * step)
     if setup.group is not None:
         assert method.name == "fp16 hook", f"{method.text} between threads"
-        return Training(
-            module=setup.model,
-            optimizer=optimizer,
-            sync=None,
-            bytes_sent=lambda steps: steps * step,
-            after_backward=lambda: _all_reduce_in_fp16(setup),
-        )
+        return made(setup.model, after_backward=lambda: _all_reduce_in_fp16(setup))
     module = DDP(setup.model, **setup.ddp)
-    hooks = {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_hook(), "bf16": bf16_hook}
+    hooks = {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_compress_hook, "bf16": bf16_hook}
     if method.name in hooks:
         module.register_comm_hook(None, hooks[method.name])
-    return Training(module=module, optimizer=optimizer, sync=None, bytes_sent=lambda steps: steps * step)
+    return made(module)
 
 
 def _optimizer(method: Method) -> Callable[..., Any]:
@@ -154,22 +153,14 @@ def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
 def _with_our_optimizer(method: Method, setup: Setup) -> Training:
     """Build thinwire's optimizer, which exchanges compressed updates."""
     module = DDP(setup.model, **setup.ddp) if setup.group is None else setup.model
-    more: dict[str, Any] = {} if setup.group is None else {"group": setup.group}
-    more |= {"compressor": method.spec, "warmup_steps": setup.warmup_steps}
-    optimizer = _make(method, setup, module, **more)
+    optimizer = _make(method, setup, module, compressor=method.spec, warmup_steps=setup.warmup_steps, group=setup.group)
 
     def send() -> None:
-        optimizer.add_bucket(setup.bucket, first=True, last=True)
-        optimizer.watch_gradients()
+        if setup.bucket is not None:  # else the hook of DDP has sent it
+            optimizer.add_bucket(setup.bucket, first=True, last=True)
+            optimizer.watch_gradients()
 
-    after = {} if setup.bucket is None else {"after_backward": send}
-    return Training(
-        module=module,
-        optimizer=optimizer,
-        sync=optimizer.sync,
-        bytes_sent=lambda steps: float(optimizer.sync.stats.bytes_sent),
-        **after,
-    )
+    return Training(module, optimizer, optimizer.sync, after_backward=send)
 
 
 def _local(method: Method, setup: Setup) -> Training:
@@ -184,13 +175,7 @@ def _local(method: Method, setup: Setup) -> Training:
         group=setup.group,
         **outer,
     )
-    return Training(
-        module=setup.model,
-        optimizer=optimizer,
-        sync=optimizer.sync,
-        bytes_sent=lambda steps: float(optimizer.sync.stats.bytes_sent),
-        before_evaluation=optimizer.synchronize,
-    )
+    return Training(setup.model, optimizer, optimizer.sync, before_evaluation=optimizer.synchronize)
 
 
 def _attached(method: Method, setup: Setup) -> Training:
@@ -201,10 +186,7 @@ def _attached(method: Method, setup: Setup) -> Training:
     optimizer = _make(method, setup, setup.model.parameters())
     if setup.group is None:
         module = DDP(setup.model, **setup.ddp)
-        sync = thinwire.attach(module, policy, algorithm=algorithm)
-        return Training(
-            module=module, optimizer=optimizer, sync=sync, bytes_sent=lambda steps: float(sync.stats.bytes_sent)
-        )
+        return Training(module, optimizer, thinwire.attach(module, policy, algorithm=algorithm))
     sync = thinwire.Synchronizer(policy, group=setup.group, algorithm=algorithm)
 
     def reduce() -> None:
@@ -212,13 +194,7 @@ def _attached(method: Method, setup: Setup) -> Training:
         sync.add_bucket(setup.bucket, first=True, last=True)
         sync.finish()
 
-    return Training(
-        module=setup.model,
-        optimizer=optimizer,
-        sync=sync,
-        bytes_sent=lambda steps: float(sync.stats.bytes_sent),
-        after_backward=reduce,
-    )
+    return Training(setup.model, optimizer, sync, after_backward=reduce)
 
 
 def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
@@ -226,30 +202,23 @@ def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
     dense_steps = method.warmup(setup.warmup_steps)
     optimizer = _make(method, setup, setup.model.parameters())
     if setup.group is not None:
-        group = setup.group
-
-        def mean(flat: Tensor) -> None:
-            thinwire.all_reduce_compressed(flat, "none", op=dist.ReduceOp.AVG, group=group)
-
+        mean = partial(thinwire.all_reduce_compressed, compressor="none", op=dist.ReduceOp.AVG, group=setup.group)
         own = PowerSGD(setup.model.parameters(), mean, rank=rank, dense_steps=dense_steps)
         return Training(
-            module=setup.model,
-            optimizer=optimizer,
-            sync=None,
-            bytes_sent=lambda steps: setup.ring(4 * own.numel_sent),
+            setup.model,
+            optimizer,
+            torch_bytes=lambda steps: setup.ring(4 * own.numel_sent),
             after_backward=own.all_reduce_gradients,
         )
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps, random_seed=0)
     module, whole = DDP(setup.model, **{**setup.ddp, "bucket_cap_mb": _ONE_BUCKET_MB}), setup.numel
     module.register_comm_hook(state, powerSGD_hook)
 
-    def bytes_sent(steps: int) -> float:
+    def torch_bytes(steps: int) -> float:
         left_out = state.total_numel_before_compression - state.total_numel_after_compression
         return setup.ring(4 * (steps * whole - left_out))
 
-    return Training(module=module, optimizer=optimizer, sync=None, bytes_sent=bytes_sent)
+    return Training(module, optimizer, torch_bytes=torch_bytes)
 
 
 def _powersgd_package(method: Method, setup: Setup) -> Training:
@@ -261,22 +230,14 @@ def _powersgd_package(method: Method, setup: Setup) -> Training:
     config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregator = package.PowerSGD(list(setup.model.parameters()), config=config)
     optimizer = _make(method, setup, setup.model.parameters())
-
-    class Stepping:
-        def zero_grad(self) -> None:
-            pass
-
-        def step(self) -> None:
-            package.optimizer_step(optimizer, aggregator)
-
-    return Training(setup.model, Stepping())
+    step = partial(package.optimizer_step, optimizer, aggregator)
+    return Training(setup.model, SimpleNamespace(zero_grad=lambda: None, step=step))
 
 
 def _all_reduce_in_fp16(setup: Setup) -> None:
     """Replace gradients by their mean. Each rank divides before the sum, as in `fp16_compress_hook`."""
     assert setup.group is not None
-    gradients = [one.grad for one in setup.model.parameters() if one.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients]).half().div_(setup.group.size)
+    parameters = [one for one in setup.model.parameters() if one.grad is not None]
+    flat = torch.cat([gradient_of(one).flatten() for one in parameters]).half().div_(setup.group.size)
     thinwire.all_reduce_compressed(flat, "none", group=setup.group)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+    write_gradients(parameters, flat.split([one.numel() for one in parameters]))

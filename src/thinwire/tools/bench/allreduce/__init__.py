@@ -73,14 +73,8 @@ def run(options: Options) -> int:
         with Workers(processes) as workers:
             yield from count_bytes(counted, workers, progress)
             if timed:
-                yield from time_parts(
-                    options.spec,
-                    numel=numel,
-                    ranks=options.ranks,
-                    repeats=options.repeats,
-                    workers=workers,
-                    progress=progress,
-                )
+                turns = {"ranks": options.ranks, "repeats": options.repeats}
+                yield from time_parts(options.spec, numel, **turns, workers=workers, progress=progress)
         if "simulation" in options.parts:
             yield from simulate(options.spec, numel)
 
@@ -105,13 +99,13 @@ def simulate(spec: str, numel: int) -> Iterator[Row]:
 
     for world in WORLDS:
         for algorithm in ("gather", flat(compressors.compressor(spec), numel)):
-            yield _simulated(algorithm, spec=spec, numel=numel, ranks=world, ranks_in_node=1)
+            yield _simulated(spec, algorithm, numel=numel, ranks=world)
         if world > RANKS_IN_NODE:
-            yield _simulated("auto", spec=spec, numel=numel, ranks=world // RANKS_IN_NODE, ranks_in_node=RANKS_IN_NODE)
-        yield _simulated("dense", spec=spec, numel=numel, ranks=world, ranks_in_node=1)
+            yield _simulated(spec, "auto", numel=numel, ranks=world // RANKS_IN_NODE, ranks_in_node=RANKS_IN_NODE)
+        yield _simulated(spec, "dense", numel=numel, ranks=world)
 
 
-def _simulated(algorithm: str, spec: str, numel: int, ranks: int, ranks_in_node: int) -> Row:
+def _simulated(spec: str, algorithm: str, numel: int, ranks: int, ranks_in_node: int = 1) -> Row:
     """Return the row of one algorithm.
 
     `ranks` is the number of ranks in the compressed stage. `between_nodes` is the part of `sent` that leaves the node;
@@ -146,15 +140,15 @@ def _simulated(algorithm: str, spec: str, numel: int, ranks: int, ranks_in_node:
 
 
 def _show(rows: list[Row], under: Line) -> None:
-    by_kind: dict[str, list[Row]] = {}
-    for row in rows:
-        by_kind.setdefault(row["kind"].removeprefix("allreduce "), []).append(row)
-    if "bytes" in by_kind:
-        _show_bytes(by_kind["bytes"])
-    if "ratio" in by_kind:
-        _show_times(by_kind["time"], by_kind["ratio"][0])
-    if "simulation" in by_kind:
-        _show_simulation(by_kind["simulation"])
+    counted, times, ratios, simulated = (
+        [row for row in rows if row["kind"] == f"allreduce {kind}"] for kind in ("bytes", "time", "ratio", "simulation")
+    )
+    if counted:
+        _show_bytes(counted)
+    if ratios:
+        _show_times(times, ratios[0])
+    if simulated:
+        _show_simulation(simulated)
 
 
 def _show_bytes(rows: list[Row]) -> None:
@@ -163,17 +157,8 @@ def _show_bytes(rows: list[Row]) -> None:
     print_table(
         f"Bytes sent per rank, {rows[0]['numel']:,} x float32",
         (
-            "ranks",
-            "compressor",
-            "algorithm",
-            "messages",
-            "formula",
-            "reported",
-            "off",
-            "interface",
-            "off",
-            "framing/message",
-            "",
+            "ranks", "compressor", "algorithm", "messages", "formula", "reported", "off", "interface", "off",
+            "framing/message", "",
         ),
         [
             [
@@ -192,7 +177,7 @@ def _show_bytes(rows: list[Row]) -> None:
             for row in rows
         ],
         text=_TEXT,
-    )
+    )  # fmt: skip
     print(
         f"ok: reported within {LIMIT:.0%} of the formula; on the loopback interface within {LIMIT:.0%} and "
         f"{FRAMING_LIMIT} bytes of framing for each message.\n"
@@ -228,33 +213,25 @@ def _show_times(rows: list[Row], ratio: Row) -> None:
 
 def _show_simulation(rows: list[Row]) -> None:
     dense = {row["world"]: row["sent"] for row in rows if row["algorithm"] == "dense"}
-    megabytes = ("sent", "between_nodes", "memory", "budget_memory")
+    cells = [
+        {
+            "ranks": f"{row['world']:,}",
+            "algorithm": row["algorithm"],
+            "MB sent": f"{row['sent'] / 1e6:,.3f}",
+            "MB between nodes": f"{row['between_nodes'] / 1e6:,.3f}",
+            "MB of memory": f"{row['memory'] / 1e6:,.3f}",
+            "MB in 1 GiB": "n/a" if row["budget_memory"] is None else f"{row['budget_memory'] / 1e6:,.3f}",
+            "of dense": f"{row['sent'] / dense[row['world']]:.2%}",
+            "messages": f"{row['messages']:,}",
+            "segments in 1 GiB": _or_not(row["budget_segments"], "{:,}"),
+            "messages in 1 GiB": _or_not(row["budget_messages"], "{:,}"),
+        }
+        for row in rows
+    ]
     print_table(
         f"Simulation, {rows[0]['numel']:,} x float32, per rank; hierarchical: nodes of {RANKS_IN_NODE} ranks",
-        (
-            "ranks",
-            "algorithm",
-            "MB sent",
-            "MB between nodes",
-            "MB of memory",
-            "MB in 1 GiB",
-            "of dense",
-            "messages",
-            "segments in 1 GiB",
-            "messages in 1 GiB",
-        ),
-        [
-            [
-                f"{row['world']:,}",
-                row["algorithm"],
-                *("n/a" if row[key] is None else f"{row[key] / 1e6:,.3f}" for key in megabytes),
-                f"{row['sent'] / dense[row['world']]:.2%}",
-                f"{row['messages']:,}",
-                _or_not(row["budget_segments"], "{:,}"),
-                _or_not(row["budget_messages"], "{:,}"),
-            ]
-            for row in rows
-        ],
+        cells[0].keys(),
+        [line.values() for line in cells],
         text=_TEXT,
     )
     print("in 1 GiB: one operation takes a quarter of that budget at most. n/a: not even its smallest segment fits.")

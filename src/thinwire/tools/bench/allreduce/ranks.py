@@ -1,11 +1,10 @@
 """Measures all-reduces between processes of this machine: bytes against their formula, and the time of the parts.
 
-**Bytes** are counted by the report of the operation and on the loopback interface. The interface also counts what gloo
-and TCP add. A gloo message consists of a notice from each side and the data. Each of the three has 48 bytes in front of
-it. They take at least four packets with 52 bytes of headers each, plus acknowledgements: 350 to 650 bytes in total.
-Other traffic on the interface can only add to a count, and TCP may send a packet twice. Each count therefore covers one
-operation between two moments without traffic, and the lowest of several counts is used. If the interface is never
-quiet, there is no count.
+**Bytes** are counted by the report of the operation and on the loopback interface, which also counts what gloo and TCP
+add. A gloo message is a notice from each side and the data, each with 48 bytes in front of it, in at least four packets
+with 52 bytes of headers each, plus acknowledgements: 350 to 650 bytes in total. Other traffic and packets that are sent
+twice can only add to a count, so each covers one operation between two moments without traffic, and the lowest of
+several is used. If the interface is never quiet, there is no count.
 
 **Times** run from the moment the first rank leaves a barrier until the last rank is done. They are taken from the clock
 that all processes of a machine share, and the time of the barrier alone is subtracted. The parts are the calls that a
@@ -15,15 +14,16 @@ Ranks have one thread each. If there are more ranks than cores, all times includ
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.collectives import Report, ShardState, all_reduce_compressed, cost
+from thinwire.collectives import Report, ShardState, all_reduce_compressed
 from thinwire.collectives.cost import Cost
 from thinwire.collectives.plan import Plan, choose, plan
 from thinwire.compressors import Compressor
@@ -32,7 +32,7 @@ from thinwire.tools import loopback
 from thinwire.tools.workers import Workers
 
 from ..harness import Progress, Row
-from ..measure import percentile, timing
+from ..measure import timing
 
 VALUES_SPEC = "randomk:ratio=1/64"
 """Compressor that is counted in addition to the requested one.
@@ -101,17 +101,7 @@ def cases(spec: str, numel: int, world: int) -> list[Case]:
     found = [case(spec, algorithm) for algorithm in ("gather", flat_algorithm, "dense", "auto")]
     if flat_algorithm != "values" and flat(thinwire.compressor(VALUES_SPEC), numel) == "values":
         found += [case(VALUES_SPEC, algorithm) for algorithm in ("values", "auto")]
-    return [
-        *found,
-        Case(
-            world=world,
-            spec="none",
-            algorithm=TORCH,
-            numel=numel,
-            chosen="dense",
-            cost=cost.dense(numel, torch.float32, world),
-        ),
-    ]
+    return [*found, replace(case("none", "dense"), algorithm=TORCH)]
 
 
 def planned(
@@ -303,7 +293,7 @@ def time_parts(spec: str, numel: int, ranks: int, repeats: int, workers: Workers
         progress.start(f"{title}, turn {number}")
         turns.append(_milliseconds(workers.ask("turn")))
         progress.finish(f"{turns[-1][WHOLE]:.4g} ms")
-    ready, medians = percentile([turn[BARRIER] for turn in turns], 50), {}
+    ready, medians = median(turn[BARRIER] for turn in turns), {}
     for name in turns[0]:
         times = timing([turn[name] - (ready if name != BARRIER else 0.0) for turn in turns])
         medians[name] = times["p50"]
@@ -314,15 +304,8 @@ def time_parts(spec: str, numel: int, ranks: int, repeats: int, workers: Workers
 def ratio_row(whole: float, parts: float) -> Row:
     """Return the row of the ratio, which is None if the parts take no longer than the barrier."""
     ratio = whole / parts if parts > 0 else None
-    ok = ratio is not None and ratio <= RATIO_LIMIT
-    return {
-        "kind": "allreduce ratio",
-        "whole_ms": whole,
-        "parts_ms": parts,
-        "ratio": ratio,
-        "limit": RATIO_LIMIT,
-        "ok": ok,
-    }
+    numbers = {"whole_ms": whole, "parts_ms": parts, "ratio": ratio, "limit": RATIO_LIMIT}
+    return {"kind": "allreduce ratio", **numbers, "ok": ratio is not None and ratio <= RATIO_LIMIT}
 
 
 def _milliseconds(spans: list[dict[str, Span]]) -> dict[str, float]:

@@ -74,7 +74,7 @@ def run(options: Options) -> int:
 
     from thinwire import kernels
 
-    from ..measure import DeviceClock, HostClock
+    from ..measure import Clock
     from .cases import plan
     from .measurement import measure
 
@@ -92,7 +92,7 @@ def run(options: Options) -> int:
 
         def measured(progress: Progress) -> Iterator[Row]:
             for _, group in groupby(cases, lambda case: case.tensors):
-                clock = DeviceClock() if cuda else HostClock()
+                clock = Clock(torch.device(options.device))
                 yield from measure(list(group), in_parts=parts, clock=clock, samples=options.repeats, progress=progress)
                 if cuda:
                     torch.cuda.empty_cache()
@@ -138,10 +138,6 @@ def _driver() -> str | None:
     return output.split("\n")[0].strip() or None
 
 
-HEADERS = (
-    "call", "p20", "p50 ms", "p80", "GB/s", "x add_", "of floor", "of add_", "x torch", "ratio", "bits/position",
-    "memory", "kernel",
-)  # fmt: skip
 NOTES = """
 GB/s: bytes that must be moved, each read and write counted once. x add_: time over that of residual.add_(grad),
 measured in turns with it. of floor: the time that its bytes take at the speed of the float32 residual.add_(grad), over
@@ -158,8 +154,8 @@ def show(rows: list[Row], under: Line) -> None:
         lines = list(map(_cells, group))
         print_table(
             f"{numel:,} x {dtype} ({dense / 1e6:,.4g} MB)",
-            HEADERS,
-            lines,
+            lines[0].keys(),
+            [line.values() for line in lines],
             text=("call", "kernel"),
             spare=("p20", "p80", "of add_", "GB/s", "bits/position", "kernel", "memory", "of floor"),
         )
@@ -170,21 +166,23 @@ def show(rows: list[Row], under: Line) -> None:
         print("* not captured in a CUDA graph: Python's part shows in what is short.")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
     ms, bits = row["ms"], row.get("position_bits")
-    return [
-        row["name"] + ("" if row["graph"] or row["device"] == "cpu" else " *"),
-        *(short(ms[part]) for part in ("p20", "p50", "p80")),
-        short(row["gb_per_s"]),
-        short(row["times_add"]),
-        _percent(row["of_floor"]),
-        _percent(row["of_add"]),
-        short(row["speedup"]),
-        short(row["ratio"]),
-        "" if bits is None else f"{bits:.2f} ({row['position_bound']:.2f})",
-        _percent(row["working_share"]),
-        row["kernel"].removeprefix("thinwire.kernels."),
-    ]
+    return {
+        "call": row["name"] + ("" if row["graph"] or row["device"] == "cpu" else " *"),
+        "p20": short(ms["p20"]),
+        "p50 ms": short(ms["p50"]),
+        "p80": short(ms["p80"]),
+        "GB/s": short(row["gb_per_s"]),
+        "x add_": short(row["times_add"]),
+        "of floor": _percent(row["of_floor"]),
+        "of add_": _percent(row["of_add"]),
+        "x torch": short(row["speedup"]),
+        "ratio": short(row["ratio"]),
+        "bits/position": "" if bits is None else f"{bits:.2f} ({row['position_bound']:.2f})",
+        "memory": _percent(row["working_share"]),
+        "kernel": row["kernel"].removeprefix("thinwire.kernels."),
+    }
 
 
 def _percent(share: float | None) -> str:

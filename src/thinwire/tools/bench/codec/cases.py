@@ -24,9 +24,7 @@ DEFAULT_SPECS = {
 }
 GPU_SPECS = {
     "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=2,chunk=none"],
-    "quantize": DEFAULT_SPECS["quantize"],
-    "randomk": DEFAULT_SPECS["randomk"],
-    "none": DEFAULT_SPECS["none"],
+    **{name: DEFAULT_SPECS[name] for name in ("quantize", "randomk", "none")},
 }
 OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = ("float32", "bfloat16")

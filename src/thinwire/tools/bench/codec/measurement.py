@@ -1,9 +1,8 @@
 """Measures the rows of one size and dtype: plain torch, every compressor in all its parts, and Adam's update.
 
 The *floor* of a call is the time that its bytes take at the speed of the float32 `residual.add_(grad)` of the same run;
-for decoding it is the time to write the result once. torch adds a bfloat16 gradient to a float32 residual slowly, at
-two thirds of the memory bandwidth on an H200, so a floor from that addition would be too easy to reach. The share of
-`add_` in the measured dtypes is reported as well.
+for decoding it is the time to write the result once. In other dtypes that addition would be too easy a floor: torch
+adds bfloat16 to float32 at two thirds of the memory bandwidth of an H200. The share of it is reported as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,25 +62,26 @@ class Buffers:
 
     def new(self, dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:
         """Return one more random tensor for each set, on a CPU the same for all. `size` is the standard deviation."""
-        made = [torch.empty(self.numel, dtype=dtype, device=self.device) for _ in range(self._tensors)]
-        for tensor in made:
-            tensor.normal_(std=size, generator=self._generator)
-        return list(islice(cycle(made), self.sets))
+        made = self._empty(self.numel, dtype=dtype)
+        self._draw(made, size)
+        return made
 
     def payloads(self, layout: Layout, count: int = 1) -> list[Tensor]:
         """Return an uninitialized tensor with room for `count` payloads, for each set."""
-        shape = count, layout.nbytes
-        made = [torch.empty(shape, dtype=torch.uint8, device=self.device) for _ in range(self._tensors)]
-        return list(islice(cycle(made), self.sets))
+        return self._empty(count, layout.nbytes, dtype=torch.uint8)
 
     def reset(self) -> None:
         """Fill the residuals with new random numbers."""
-        for residual in self.residuals[: self._tensors]:
-            residual.normal_(std=KEPT, generator=self._generator)
+        self._draw(self.residuals, KEPT)
 
-    @property
-    def _tensors(self) -> int:
-        return SETS if self.device.type == "cuda" else 1
+    def _empty(self, *shape: int, dtype: torch.dtype) -> list[Tensor]:
+        tensors = SETS if self.device.type == "cuda" else 1
+        made = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(tensors)]
+        return list(islice(cycle(made), self.sets))
+
+    def _draw(self, tensors: list[Tensor], size: float) -> None:
+        for tensor in dict.fromkeys(tensors):  # sets may share one
+            tensor.normal_(std=size, generator=self._generator)
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,7 @@ def _compressor_calls(case: Case, bench: Bench, *, in_parts: bool) -> Iterator[T
         return lambda i: kernel.decode(payloads[i][:count], layout, key, outs[i], weight=1 / count, add=False)
 
     for number in (1, PAYLOADS):
-        yield timed(
-            f"decode {number} x {case.label}",
-            width + number * size,
-            decode(number),
-        )
+        yield timed(f"decode {number} x {case.label}", width + number * size, decode(number))
     yield timed(
         f"accumulate {case.label}",
         2 * width + size,

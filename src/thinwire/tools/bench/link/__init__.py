@@ -67,16 +67,12 @@ def _show(given: Settings, rows: list[Row], under: Line) -> None:
     has_local = any(method.is_local for method in given.methods)
     for world in given.worlds:
         found = {(row["method"], row["rate"]): row for row in rows if row["world"] == world}
+        cells = [_cells(method.text, found, given.rates) for method in given.methods]
         print_table(
             f"{world} ranks, {given.model.kind}, median of a step"
             + (" (local steps: mean over whole rounds)" if has_local else ""),
-            (
-                "method",
-                *(f"{rate}, ms" for rate in given.rates),
-                "MB/step",
-                *(f"speed-up, {rate}" for rate in given.rates),
-            ),
-            [_cells(method.text, found, given.rates) for method in given.methods],
+            cells[0].keys(),
+            [line.values() for line in cells],
             text=("method",),
         )
     print("speed-up: over dense. MB/step: at the slowest rate; over faster links packets have fewer headers.")
@@ -88,18 +84,15 @@ def _show(given: Settings, rows: list[Row], under: Line) -> None:
         print(f"Left out: {', '.join(given.left_out)}, which is not installed ({INSTALL_POWERSGD}).")
 
 
-def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, LinkSpeed]) -> list[str]:
-    here, dense = ({rate: found.get((name, rate)) for rate in rates} for name in (method, "dense"))
-    sent = [row["bytes_per_step"] for rate in sorted(rates, key=rates.__getitem__) if (row := here[rate]) is not None]
-    speedups = [
-        ""
-        if (row := here[rate]) is None or (reference := dense[rate]) is None
-        else f"{reference['ms'] / row['ms']:.2f}"
-        for rate in rates
-    ]
-    return [
-        method,
-        *("" if row is None else f"{row['ms']:,.1f}" for row in here.values()),
-        f"{sent[0] / 1e6:,.3f}" if sent else "",
-        *speedups,
-    ]
+def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, LinkSpeed]) -> dict[str, str]:
+    here, dense = ({rate: found[name, rate] for rate in rates if (name, rate) in found} for name in (method, "dense"))
+    slowest = min(here, key=rates.__getitem__, default="")
+    return {
+        "method": method,
+        **{f"{rate}, ms": f"{here[rate]['ms']:,.1f}" if rate in here else "" for rate in rates},
+        "MB/step": f"{here[slowest]['bytes_per_step'] / 1e6:,.3f}" if here else "",
+        **{
+            f"speed-up, {rate}": f"{dense[rate]['ms'] / here[rate]['ms']:.2f}" if rate in here and rate in dense else ""
+            for rate in rates
+        },
+    }

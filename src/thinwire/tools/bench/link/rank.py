@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..methods import parse
 from ..training import Setup, Training, build
 from .settings import Model
-from .timeline import Marks, Timeline, recorded, timeline
+from .timeline import Marks, Timeline, timeline
 
 
 class LinkRank:
@@ -55,19 +55,19 @@ class LinkRank:
         return [1e3 * (one.end - one.begin) for one in marks]
 
     def timeline(self) -> Timeline | None:
-        """Take one more step, which all ranks begin together, and return its timeline.
+        """Take one more step by a method of thinwire, which all ranks begin together, and return its timeline.
 
-        Return None for methods that record nothing.
+        Return None if torch's own all-reduce was used, which is not recorded.
         """
         assert self._training is not None
-        sync = self._training.sync
-        if sync is None:
-            self._step(self._training)
-            return None
+        assert self._training.sync is not None
         dist.barrier()
-        marks = self._step(self._training)
-        found = recorded(sync)
-        return None if found is None else timeline(marks, found)
+        marks, step = self._step(self._training), self._training.sync.last_step
+        assert step is not None
+        if step.is_sent_by_torch:
+            return None
+        spans = (handle.report.spans for handle in step.handles)
+        return timeline(marks, zip(step.labels, spans, strict=True), step.closed_at)
 
     def _step(self, training: Training) -> Marks:
         begin = time.perf_counter()
@@ -82,7 +82,11 @@ class LinkRank:
 
 def build_model(model: Model) -> nn.Module:
     """Build a model of a given number of parameters. The bytes sent depend on this number and on little else."""
-    return _gpt(model.width) if model.kind == "gpt" else _cnn(model.width)
+    width = model.width
+    if model.kind == "gpt":
+        return nn.Sequential(*(Block(width) for _ in range(6)))
+    layers = (nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(8))
+    return nn.Sequential(*layers)
 
 
 def make_batch(model: Model) -> Tensor:
@@ -105,12 +109,3 @@ class Block(nn.Module):
         x = x + self.project(value * torch.sigmoid(query * key))
         thought: Tensor = self.contract(nn.functional.gelu(self.expand(self.norm2(x))))
         return x + thought
-
-
-def _gpt(width: int) -> nn.Module:
-    return nn.Sequential(*(Block(width) for _ in range(6)))
-
-
-def _cnn(width: int) -> nn.Module:
-    layers = (nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(8))
-    return nn.Sequential(*layers)

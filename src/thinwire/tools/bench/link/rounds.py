@@ -68,24 +68,24 @@ def measure(settings: Settings, progress: Progress, timelines: dict[str, Timelin
 
     timelines   gets the timeline of one more step of each method of thinwire, by its title. None: no such step.
     """
+    first, limit = next(iter(settings.rates.values())), timeout(settings)
     for world in settings.worlds:
-        first = next(iter(settings.rates.values()))
         with network(world, *first, relay=settings.relay) as net, Workers(world) as workers:
-            form(workers, net.links, world, LinkRank, timeout=timeout(settings))
-            workers.ask("start", NO_COMMUNICATION, settings.model, limit=timeout(settings))
+            form(workers, net.links, world, LinkRank, timeout=limit)
+            workers.ask("start", NO_COMMUNICATION, settings.model, limit=limit)
             # Otherwise fresh memory and idle cores would slow the first method down.
-            workers.ask("steps", _COLD, limit=_COLD * timeout(settings))
+            workers.ask("steps", _COLD, limit=_COLD * limit)
             for name, speed in settings.rates.items():
                 net.shape(*speed)
                 yield from measure_methods(
                     name, world=world, settings=settings, net=net, workers=workers, progress=progress
                 )
                 for method in settings.methods if timelines is not None else ():
-                    if method.is_local:  # few of its steps exchange
+                    if method.is_local or not method.is_ours:  # few local steps exchange; others record nothing
                         continue
-                    workers.ask("start", method.text, settings.model, limit=timeout(settings))
-                    workers.ask("warm_up", _BEFORE, limit=_TRIALS * timeout(settings))
-                    found = workers.ask("timeline", limit=timeout(settings))[0]
+                    workers.ask("start", method.text, settings.model, limit=limit)
+                    workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)
+                    found = workers.ask("timeline", limit=limit)[0]
                     if found is not None and timelines is not None:
                         timelines[f"{method.text}, {name}, {world} ranks"] = found
 
@@ -123,22 +123,15 @@ def measure_methods(
                 yield taken[done.text].row(rate, world, done)
 
 
-def _warm_up(method: Method) -> int:
-    """Return the number of steps before those that count. With local steps these are two rounds.
-
-    Ranks connect in the first exchange, which with a delay ends in the second round.
-    """
-    return method.whole_rounds(max(_BEFORE, 2 * method.every)) if method.is_local else _BEFORE
-
-
 def take_steps(method: Method, taken: Taken, settings: Settings, net: Network, workers: Workers) -> None:
     """Run one round of a method. Slow steps and "auto", which takes many steps to choose, get one round only.
 
-    With local steps, the steps before and those that count are whole rounds of these.
+    With local steps, the steps before and those that count are whole rounds of these. There are two rounds before:
+    ranks connect in the first exchange, which with a delay ends in the second round.
     """
     limit = timeout(settings)  # of one step
     workers.ask("start", method.text, settings.model, limit=limit)
-    before = _warm_up(method)
+    before = method.whole_rounds(max(_BEFORE, 2 * method.every))
     last: float = workers.ask("warm_up", before, limit=max(_TRIALS, before) * limit)[0]
     steps = method.whole_rounds(min(_PER_ROUND, taken.left))
     if last > _SLOW_MS or method.spec == AUTO:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from thinwire import Synchronizer
     from thinwire.collectives.handle import Span
 
 _PHASE_OF = {"update": "compute", "encode": "compress", "exchange": "exchange", "decode": "decode"}
@@ -26,14 +25,8 @@ class Bar(NamedTuple):
     start: float
     stop: float
 
-    @property
-    def ms(self) -> float:
-        """Return the duration in milliseconds."""
-        return self.stop - self.start
 
-
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """A row of a timeline."""
 
     name: str
@@ -74,25 +67,8 @@ class Marks(NamedTuple):
     end: float
 
 
-class Recorded(NamedTuple):
-    """The operations of a step by name, with their spans, and the time at which the last gradient was ready."""
-
-    operations: "list[tuple[str, list[Span]]]"
-    closed_at: float
-
-
-def recorded(sync: "Synchronizer") -> Recorded | None:
-    """Return the operations of the last step, or None if it used torch's own all-reduce, which is not recorded."""
-    step = sync.last_step
-    assert step is not None
-    if step.is_sent_by_torch:
-        return None
-    spans = (handle.report.spans for handle in step.handles)
-    return Recorded(list(zip(step.labels, spans, strict=True)), step.closed_at)
-
-
-def timeline(marks: Marks, recorded: Recorded) -> Timeline:
-    """Build the timeline of a step.
+def timeline(marks: Marks, operations: "Iterable[tuple[str, Iterable[Span]]]", whole: float) -> Timeline:
+    """Build the timeline of a step from its operations, by name, and the time at which the last gradient was ready.
 
     The bar of the backward pass ends with the last gradient, because the pass only waits after that.
     """
@@ -102,20 +78,17 @@ def timeline(marks: Marks, recorded: Recorded) -> Timeline:
 
     own = (
         bar("compute", label="forward", start=marks.begin, stop=marks.backward),
-        bar("compute", label="backward", start=marks.backward, stop=recorded.closed_at),
+        bar("compute", label="backward", start=marks.backward, stop=whole),
         bar("compute", label="optimizer", start=marks.optimizer, stop=marks.end),
     )
-    others = (
-        Lane(
-            name,
-            tuple(
-                bar(_PHASE_OF[phase], label=phase if phase == "update" else _PHASE_OF[phase], start=start, stop=stop)
-                for phase, start, stop in spans
-            ),
-        )
-        for name, spans in recorded.operations
-    )
-    return Timeline((Lane("compute", own), *others), 1e3 * (marks.end - marks.begin), own[1].stop)
+    lanes = [Lane("compute", own)]
+    for name, spans in operations:
+        bars = [
+            bar(_PHASE_OF[phase], label=phase if phase == "update" else _PHASE_OF[phase], start=start, stop=stop)
+            for phase, start, stop in spans
+        ]
+        lanes.append(Lane(name, tuple(bars)))
+    return Timeline(tuple(lanes), 1e3 * (marks.end - marks.begin), own[1].stop)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -147,8 +120,7 @@ def write_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
         for thread, lane in enumerate(one.lanes):
             place = {"pid": process, "tid": thread}
             events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": lane.name}})
-            events += [
-                {"ph": "X", **place, "cat": bar.phase, "name": bar.label, "ts": 1e3 * bar.start, "dur": 1e3 * bar.ms}
-                for bar in lane.bars
-            ]
+            for phase, label, start, stop in lane.bars:
+                times = {"ts": 1e3 * start, "dur": 1e3 * (stop - start)}
+                events.append({"ph": "X", **place, "cat": phase, "name": label, **times})
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")

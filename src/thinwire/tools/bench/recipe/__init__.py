@@ -190,23 +190,13 @@ def show(rows: list[Row], under: Line) -> None:
         group[0]["family"]: _mean(group, "loss") for text, group in by_method.items() if text.split()[-1] == "dense"
     }
     seeds = len({row["seed"] for row in rows})
+    cells = [_cells(text, rows=group, dense=dense, with_range=seeds > 1) for text, group in by_method.items()]
     print_table(
         f"{under['model']}, {under['parameters']:,} parameters, {under['workers']} ranks "
         f"({'threads of one process' if under['simulate'] else 'processes'}), {under['steps']} steps, the first "
         f"{under['warmup_steps']} warm-up",
-        (
-            "method",
-            "val loss",
-            *(["min-max"] if seeds > 1 else []),
-            "vs dense",
-            "accuracy",
-            "MB sent per rank",
-            "reduction",
-            "MB/step after warm-up",
-            "reduction after warm-up",
-            "s",
-        ),
-        [_cells(text, rows=group, dense=dense, with_range=seeds > 1) for text, group in by_method.items()],
+        cells[0].keys(),
+        [line.values() for line in cells],
         text=("method",),
         spare=("s", "accuracy"),
     )
@@ -221,21 +211,21 @@ def show(rows: list[Row], under: Line) -> None:
         print("One seed: a small difference between losses may be chance; --seeds 0 1 2 shows how much of it is.")
 
 
-def _cells(text: str, rows: list[Row], dense: dict[str, float], with_range: bool) -> list[str]:
+def _cells(text: str, rows: list[Row], dense: dict[str, float], with_range: bool) -> dict[str, str]:
     loss, reference = _mean(rows, "loss"), dense.get(rows[0]["family"])
     losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
-    return [
-        text,
-        _or_diverged(loss),
-        *([f"({_or_diverged(min(losses))}-{_or_diverged(max(losses))})"] if with_range else []),
-        f"{loss / reference - 1:+.1%}" if reference and math.isfinite(loss) else "",
-        f"{_mean(rows, 'accuracy'):.1%}",
-        f"{_mean(rows, 'bytes_total') / 1e6:,.3f}",
-        f"{_mean(rows, 'reduction'):.1f}",
-        f"{_mean(rows, 'bytes_per_step') / 1e6:,.4f}",
-        f"{_mean(rows, 'reduction_per_step'):.1f}",
-        f"{sum(row['seconds'] for row in rows):.0f}",
-    ]
+    return {
+        "method": text,
+        "val loss": _or_diverged(loss),
+        **({"min-max": f"({_or_diverged(min(losses))}-{_or_diverged(max(losses))})"} if with_range else {}),
+        "vs dense": f"{loss / reference - 1:+.1%}" if reference and math.isfinite(loss) else "",
+        "accuracy": f"{_mean(rows, 'accuracy'):.1%}",
+        "MB sent per rank": f"{_mean(rows, 'bytes_total') / 1e6:,.3f}",
+        "reduction": f"{_mean(rows, 'reduction'):.1f}",
+        "MB/step after warm-up": f"{_mean(rows, 'bytes_per_step') / 1e6:,.4f}",
+        "reduction after warm-up": f"{_mean(rows, 'reduction_per_step'):.1f}",
+        "s": f"{sum(row['seconds'] for row in rows):.0f}",
+    }
 
 
 def _mean(rows: Sequence[Row], key: str) -> float:

@@ -1,14 +1,12 @@
 """Simulates ranks by threads and computes the gradients of all, in one model, or in models with weights of their own.
 
-On a GPU, the speed of a small model is limited by kernel launches, which would be repeated for every rank. If
-`torch.func.vmap` can keep the ranks apart, the samples of all ranks go through the model in one pass. Otherwise ranks
-are computed one after the other. The launches are recorded in a CUDA graph that is replayed at every step. In either
-case, row r of `flat` is the gradient that rank r would compute by itself.
+On a GPU, kernel launches limit the speed of a small model. So the samples of all ranks go through it in one pass, if
+`torch.func.vmap` can keep the ranks apart, and launches are recorded in a CUDA graph that is replayed at every step. In
+any case, row r of `flat` is the gradient that rank r would compute by itself.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -168,7 +166,5 @@ class Threads:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._world, self._ranks = None, []

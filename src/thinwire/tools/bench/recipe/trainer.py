@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,16 +17,19 @@ from torch.nn import functional as F
 from thinwire.collectives import cost
 from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket, shaped
+from thinwire.tools.links.rank import LinkedWorkers
 from thinwire.tools.train.data import Data, Digits, evaluate_batch
 from thinwire.tools.train.datasets import load_data
 from thinwire.tools.train.models import GPTConfig, ModelConfig
 from thinwire.tools.train.schedule import schedule
+from thinwire.tools.workers import Workers
 
 from ..harness import Progress, Row
 from ..methods import Method
 from ..training import Setup, Training, build
-from .gradients import Gradients
+from .gradients import Gradients, Threads
 
+Ranks = Workers | LinkedWorkers | Threads
 _STEPS_AT_ONCE = 10
 _EVALUATIONS, _CURVE = 5, 20
 """Number of evaluations, evenly spread over the steps; the second one behind links, where loss over time is drawn.
@@ -81,16 +83,6 @@ class Settings:
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             **{name: value for name, value in vars(self).items() if name in kept},
         }
-
-
-class Ranks(Protocol):
-    """The interface that `Workers` and `Threads` share."""
-
-    def form(self, size: int, rank_class: Any, *args: object) -> None:
-        """Form a world of `size` ranks and build `rank_class(rank, size, *args)` on each."""
-
-    def ask(self, method: str, *args: object) -> list[Any]:
-        """Call a method of the object on each rank and return the results, ordered by rank."""
 
 
 def measure(settings: Settings, ranks: Ranks, progress: Progress) -> Iterator[Row]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from thinwire.tools.record import Line, read
+
 from ..harness import File, check_file, command_line, pyplot
 
 MARKS = {
@@ -42,16 +44,19 @@ def run(options: Options) -> int:
     files = options.files or tuple(sorted(FOLDER.glob(PATTERN)))
     if not files:
         raise ValueError(f"no file {FOLDER / PATTERN} here; give what thinwire bench link --out wrote")
-    kind = _kind(files)
+    rows = {file: list(read(file)) for file in files}
+    kind = _kind(rows)
     source: Any
     if kind == "recipe":
         from . import losses as source
     else:
         from . import links as source
+    for file, lines in rows.items():
+        _check(file, lines, kind=kind, conditions=source.CONDITIONS, row=source.ROW)
     check_file("plot", options.plot)
     if options.plot is not None:
         pyplot()  # raises ValueError if it is not installed
-    found, here = source.read(files), options.readme or Path()
+    found, here = source.group(rows), options.readme or Path()
     paragraphs = source.section(found, _link(here, options.plot), lambda path: _link(here, path))
     written = "Tables and plot are" if options.plot is not None else "Tables are"
     text = "\n\n".join([*paragraphs, f"{written} written by `{command_line('bench results', options)}`."])
@@ -65,17 +70,28 @@ def run(options: Options) -> int:
     return 0
 
 
-def _kind(files: Sequence[Path]) -> str:
+def _kind(rows: dict[Path, list[Line]]) -> str:
     """Return the benchmark that the files have rows of, by the first row of each file."""
-    from thinwire.tools.record import read
-
-    kinds = {next((line["kind"] for line in read(file)), None): file for file in files}
+    kinds = {lines[0]["kind"]: file for file, lines in rows.items() if lines}
     if "recipe" in kinds and "link" in kinds:
         raise ValueError(
             f"{kinds['recipe']} has rows of bench recipe and {kinds['link']} rows of bench link, expected one of both: "
             "call it twice, with another --plot"
         )
     return "recipe" if "recipe" in kinds else "link"
+
+
+def _check(file: Path, lines: list[Line], *, kind: str, conditions: Sequence[str], row: Sequence[str]) -> None:
+    """Raise ValueError unless a file has rows, each of the benchmark and with all that is needed."""
+    expected = f"expected what thinwire bench {kind} --out wrote"
+    if not lines:
+        raise ValueError(f"{file}: no rows, {expected}")
+    for line in lines:
+        if line["kind"] != kind:
+            raise ValueError(f"{file}: a line of kind {line['kind']!r}, {expected}")
+        for what, given, names in (("conditions", line["conditions"], conditions), ("a row", line, row)):
+            if missing := [name for name in names if name not in given]:
+                raise ValueError(f"{file}: {what} without {missing[0]}, {expected}")
 
 
 def replaced(readme: Path, text: str, begin: str, end: str) -> str:

@@ -1,20 +1,22 @@
 """Tables and a plot of what `thinwire bench link` measured: step time by method and bandwidth, and bytes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.record import read as lines
+from thinwire.tools.record import Line
 from thinwire.tools.units import LinkSpeed, format_seconds, parse_link
 
 from ..harness import pyplot, save_svg, short
 from ..methods import NO_COMMUNICATION, parse
 
-_NEEDED = (
+CONDITIONS = (
     "model", "parameters", "batch", "cpu", "cores", "worker_threads", "torch", "date", "load_average", "links",
     "command",
 )  # fmt: skip
+ROW = ("world", "method", "rate", "ms", "bytes_per_step")
 _MODELS = {"gpt": "the linear layers of a GPT", "cnn": "a convolutional network"}
 _LINKS = {
     "namespaces": "ranks in network namespaces, both ends of each link shaped by `tc tbf`; bytes are those of the "
@@ -60,23 +62,17 @@ class Set:
     worlds: tuple[World, ...]
 
 
-def read(files: Iterable[Path]) -> list[Set]:
-    """Return the rows of all runs in the files. Raises ValueError with the file if a row is not one of bench link."""
+def group(rows: Mapping[Path, Iterable[Line]]) -> list[Set]:
+    """Return the rows of each run in the files."""
     sets: list[Set] = []
-    for file in files:
-        runs: list[tuple[dict[str, Any], dict[int, World]]] = []
-        for line in lines(file):
-            missing = [name for name in _NEEDED if name not in line["conditions"]]
-            if line["kind"] != "link" or missing:
-                reason = f"conditions without {missing[0]}" if missing else f"a line of kind {line['kind']!r}"
-                raise ValueError(f"{file}: {reason}, expected what thinwire bench link --out wrote")
-            if not runs or runs[-1][0] is not line["conditions"]:
-                runs.append((line["conditions"], {}))
-            world = runs[-1][1].setdefault(line["world"], World(line["world"], {}))
-            world.points[line["method"], line["rate"]] = float(line["ms"]), float(line["bytes_per_step"])
-        if not runs:
-            raise ValueError(f"{file}: no rows")
-        sets += [Set(file, conditions, tuple(worlds[n] for n in sorted(worlds))) for conditions, worlds in runs]
+    for file, lines in rows.items():
+        runs = groupby(lines, key=lambda line: id(line["conditions"]))  # the lines of a run have the same object
+        for run in (list(run) for _, run in runs):
+            worlds = {number: World(number, {}) for number in sorted({line["world"] for line in run})}
+            for line in run:
+                point = float(line["ms"]), float(line["bytes_per_step"])
+                worlds[line["world"]].points[line["method"], line["rate"]] = point
+            sets.append(Set(file, run[0]["conditions"], tuple(worlds.values())))
     return sets
 
 
@@ -137,9 +133,9 @@ def _title(one: Set) -> str:
 
 def _made(one: Set, file: str) -> str:
     given = one.conditions
-    has_delay = any(round_trip for world in one.worlds for round_trip in world.by_round_trip())
-    delayed = "; what is sent is delivered half the round-trip time later, which stands behind the comma"
-    delayed = delayed if has_delay else ""
+    delayed = ""
+    if any(round_trip for world in one.worlds for round_trip in world.by_round_trip()):
+        delayed = "; what is sent is delivered half the round-trip time later, which stands behind the comma"
     return (
         f"{given['cpu']}, {given['cores']} cores, {given['worker_threads']} thread for each rank, torch "
         f"{given['torch']}, gloo, {given['date'][:10]}, load {given['load_average']:.1f} at the start; "

@@ -11,22 +11,22 @@ the others are used.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import multimode
 from typing import Any
 
-from thinwire.tools.record import read as lines
+from thinwire.tools.record import Line
 
 from ..harness import pyplot, save_svg, short
 from ..methods import LOCAL
 
-_CONDITIONS = (
+CONDITIONS = (
     "model", "config", "parameters", "workers", "batch", "steps", "warmup_steps", "lr", "device", "torch", "date",
     "simulate",
 )  # fmt: skip
-_ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
+ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
 _ANY_RANKS = ("dense", "fp16 hook")
 _FAR = 0.3
 """Relative difference from the best dense value above which a mark is drawn on the edge of the plot.
@@ -94,14 +94,22 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """The mean over seeds."""
+    """The mean over seeds of a method with one learning rate and world size."""
 
+    method: Method
+    ranks: int
+    lr: float
     value: float
     """Mean of the metric. NaN if a training diverged."""
     seeds: int
     bytes_total: float
     """Bytes that a rank sends in all steps."""
     dense_total: float
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether the method is uncompressed."""
+        return self.method.is_dense
 
     @property
     def reduction(self) -> float:
@@ -130,12 +138,12 @@ class Comparison:
     family: str
     samples: int
     """Samples of all ranks in a step."""
-    files: list[Path] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    """Device, torch version and date of the runs."""
+    files: dict[Path, None] = field(default_factory=dict)
+    """Files in order, each once."""
+    origins: dict[str, None] = field(default_factory=dict)
+    """Device, torch version and date of the runs, each once."""
     rows: list[_Row] = field(default_factory=list)
-    results: dict[tuple[Method, int, float], Result] = field(default_factory=dict)
-    """Results by method, world size and learning rate."""
+    results: list[Result] = field(default_factory=list)
 
     @property
     def metric(self) -> Metric:
@@ -152,7 +160,8 @@ class Comparison:
     @property
     def methods(self) -> list[Method]:
         """Return all methods: dense first, thinwire's last."""
-        return sorted({key[0]: None for key in self.results}, key=lambda method: (not method.is_dense, method.is_ours))
+        methods = dict.fromkeys(result.method for result in self.results)
+        return sorted(methods, key=lambda method: (not method.is_dense, method.is_ours))
 
     @property
     def rates(self) -> list[float]:
@@ -164,6 +173,15 @@ class Comparison:
         """Return world sizes that have rows."""
         return sorted({row.ranks for row in self.rows})
 
+    def heading(self, how: str) -> str:
+        """Return the title of a panel."""
+        given = self.conditions
+        return f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {how}, {given['steps']:,} steps"
+
+    def marker(self, ranks: int) -> str:
+        """Return the shape of the marks of a world size."""
+        return "osD^v"[self.worlds.index(ranks) % 5]
+
     def title(self, method: Method) -> str:
         """Return the name and options of a method, and its warm-up steps if they differ from the usual number."""
         usual = multimode(row.method.warmup_steps for row in self.rows if row.method.warmup_steps)[:1]
@@ -171,64 +189,43 @@ class Comparison:
         warmup = "" if is_given else f"warm-up {method.warmup_steps}"
         return "; ".join(part for part in (method.name, method.options, warmup) if part)
 
-    def dense(self, lr: float | None = None, ranks: int | None = None) -> tuple[Method, float, Result] | None:
-        """Return the best dense method, its learning rate and its result.
-
-        With `lr` or `ranks`, only that learning rate or world size counts.
-        """
+    def best(self, **wanted: object) -> Result | None:
+        """Return the best result whose fields have these values, None if there is none that ended in a number."""
         found = [
-            (method, rate, result)
-            for (method, size, rate), result in self.results.items()
-            if method.is_dense and lr in (None, rate) and ranks in (None, size) and math.isfinite(result.value)
+            result
+            for result in self.results
+            if math.isfinite(result.value) and all(getattr(result, name) == value for name, value in wanted.items())
         ]
-        return self.metric.best(found, key=lambda one: one[2].value) if found else None
+        return self.metric.best(found, key=lambda result: result.value) if found else None
 
-    def best(self, method: Method, ranks: int) -> tuple[float, Result] | None:
-        """Return the best learning rate of a method at a world size, and its result."""
-        found = [
-            (lr, result)
-            for (one, size, lr), result in self.results.items()
-            if (one, size) == (method, ranks) and math.isfinite(result.value)
-        ]
-        return self.metric.best(found, key=lambda one: one[1].value) if found else None
+    @property
+    def best_dense(self) -> Result:
+        """Return the best dense result of all learning rates and world sizes."""
+        found = self.best(is_dense=True)
+        assert found, "there is one in each comparison"
+        return found
 
 
-def read(files: Iterable[Path]) -> list[Comparison]:
+def group(rows: Mapping[Path, Iterable[Line]]) -> list[Comparison]:
     """Return the comparisons, in the order of the files.
 
-    Raises ValueError with the file if a row is not one of bench recipe, and if there is no dense training to compare
-    with.
+    Raises ValueError with the file if there is no dense training to compare with.
     """
     comparisons: dict[tuple[object, ...], Comparison] = {}
-    for file in files:
-        before = sum(len(one.rows) for one in comparisons.values())
-        for line in lines(file):
+    for file, lines in rows.items():
+        for line in lines:
             given = line["conditions"]
-            _check(file, line, given)
             samples = given["workers"] * given["batch"]
             model = json.dumps([given["model"], given["config"], given["parameters"]], sort_keys=True)
             key = model, given.get("data"), given.get("bf16", False), given["steps"], samples, line["family"]
             one = comparisons.setdefault(key, Comparison(given, line["family"], samples))
             one.rows.append(_row(file, line, one.metric))
             kind = "threads of one process" if given["simulate"] else "processes"
-            origin = f"{given['device']}, ranks are {kind}, torch {given['torch']}, {given['date'][:10]}"
-            one.files += [] if file in one.files else [file]
-            one.origins += [] if origin in one.origins else [origin]
-        if before == sum(len(one.rows) for one in comparisons.values()):
-            raise ValueError(f"{file}: no rows, expected what thinwire bench recipe --out wrote")
+            one.files[file] = None
+            one.origins[f"{given['device']}, ranks are {kind}, torch {given['torch']}, {given['date'][:10]}"] = None
     for one in comparisons.values():
         _summarize(one)
     return list(comparisons.values())
-
-
-def _check(file: Path, line: dict[str, Any], given: dict[str, Any]) -> None:
-    expected = "expected what thinwire bench recipe --out wrote"
-    if line["kind"] != "recipe":
-        raise ValueError(f"{file}: a line of kind {line['kind']!r}, {expected}")
-    for what, held, names in (("conditions", given, _CONDITIONS), ("a row", line, _ROW)):
-        missing = [name for name in names if name not in held]
-        if missing:
-            raise ValueError(f"{file}: {what} without {missing[0]}, {expected}")
 
 
 def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
@@ -257,32 +254,37 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
 
 def _summarize(one: Comparison) -> None:
     dense_totals = {row.ranks: row.dense_total for row in one.rows}
+    measured = {(row.method, row.ranks, row.lr) for row in one.rows}
     groups: dict[tuple[Method, int, float], list[_Row]] = {}
     for row in one.rows:
-        groups.setdefault((row.method, row.ranks, row.lr), []).append(row)
-    for row in one.rows:
-        for ranks in dense_totals if row.method.name.endswith(_ANY_RANKS) else ():
-            if not any((other.method, other.ranks, other.lr) == (row.method, ranks, row.lr) for other in one.rows):
-                groups.setdefault((row.method, ranks, row.lr), []).append(row)
+        for ranks in {row.ranks, *(dense_totals if row.method.name.endswith(_ANY_RANKS) else ())}:
+            key = row.method, ranks, row.lr
+            if ranks == row.ranks or key not in measured:
+                groups.setdefault(key, []).append(row)
     for (method, ranks, lr), rows in groups.items():
         by_seed: dict[int, list[float]] = {}
         for row in rows:
             by_seed.setdefault(row.seed, []).append(row.value)
-        share = _mean([row.bytes_total / row.dense_total for row in rows])
-        value = _mean([_mean(values) for values in by_seed.values()])
-        one.results[method, ranks, lr] = Result(
-            value=value, seeds=len(by_seed), bytes_total=share * dense_totals[ranks], dense_total=dense_totals[ranks]
+        result = Result(
+            method=method,
+            ranks=ranks,
+            lr=lr,
+            value=_mean([_mean(values) for values in by_seed.values()]),
+            seeds=len(by_seed),
+            bytes_total=_mean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
+            dense_total=dense_totals[ranks],
         )
-    if one.dense() is None:
+        one.results.append(result)
+    if one.best(is_dense=True) is None:
         others = ", ".join(one.title(method) for method in one.methods)
         raise ValueError(
-            f"{one.files[0]}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
+            f"{next(iter(one.files))}: no training by '{one.family} dense' that ended in a number, for {one.model}, "
             f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
             f"run thinwire bench recipe --methods '{one.family} dense' with the same model, steps and samples"
         )
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
@@ -305,18 +307,14 @@ def table(one: Comparison) -> str:
     for method in one.methods:
         title = f"**{one.title(method)}**" if method.is_ours else one.title(method)
         for ranks in one.worlds:
-            results = [one.results.get((method, ranks, lr)) for lr in one.rates]
-            found = [result for result in results if result]
+            found = {result.lr: result for result in one.results if (result.method, result.ranks) == (method, ranks)}
             if not found:
                 continue
-            cells = [
-                _cell(one, method=method, ranks=ranks, lr=lr, result=result)
-                for lr, result in zip(one.rates, results, strict=True)
-            ]
-            counts = sorted({result.seeds for result in found})
+            cells = [_cell(one, found[lr]) if lr in found else "" for lr in one.rates]
+            counts = sorted({result.seeds for result in found.values()})
             seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
             # The bytes of few methods depend on the learning rate.
-            reduction = f"{short(sum(result.reduction for result in found) / len(found), 2)}x"
+            reduction = f"{short(sum(result.reduction for result in found.values()) / len(found), 2)}x"
             lines.append([title, str(ranks), *cells, seeds, reduction])
         alike = [line for line in lines if line[0] == title]
         if len(alike) > 1 and all(line[2:] == alike[0][2:] for line in alike):
@@ -324,120 +322,105 @@ def table(one: Comparison) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(one: Comparison, method: Method, ranks: int, lr: float, result: Result | None) -> str:
-    if result is None:
-        return ""
+def _cell(one: Comparison, result: Result) -> str:
     if not math.isfinite(result.value):
         return "diverged"
     text = one.metric.show(result.value)
-    if method.is_dense:
+    if result.is_dense:
         return text
-    same, best = one.dense(lr, ranks), one.dense(ranks=ranks)
-    compared = [one.metric.difference(result.value, dense[2].value) if dense else "-" for dense in (same, best)]
+    same = one.best(is_dense=True, ranks=result.ranks, lr=result.lr)
+    best = one.best(is_dense=True, ranks=result.ranks)
+    compared = [one.metric.difference(result.value, dense.value) if dense else "-" for dense in (same, best)]
     return f"{text} ({' / '.join(compared)})"
 
 
 def _title(one: Comparison) -> str:
-    given, best = one.conditions, one.dense()
-    assert best
+    given, best = one.conditions, one.best_dense
     unit = "" if one.metric is LOSS else ", in percentage points,"
     data = f" on {given['data']}" if "data" in given else ""
-    dense = "; ".join(part for part in (best[0].options, f"lr {best[1]:g}") if part)
-    totals = {ranks: result.dense_total for (_, ranks, _), result in one.results.items()}
+    dense = "; ".join(part for part in (best.method.options, f"lr {best.lr:g}") if part)
+    totals = {result.ranks: result.dense_total for result in one.results}
     sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
     return (
         f"{one.model}{data}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, "
         f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric.key}, the mean over seeds. In "
         f"brackets the difference{unit} to the best dense with the same learning rate / to the best dense of all "
-        f"({one.metric.show(best[2].value)}: {dense}); `-`: there is none. "
+        f"({one.metric.show(best.value)}: {dense}); `-`: there is none. "
         f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
         f"all-reduce ({sent})."
     )
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw loss over the bytes that a rank sends as an SVG, with a panel for each comparison.
+    """Draw loss over bytes as an SVG, or over time if all trainings had links, with a panel for each comparison."""
+    figure, panels = pyplot().subplots(
+        len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
+    )
+    draw_one = _draw_curves if all(one.conditions.get("link") for one in comparisons) else _draw_bytes
+    for one, axes in zip(comparisons, panels[:, 0], strict=True):
+        draw_one(one, axes)
+    save_svg(figure, path)
+
+
+def _draw_bytes(one: Comparison, axes: Any) -> None:
+    """Draw loss over the bytes that a rank sends.
 
     A mark is a method at one world size, with its best learning rate. Its colour stands for the method, its shape
     for the world size. Values far from dense are drawn on the edge, with the value in the label.
     """
-    plt = pyplot()
-    figure, panels = plt.subplots(
-        len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
-    )
-    if all(one.conditions.get("link") for one in comparisons):
-        for one, axes in zip(comparisons, panels[:, 0], strict=True):
-            _draw_curves(one, axes)
-        save_svg(figure, path)
-        return
-    for one, axes in zip(comparisons, panels[:, 0], strict=True):
-        best = one.dense()
-        assert best
-        low, high = (best[2].value * (1 + sign * _FAR) for sign in (-1, 1))
-        # thinwire's methods first, so that they get the first colours.
-        methods = sorted(
-            (method for method in one.methods if method.every is None), key=lambda method: not method.is_ours
-        )
-        _draw_rounds(one, axes, first_colour=len(methods))
-        for number, method in enumerate(methods):
-            points = [(ranks, found[1]) for ranks in one.worlds if (found := one.best(method, ranks))]
-            if not points:
-                continue
-            sent = [result.bytes_total / 1e6 for _, result in points]
-            values = [min(max(result.value, low), high) for _, result in points]
-            label = one.title(method)
-            for (ranks, result), value in zip(points, values, strict=True):
-                label += "" if value == result.value else f", {one.metric.show(result.value)} with {ranks} ranks"
-            colour, filled = f"C{number % 10}", method.is_ours
-            axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
-            for (ranks, _), x, y in zip(points, sent, values, strict=True):
-                marker = "osD^v"[one.worlds.index(ranks) % 5]
-                axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
-        for number, ranks in enumerate(one.worlds):
-            axes.plot([], [], "osD^v"[number % 5], color="#888", label=f"{ranks} ranks")
-        axes.set_xscale("log")
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(min(bottom, (1 - _NEAR) * best[2].value), max(top, (1 + _NEAR) * best[2].value))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.set_xlabel("MB that a rank sends in all steps")
-        axes.set_ylabel(f"validation {one.metric.key}")
-        given = one.conditions
-        axes.set_title(
-            f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, {given['steps']:,} steps",
-            fontsize=10,
-        )
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-    save_svg(figure, path)
+    best = one.best_dense.value
+    low, high = (1 - _FAR) * best, (1 + _FAR) * best
+    # thinwire's methods first, so that they get the first colours.
+    methods = sorted((method for method in one.methods if method.every is None), key=lambda method: not method.is_ours)
+    _draw_rounds(one, axes, first_colour=len(methods))
+    for number, method in enumerate(methods):
+        points = [found for ranks in one.worlds if (found := one.best(method=method, ranks=ranks))]
+        if not points:
+            continue
+        sent = [result.bytes_total / 1e6 for result in points]
+        values = [min(max(result.value, low), high) for result in points]
+        label = one.title(method)
+        for result, value in zip(points, values, strict=True):
+            label += "" if value == result.value else f", {one.metric.show(result.value)} with {result.ranks} ranks"
+        colour, filled = f"C{number % 10}", method.is_ours
+        axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
+        for result, x, y in zip(points, sent, values, strict=True):
+            marker = one.marker(result.ranks)
+            axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
+    for ranks in one.worlds:
+        axes.plot([], [], one.marker(ranks), color="#888", label=f"{ranks} ranks")
+    axes.set_xscale("log")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, (1 - _NEAR) * best), max(top, (1 + _NEAR) * best))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel("MB that a rank sends in all steps")
+    axes.set_ylabel(f"validation {one.metric.key}")
+    axes.set_title(one.heading(one.family), fontsize=10)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
     """Draw local steps: a line for each compressor and world size, with a mark for each length H of a round."""
-    lines: dict[tuple[str, int], list[tuple[int, Result]]] = {}
+    lines: dict[tuple[str, int], list[Result]] = {}
     for method in one.methods:
         for ranks in one.worlds if method.every is not None else ():
-            if found := one.best(method, ranks):
-                lines.setdefault((method.line, ranks), []).append((method.every or 0, found[1]))
+            if found := one.best(method=method, ranks=ranks):
+                lines.setdefault((method.line, ranks), []).append(found)
     for number, ((name, ranks), points) in enumerate(lines.items(), start=first_colour):
-        points.sort(key=lambda point: point[0])
-        sent, values = [result.bytes_total / 1e6 for _, result in points], [result.value for _, result in points]
-        marker = "osD^v"[one.worlds.index(ranks) % 5]
-        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=marker, label=name)
-        for (every, _), x, y in zip(points, sent, values, strict=True):
-            axes.annotate(f"H={every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+        points.sort(key=lambda result: result.method.every or 0)
+        sent, values = [result.bytes_total / 1e6 for result in points], [result.value for result in points]
+        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=one.marker(ranks), label=name)
+        for result, x, y in zip(points, sent, values, strict=True):
+            axes.annotate(f"H={result.method.every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
 
 
 def _draw_curves(one: Comparison, axes: Any) -> None:
     """Draw loss over time, the mean over seeds, with a line for each method and its name at its end."""
     ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
-        curves = [row.curve for row in one.rows if row.method == method]
-        seconds, losses = (
-            [_mean(list(values)) for values in zip(*parts, strict=True)]
-            for parts in (
-                [[point[0] for point in curve] for curve in curves],
-                [[point[1] for point in curve] for curve in curves],
-            )
-        )
+        evaluations = zip(*(row.curve for row in one.rows if row.method == method), strict=True)
+        points = [[_mean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
+        seconds, losses = zip(*points, strict=True)
         axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
         label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
         ends.append((seconds[-1], losses[-1], label))
@@ -446,9 +429,4 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     axes.set_xlim(0, 1.3 * max(ends)[0])
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation loss")
-    given = one.conditions
-    axes.set_title(
-        f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {one.worlds[0]} ranks behind links of "
-        f"{given['link']}, {given['steps']:,} steps",
-        fontsize=10,
-    )
+    axes.set_title(one.heading(f"{one.worlds[0]} ranks behind links of {one.conditions['link']}"), fontsize=10)
