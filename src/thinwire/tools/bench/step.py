@@ -87,12 +87,13 @@ class Stepper:
 
 def run(options: Options) -> int:
     """Measure and print the table. Return 0, or 1 if a rank failed."""
-    from thinwire.tools.train.models import model_config
+    from thinwire.tools.train.models import GPTConfig, model_config
 
-    small, large = (
-        sum(parameter.numel() for parameter in model_config(spec).build(0).parameters())
-        for spec in (options.model, options.large_model)
-    )
+    configs = [model_config(spec) for spec in (options.model, options.large_model)]
+    for option, config in zip(("--model", "--large-model"), configs, strict=True):
+        if not isinstance(config, GPTConfig):
+            raise ValueError(f"{option} {config.name}, expected a gpt: this benchmark has text alone")
+    small, large = (sum(parameter.numel() for parameter in config.build(0).parameters()) for config in configs)
     at_least(options, workers=2, batch=1, rounds=1)
     return run_benchmark(
         options,
