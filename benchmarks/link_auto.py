@@ -25,8 +25,8 @@ TIMEOUT = 300.0
 class Keeper(LinkRank):
     """A rank that keeps its trainings, and turns from one to another."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
         self._kept: dict[str, Training] = {}
 
     def prepare(self, name: str) -> str:
@@ -45,9 +45,8 @@ class Keeper(LinkRank):
 
 def main(rates: list[str]) -> None:
     for rate in rates or ["100mbit", "1gbit", "10gbit"]:
-        with Lab(2, parse_rate(rate)) as lab, Workers(2) as workers:
-            workers.make(2, Keeper, lab.links, TIMEOUT)
-            workers.ask("join", workers.ask("host")[0])
+        with Lab(2, parse_rate(rate)) as lab, Workers(2, limit=TIMEOUT, links=lab.links) as workers:
+            workers.form(2, Keeper)
             chosen = {name: workers.ask("prepare", name, limit=40 * TIMEOUT)[0] for name in METHODS}
             is_slow = workers.ask("turn", "dense", 1)[0] > 500
             turns, steps = (SLOW_TURNS, SLOW_STEPS) if is_slow else (TURNS, STEPS)
