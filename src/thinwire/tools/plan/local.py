@@ -157,14 +157,11 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
         return []
     parts = []
     if is_hopeless(case.at(rate=_SLOWEST)):
-        rate = _limit(lambda rate: is_hopeless(case.at(rate=rate)), _SLOWEST, case.cluster.rate)
+        rate = boundary(lambda rate: is_hopeless(case.at(rate=rate)), _SLOWEST, case.cluster.rate)
         parts.append(f"links below about {format_rate(float(f'{rate:.2g}'))}")
     if is_hopeless(case.at(latency=LONGEST_ROUND_TRIP)):
-        latency = _limit(
-            lambda seconds: is_hopeless(case.at(latency=seconds)),
-            LONGEST_ROUND_TRIP,
-            max(_SHORTEST, case.cluster.latency),
-        )
+        least = max(_SHORTEST, case.cluster.latency)
+        latency = boundary(lambda seconds: is_hopeless(case.at(latency=seconds)), LONGEST_ROUND_TRIP, least)
         parts.append(f"a latency above about {format_seconds(latency)}")
     if not parts:
         return []
@@ -174,7 +171,7 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
     ]
 
 
-def _limit(holds: Callable[[float], bool], true: float, false: float) -> float:
+def boundary(holds: Callable[[float], bool], true: float, false: float) -> float:
     """Return the last value, from `true` towards `false`, for which `holds` is true, to 1 %."""
     while not 1 / 1.01 < true / false < 1.01:
         middle = (true * false) ** 0.5

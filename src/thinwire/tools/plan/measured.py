@@ -22,7 +22,8 @@ from thinwire.tools.train.device import pick_backend, pick_device
 from thinwire.tools.train.models import VOCABULARY, GPTConfig, ModelConfig, model_config
 from thinwire.tools.train.place import Place
 
-from .costs import Work, of_sizes, parse_specs
+from .cluster import Cluster
+from .costs import Speeds, Work, of_sizes, parse_specs
 from .measure import (
     LARGEST,
     Bench,
@@ -35,10 +36,11 @@ from .measure import (
     measure_codecs,
     measure_steps,
     measure_wire,
+    process_group,
 )
-from .methods import Method, methods_for
-from .model import Case, Cluster
-from .options import Options, missing_options, parse_network, refuse_others
+from .methods import methods_for
+from .model import Case
+from .options import Options, missing_options, parse_cluster, refuse_others
 from .show import show
 
 _TIMEOUT = timedelta(seconds=300)
@@ -48,7 +50,7 @@ _BATCH = 32
 
 
 class Answer(NamedTuple):
-    """All measurements of one rank."""
+    """All measurements of one rank under torchrun."""
 
     costs: RankCosts
     wire: Wire
@@ -57,87 +59,57 @@ class Answer(NamedTuple):
 
 
 def plan_measured(options: Options) -> int:
-    """Measure on all ranks, print the plan on rank 0, and return 0.
+    """Measure the model and the codec, print the plan, and return 0; raise ValueError if something cannot be measured.
 
-    Raise ValueError if something cannot be measured. Other ranks wait before they raise, so that rank 0 alone reports
-    an error that all ranks have.
+    Under torchrun all ranks measure, their links too, and rank 0 prints. Other ranks wait before they raise, so that
+    rank 0 alone reports an error that all ranks have. Without torchrun this process measures, the plan is for ranks
+    that are like it, and the options give the links.
     """
-    place = Place.of_torchrun()
-    assert place is not None
+    torchrun = Place.of_torchrun()
+    place = torchrun or Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
     try:
-        _check(options, place)
+        given = _given_cluster(options, torchrun)
         made = parse_specs(options.specs)
         device = pick_device("cuda" if torch.cuda.is_available() else "cpu", place.local_rank)
-        assert options.model is not None
-        subject = load_subject(options.model, device)
+        subject = load_subject(str(options.model), device)
         sizes, dtype = _gradients(subject)
     except (ValueError, OSError) as error:
         if place.rank == 0:
             raise
         time.sleep(_CONSEQUENCE_SECONDS)  # if rank 0 fails too, torchrun ends this rank in the meantime
         raise ValueError(f"rank {place.rank} of {place.world_size}: {error}") from None
+    on_gpu, threads = device.type == "cuda", place.local_world_size * torch.get_num_threads()
     backend = pick_backend(device, place.local_world_size)
-    methods = methods_for(made, nccl=device.type == "cuda", dtype=dtype)
-    crowd = max(1.0, place.local_world_size * torch.get_num_threads() / cores())
+    methods, buckets = methods_for(made, nccl=on_gpu, dtype=dtype), of_sizes(sizes, dtype)
+    bench, largest = Bench(device, crowd=max(1.0, threads / cores())), max(bucket.numel for bucket in buckets)
     with alone(backend):
-        steps = measure_steps(subject, methods, Bench(device, crowd=crowd))
-    dist.init_process_group(backend, timeout=_TIMEOUT)
-    try:
-        bench = Bench(device, dist.barrier, crowd)
-        largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
-        costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
-        mine = Answer(costs, measure_wire(bench), _memory(device, place))
-        answers: list[Answer] = [mine] * place.world_size
-        dist.all_gather_object(answers, mine)
-    finally:
-        dist.destroy_process_group()
-    if place.rank == 0:
-        threads = max(1, place.local_world_size * torch.get_num_threads())
-        case = case_of_answers(
-            answers,
-            methods,
-            sizes=sizes,
-            dtype=dtype,
-            origin=f"measured here, {_device_name(device)} per rank",
-            crowd=crowd,
-            slows=None if device.type == "cuda" else max(0.0, min(1.0, 2 - cores() / threads)),
-        )
-        show(case, made, options.plot)
-        sys.stdout.flush()
-    return 0
-
-
-def plan_here(options: Options) -> int:
-    """Measure the model and the codec in this process, print the plan for ranks that are like it, and return 0.
-
-    Raise ValueError for invalid options. The links are those that the options give.
-    """
-    allowed = {"model", "specs", "plot", "world", "bandwidth", "latency", "gpu_memory"}
-    refuse_others(options, allowed, "with --model it is measured on this machine")
-    missing = missing_options(options, ("world", "bandwidth"))
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not given: expected such as --model {options.model} --world 16 --bandwidth 1Gbps; "
-            "or measure links too: torchrun ... -m thinwire plan --model ..."
-        )
-    network, made = parse_network(options), parse_specs(options.specs)
-    device = pick_device("cuda" if torch.cuda.is_available() else "cpu", 0)
-    subject = load_subject(str(options.model), device)
-    sizes, dtype = _gradients(subject)
-    on_gpu, bench = device.type == "cuda", Bench(device)
-    methods = methods_for(made, nccl=on_gpu, dtype=dtype)
-    with alone(pick_backend(device, 1)):
         steps = measure_steps(subject, methods, bench)
-    largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
-    costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
-    speeds, compute = combine(
-        [costs], methods, numel=sum(sizes), origin=f"measured here, {_device_name(device)}", crowd=1.0
-    )
-    slows = 0.0 if on_gpu else max(0.0, min(1.0, 2 - cores() / max(1, torch.get_num_threads())))
-    cluster = replace(Cluster.of_network(network), codec_slows=slows, wire_slows=slows, nccl=on_gpu)
-    work = Work(of_sizes(sizes, dtype), *compute, dtype=dtype)
-    case = Case(work, cluster, speeds.by_accelerator() if on_gpu else speeds, origin="measured here")
-    show(case, made, options.plot)
+
+    def costs(bench: Bench) -> RankCosts:
+        return RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
+
+    if given is not None:
+        answers, ranks = [], [costs(bench)]
+    else:
+        with process_group(backend, timeout=_TIMEOUT):
+            bench = replace(bench, barrier=dist.barrier)
+            mine = Answer(costs(bench), measure_wire(bench), _memory(device, place))
+            answers = [mine] * place.world_size
+            dist.all_gather_object(answers, mine)
+        ranks = [answer.costs for answer in answers]
+    if place.rank != 0:
+        return 0
+    origin = f"measured here, {_device_name(device)}{' per rank' if torchrun else ''}"
+    speeds, compute = combine(ranks, methods, numel=sum(sizes), origin=origin, crowd=bench.crowd)
+    if given is None:
+        cluster, speeds = _measured_cluster(answers, speeds, on_gpu)
+    else:
+        cluster, speeds = given, speeds.by_accelerator() if on_gpu else speeds
+    slows = 0.0 if on_gpu else max(0.0, min(1.0, 2 - cores() / threads))
+    cluster = replace(cluster, codec_slows=slows, wire_slows=slows, nccl=on_gpu)
+    work = Work(buckets, *compute, dtype=dtype)
+    show(Case(work, cluster, speeds, origin="measured" if torchrun else "measured here"), made, options.plot)
+    sys.stdout.flush()
     return 0
 
 
@@ -156,46 +128,26 @@ def _gradients(subject: Subject) -> tuple[list[int], torch.dtype]:
     return [parameter.numel() for parameter in trained], max(numels, key=numels.__getitem__)
 
 
-def case_of_answers(
-    answers: Sequence[Answer],
-    methods: Sequence[Method],
-    *,
-    sizes: list[int],
-    origin: str,
-    dtype: torch.dtype = torch.float32,
-    crowd: float,
-    slows: float | None,
-) -> Case:
-    """Build the case from the answers of all ranks.
+def _measured_cluster(answers: Sequence[Answer], speeds: Speeds, on_gpu: bool) -> tuple[Cluster, Speeds]:
+    """Return the cluster by the answers of all ranks, and `speeds` with the costs of the bytes that they sent.
 
     All ranks measured their links at the same time, so the rates are those of ranks that may share a node's link.
-
-    sizes    numel of each trainable parameter of the model.
-    origin   where the measurements were made, as text for the user.
-    dtype    of the gradients.
-    crowd    ranks per core, at least 1.
-    slows    value of `Cluster.codec_slows` and `Cluster.wire_slows`; None if the model runs on an accelerator.
     """
-    ranks = [answer.costs for answer in answers]
-    speeds, compute = combine(ranks, methods, numel=sum(sizes), origin=origin, crowd=crowd)
     wires = [answer.wire for answer in answers]
-    ring, spread = median(wire.ring_byte for wire in wires), median(wire.spread_byte for wire in wires)
-    ring_work = min(ring, median(wire.ring_work for wire in wires))
-    spread_work = min(spread, median(wire.spread_work for wire in wires))
+    ring, spread = median(wire.ring.clock for wire in wires), median(wire.spread.clock for wire in wires)
+    ring_work = min(ring, median(wire.ring.processor for wire in wires))
+    spread_work = min(spread, median(wire.spread.processor for wire in wires))
+    ring_link, spread_link = _link(ring, ring_work), _link(spread, spread_work)
     cluster = Cluster(
         world=len(answers),
-        rate=8 / _link(ring, ring_work),
+        rate=8 / ring_link,
         latency=max(wire.latency for wire in wires),
         peer_share=1.0,
-        codec_slows=slows or 0.0,
-        wire_slows=slows or 0.0,
-        nccl=slows is None,
+        spread_share=ring_link / spread_link,
         memory=min(answer.memory for answer in answers),
     )
-    cluster = replace(cluster, spread_share=8 / cluster.rate / _link(spread, spread_work))
-    fp16 = 0.0 if slows is None else max(ring_work, speeds.fp16_byte - speeds.ring_byte + ring_work)
-    speeds = replace(speeds, ring_byte=ring_work, fp16_byte=fp16, spread_byte=spread_work)
-    return Case(Work(of_sizes(sizes, dtype), *compute, dtype=dtype), cluster, speeds, origin="measured")
+    fp16 = 0.0 if on_gpu else max(ring_work, speeds.fp16_byte - speeds.ring_byte + ring_work)
+    return cluster, replace(speeds, ring_byte=ring_work, fp16_byte=fp16, spread_byte=spread_work)
 
 
 def _link(byte: float, work: float) -> float:
@@ -210,17 +162,29 @@ def _memory(device: torch.device, place: Place) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / place.local_world_size
 
 
-def _check(options: Options, place: Place) -> None:
+def _given_cluster(options: Options, torchrun: Place | None) -> Cluster | None:
+    """Check the options, and return the cluster that they give; None under torchrun, where it is measured."""
+    if torchrun is None:
+        allowed = {"model", "specs", "plot", "world", "bandwidth", "latency", "gpu_memory"}
+        refuse_others(options, allowed, "with --model it is measured on this machine")
+        missing = missing_options(options, ("world", "bandwidth"))
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} not given: expected such as --model {options.model} --world 16 --bandwidth "
+                "1Gbps; or measure links too: torchrun ... -m thinwire plan --model ..."
+            )
+        return parse_cluster(options)
     refuse_others(options, {"model", "specs", "plot"}, "under torchrun it is measured")
     if options.model is None:
         raise ValueError(
             "--model not given, expected one of thinwire train's, such as gpt:layers=4,width=256, or FILE.py:FUNCTION"
         )
-    if place.world_size < 2:
+    if torchrun.world_size < 2:
         raise ValueError(
             "torchrun started one rank, which has nobody to exchange with: expected --nproc-per-node 2 or more, or "
             "several --nnodes"
         )
+    return None
 
 
 def load_subject(text: str, device: torch.device) -> Subject:
