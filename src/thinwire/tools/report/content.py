@@ -6,14 +6,13 @@ from typing import Any
 
 from thinwire.tools.train.view import PHASES
 
-from .runs import Run, Step
+from .runs import Row, Run
 from .series import Value, curve, short, stack
 
 _DEEPEST, _LONGEST = 5, 2000
 """Levels of a configuration that become rows of their own, and characters that are shown of a value."""
 _DENSE_LIMIT = 100
 """Number of points of the dense bytes, which hardly change."""
-_MARK = ("step", "seconds", "bytes", "text")
 
 
 def content(run: Run) -> dict[str, Any]:
@@ -36,14 +35,14 @@ def content(run: Run) -> dict[str, Any]:
         "traffic": traffic,
         "dense": curve(at_steps, dense, _DENSE_LIMIT),
         "events": [[row.step, row.events] for row in steps if row.events and row.step in drawn],
-        "marks": [dict(zip(_MARK, (*map(short, mark[:3]), mark.text), strict=True)) for mark in run.marks],
+        "marks": [mark._replace(seconds=short(mark.seconds), bytes=short(mark.bytes))._asdict() for mark in run.marks],
         "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
         "step_seconds": _step_seconds(run),
-        "ranks": [{name: short(value) for name, value in each._asdict().items()} for each in run.ranks],
+        "ranks": [{name: short(value) for name, value in each.items()} for each in run.ranks],
     }
 
 
-def bytes_per_step(rows: Sequence[Step], totals: Sequence[Value]) -> list[Value]:
+def bytes_per_step(rows: Sequence[Row], totals: Sequence[Value]) -> list[Value]:
     """Return the bytes per step between each line and the one before it; the first line is compared with step 0."""
     result: list[Value] = []
     step, before = 0, 0.0
