@@ -41,11 +41,6 @@ GRACE_SECONDS = 3.0
 """Time limit for the other results once one rank has failed. One of them may name the cause."""
 
 RankClass = Callable[..., object]
-Rendezvous = tuple[int, str]
-"""Port of the store of a group, and a secret prefix of its keys. Other programs of this machine can reach the store,
-but cannot guess the keys: what they write there is not read, unless they ask the store for its keys first."""
-Question = tuple[str | Callable[..., object], tuple[object, ...]]
-"""A method of what was built, by its name, or one of `_Rank`; and its arguments."""
 
 
 class WorkerError(Exception):
@@ -104,37 +99,31 @@ class Workers:
             port = self._store.port
         else:  # this process cannot be reached through the links
             port = self._set_up(size, _Rank.host)[0]
-        self._set_up(size, _Rank.build, size, rank_class, args, (port, secrets.token_hex(16)))
+        # Other programs of this machine can reach the store, but cannot guess its keys: what they write there is not
+        # read, unless they ask the store for its keys first.
+        self._set_up(size, _Rank.join, size, port, secrets.token_hex(16))
+        self.make(size, rank_class, *args)
 
     def make(self, size: int, rank_class: RankClass, *args: object) -> None:
-        """Build `rank_class(rank, size, *args)` in the first `size` processes, without a process group.
+        """Build `rank_class(rank, size, *args)` in the first `size` processes, without forming a process group.
 
         Use it for a class that forms the process group itself.
         """
-        self._set_up(size, _Rank.build, size, rank_class, args, None)
+        self._set_up(size, _Rank.build, size, rank_class, args)
 
     def _set_up(self, size: int, method: Callable[..., object], *args: object) -> list[Any]:
         self._size = size
-        return self._question((method, args), max(LIMIT_SECONDS, self._limit))  # the group's limit: it is formed now
+        return self.ask(method, *args, limit=max(LIMIT_SECONDS, self._limit))  # the group's limit: it is formed now
 
-    def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
+    def ask(self, method: str | Callable[..., object], *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
         """Call this method on every rank and return the results, ordered by rank.
 
-        limit   seconds to wait for the results; None waits without a limit.
+        method   name of a method of the object that was built. (`form` and `make` give methods of `_Rank`.)
+        limit    seconds to wait for the results; None waits without a limit.
         """
-        return self._question((method, args), limit)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every process that is still alive."""
-        for process in self._processes:
-            if process.pid is not None and process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def _question(self, question: Question, limit: float | None) -> list[Any]:
         for pipe in self._pipes[: self._size]:
             with suppress(OSError):  # the process has died; this is found when its result is read
-                pipe.send(question)
+                pipe.send((method, args))
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         waiting = set(range(self._size))
@@ -163,6 +152,13 @@ class Workers:
             reason = f"did not answer within {limit:g} s"
             raise WorkerError(f"rank {min(waiting)} of {self._size} {reason}", min(waiting), reason)
         return [answers[rank] for rank in range(self._size)]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every process that is still alive."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def __enter__(self) -> Self:
         return self
@@ -217,22 +213,22 @@ class _Rank:
         self._store = loopback_store(self._limit, self._links.address(0))
         return int(self._store.port)
 
-    def build(self, size: int, rank_class: RankClass, args: tuple[object, ...], rendezvous: Rendezvous | None) -> None:
-        """Leave the group, join the next one if there is a rendezvous, and build the object that is called."""
-        self.built = None  # frees its tensors before the next one is built
+    def join(self, size: int, port: int, secret: str) -> None:
+        """Leave the group, if there is one, and join the next one."""
+        self.built = None  # frees its tensors
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()
-        if rendezvous is not None:
-            self._join(size, *rendezvous)
-        self.built = rank_class(self._rank, size, *args)
-
-    def _join(self, size: int, port: int, secret: str) -> None:
         host, port = (HOST, port) if self._links is None else self._links.reach(self._rank, 0, port)
         store = self._store or TCPStore(host, port, is_master=False, timeout=self._limit)
         dist.init_process_group(
             "gloo", store=PrefixStore(secret, store), rank=self._rank, world_size=size, timeout=self._limit
         )
+
+    def build(self, size: int, rank_class: RankClass, args: tuple[object, ...]) -> None:
+        """Build the object whose methods are called from now on."""
+        self.built = None  # frees its tensors before the next one is built
+        self.built = rank_class(self._rank, size, *args)
 
 
 def _serve(pipe: Connection, threads: int, rank: int, limit: float, links: Links | None) -> None:
