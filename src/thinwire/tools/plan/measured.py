@@ -1,16 +1,16 @@
 """Plan with a model that is measured: by every rank of torchrun, with its links, or by this process alone."""
 
-import importlib.util
 import os
+import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ def load_subject(text: str, device: torch.device) -> Subject:
     """Return a function that builds the model and its loss; raise ValueError if `text` names no model."""
     path, _, function = text.rpartition(":")
     if path.endswith(".py"):
-        return _checked(_load(Path(path), function, text), text, device)
+        return _of_file(Path(path), function, text, device)
     config = model_config(text)
     return lambda: (config.build(0).to(device), _loss(config, device))
 
@@ -211,22 +211,13 @@ def _loss(config: ModelConfig, device: torch.device) -> Loss:
     return loss
 
 
-def _load(path: Path, function: str, text: str) -> Callable[[], Any]:
+def _of_file(path: Path, function: str, text: str, device: torch.device) -> Subject:
     if not path.is_file():
         raise ValueError(f"--model {text}: there is no file {path}, expected FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    make = runpy.run_path(str(path), run_name=path.stem).get(function)
+    if not callable(make):
         raise ValueError(f"--model {text}: {path} has no function {function!r}, expected FILE.py:FUNCTION")
-    made: Callable[[], Any] = found
-    return made
 
-
-def _checked(make: Callable[[], Any], text: str, device: torch.device) -> Subject:
     def subject() -> tuple[nn.Module, Loss]:
         made = make()
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module) or not callable(made[1]):

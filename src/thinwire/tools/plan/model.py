@@ -11,7 +11,7 @@ CPU, each slows down the other.
 """
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,8 +205,14 @@ class Lane:
         while index < len(self._taken) and self._taken[index][0] - start < seconds:
             start = self._taken[index][1]
             index += 1
-        self._add(start, start + seconds)
-        return start + seconds
+        stop = end = start + seconds
+        if index < len(self._taken) and self._taken[index][0] == end:
+            end = self._taken.pop(index)[1]
+        if index and self._taken[index - 1][1] == start:
+            index -= 1
+            start = self._taken.pop(index)[0]
+        self._taken.insert(index, (start, end))
+        return stop
 
     def busy(self, start: float, stop: float) -> float:
         """Return the busy seconds between `start` and `stop`."""
@@ -217,11 +223,3 @@ class Lane:
                 break
             total += max(0.0, min(end, stop) - max(begin, start))
         return total
-
-    def _add(self, start: float, stop: float) -> None:
-        index = bisect_left(self._taken, (start, 0.0))
-        if index < len(self._taken) and self._taken[index][0] == stop:
-            stop = self._taken.pop(index)[1]
-        if index and self._taken[index - 1][1] == start:
-            start = self._taken.pop(index - 1)[0]
-        insort(self._taken, (start, stop))

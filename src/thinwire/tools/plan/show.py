@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.compressors import Compressor
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.units import format_bytes, format_count, format_number, format_rate, format_seconds
+from thinwire.tools.units import SLOWEST, format_bytes, format_count, format_number, format_rate, format_seconds
 
 from .local import advise_local, boundary, pays_from, predict_local, print_local
 from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
@@ -18,7 +18,7 @@ from .model import Case, Prediction
 
 WORTH = 1.05
 """Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
-_SLOWEST, _FASTEST = 1e5, 1e13
+_FASTEST = 1e13
 
 
 def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
@@ -147,7 +147,7 @@ def pays_below(case: Case, method: Method) -> float | None:
         there = case.at(rate=rate)
         return there.seconds(Method(DENSE)) >= WORTH * there.seconds(method)
 
-    return boundary(pays, _SLOWEST, _FASTEST) if pays(_SLOWEST) and not pays(_FASTEST) else None
+    return boundary(pays, SLOWEST, _FASTEST) if pays(SLOWEST) and not pays(_FASTEST) else None
 
 
 def _limit(case: Case, method: Method, verb: str) -> list[str]:
