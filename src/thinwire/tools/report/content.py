@@ -24,11 +24,12 @@ def content(run: Run) -> dict[str, Any]:
     traffic = curve(at_steps, bytes_per_step(steps, [row.bytes_sent for row in steps]))
     dense = bytes_per_step(steps, [row.bytes_dense for row in steps])
     drawn = set(traffic["step"])
+    other = {name: value for name, value in run.conditions.items() if name not in ("kind", "config")}
     return {
         "name": run.name,
         "status": run.status,
         "summary": _summary(run),
-        "config": [[name, text] for name, text in _config(run)],
+        "config": [*_flat("", run.config), *_flat("", other)],
         "loss": curve(at_steps, [row.loss for row in steps]),
         "validation": curve(at_evaluations, [row.loss for row in evaluations]),
         "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
@@ -92,13 +93,8 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _config(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield names and texts: the configuration first, then the other conditions."""
-    yield from _flat("", run.config)
-    yield from _flat("", {k: v for k, v in run.conditions.items() if k not in ("kind", "config")})
-
-
 def _flat(prefix: str, values: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each value, of nested ones too."""
     for name, value in values.items():
         if isinstance(value, dict) and value and depth < _DEEPEST:
             yield from _flat(f"{prefix}{name}.", value, depth + 1)

@@ -81,14 +81,12 @@ class Run:
 def read(path: Path, name: str) -> Run:
     """Read the file of a run; raise ValueError if it is empty or damaged."""
     run = Run(name)
-    empty = True
     for number, line in read_lines(path, may_be_cut_off=True):
-        empty = False
         try:
             _add(run, line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-    if empty:
+    if not run.conditions:
         raise ValueError(f"{path} is empty, expected JSON lines: has the run written its first line?")
     return run
 
