@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.tools.links.lab import Lab, Links
-from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 WIDTH, LAYERS, WARMUP, STEPS = 2048, 2, 4, 10
@@ -71,8 +70,8 @@ class Rank:
 def measure(replicas: int, shards: int) -> tuple[float, float]:
     """Return kB per step and rank between replicas: on the interfaces, and as the ranks count."""
     size = replicas * shards
-    with Lab(replicas, None) as lab, Workers(size) as workers:
-        form(workers, Shared(lab.links, shards), size, Rank, shards, timeout=TIMEOUT)
+    with Lab(replicas, None) as lab, Workers(size, limit=TIMEOUT, links=Shared(lab.links, shards)) as workers:
+        workers.form(size, Rank, shards)
         workers.ask("steps", 2 * WARMUP)
         before = sum(lab.sent_bytes())
         counted = sum(workers.ask("steps", STEPS))

@@ -13,7 +13,6 @@ from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.training import Training
 from thinwire.tools.links.lab import Lab
-from thinwire.tools.links.rank import form
 from thinwire.tools.units import parse_rate
 from thinwire.tools.workers import Workers
 
@@ -46,8 +45,8 @@ class Keeper(LinkRank):
 
 def main(rates: list[str]) -> None:
     for rate in rates or ["100mbit", "1gbit", "10gbit"]:
-        with Lab(2, parse_rate(rate)) as lab, Workers(2) as workers:
-            form(workers, lab.links, 2, Keeper, timeout=TIMEOUT)
+        with Lab(2, parse_rate(rate)) as lab, Workers(2, limit=TIMEOUT, links=lab.links) as workers:
+            workers.form(2, Keeper)
             chosen = {name: workers.ask("prepare", name, limit=40 * TIMEOUT)[0] for name in METHODS}
             is_slow = workers.ask("turn", "dense", 1)[0] > 500
             turns, steps = (SLOW_TURNS, SLOW_STEPS) if is_slow else (TURNS, STEPS)

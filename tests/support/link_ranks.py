@@ -10,7 +10,6 @@ from support.ports import ports_of_this_process
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.links.network import network
-from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 GRACE = 4.0
@@ -48,8 +47,12 @@ def disturb(
 ) -> list[tuple[str, float]]:
     """Cut or drop the link of a rank when `nbytes` of a step are sent: what each rank raises, and after how long."""
     net = network(world_size, None, relay=relay)
-    with net, Workers(world_size) as workers, ThreadPoolExecutor(1) as pool:
-        form(workers, net.links, world_size, TestedRank, timeout=timeout)
+    with (
+        net,
+        Workers(world_size, limit=timeout, links=net.links) as workers,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        workers.form(world_size, TestedRank)
         if method == OURS:
             workers.ask("load_kernels", OURS.split()[1])
         workers.ask("start", method, Model("gpt", 3e5, 2))

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from thinwire.compressors import Compressor, compressor
-from thinwire.tools.plan.costs import Bucket, Costs, Speeds, Work
-from thinwire.tools.plan.model import Case, Cluster
+from thinwire.tools.plan.cluster import Cluster
+from thinwire.tools.plan.costs import Bucket, Costs, Speeds, Work, of_count
+from thinwire.tools.plan.model import Case
 
 TOPK, EIGHT = "topk:ratio=1/64,bits=2", "quantize:bits=8"
 MADE: dict[str, Compressor] = {spec: compressor(spec) for spec in (EIGHT, TOPK)}
@@ -24,6 +25,6 @@ def case(
     params: int = 50_000_000, seconds: float = 0.3, speeds: Speeds = FREE, cluster: Cluster = PLAIN, **changes: object
 ) -> Case:
     """`changes` are to the cluster. No parameter is small."""
-    work = Work.of_numbers(params, seconds)
+    work = Work.of_step(of_count(params), seconds)
     work = replace(work, buckets=tuple(Bucket(bucket.numel, bucket.numel) for bucket in work.buckets))
     return Case(work, replace(cluster, **changes), speeds)  # type: ignore[arg-type]

@@ -27,15 +27,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-def replace_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with replacing(path) as file:
-        file.write(content)
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    replace_bytes(path, text.encode())
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def sha256_of(path: Path) -> str:

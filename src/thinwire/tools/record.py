@@ -107,8 +107,7 @@ def read(path: str | Path) -> Iterator[Line]:
 def read_lines(path: str | Path, *, may_be_cut_off: bool = False) -> Iterator[tuple[int, Line]]:
     """Yield the number and the content of every line.
 
-    may_be_cut_off   whether a last line without a newline, of a run that was killed while it wrote, may be damaged. It
-                     is left out then.
+    may_be_cut_off   whether to leave out a damaged last line without a newline, of a run that was killed.
 
     Raises ValueError if the file is not text, or a line is not a JSON object with a kind.
     """
@@ -116,23 +115,19 @@ def read_lines(path: str | Path, *, may_be_cut_off: bool = False) -> Iterator[tu
         for number, text in enumerate(file, 1):
             try:
                 yield number, _parse(text, f"{path}:{number}")
-            except _NotJSONError:
+            except ValueError:
                 if may_be_cut_off and not text.endswith("\n"):
                     return
                 raise
 
 
-class _NotJSONError(ValueError):
-    """Raised for a line that cannot be read as JSON."""
-
-
 def _parse(text: str, where: str) -> Line:
     if not text.isprintable() and any("\udc80" <= character <= "\udcff" for character in text):
-        raise _NotJSONError(f"{where} is not text")
+        raise ValueError(f"{where} is not text")
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits, and of deep nesting
-        raise _NotJSONError(f"{where}: not a line of JSON ({error}): remove the line to skip it") from None
+        raise ValueError(f"{where}: not a line of JSON ({error}): remove the line to skip it") from None
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         raise ValueError(f"{where}: expected an object with a kind, given {text.strip()[:80]}")
     return line

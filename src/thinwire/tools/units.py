@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -123,10 +124,7 @@ def format_seconds(value: float, digits: int = 2) -> str:
     >>> format_seconds(0.405, digits=3)
     '405 ms'
     """
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if float(f"{value:.{digits}g}") >= size:
-            return f"{_short(value / size, digits)} {unit}"
-    return f"{_short(value / 1e-6, digits)} µs"
+    return _in_unit(value, digits, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
 
 
 def format_bytes(value: float, digits: int = 2) -> str:
@@ -135,27 +133,28 @@ def format_bytes(value: float, digits: int = 2) -> str:
     >>> format_bytes(0), format_bytes(512), format_bytes(1.54e6), format_bytes(28e9), format_bytes(999.9e6)
     ('0', '510 B', '1.5 MB', '28 GB', '1 GB')
     """
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if float(f"{value:.{digits}g}") >= size:
-            return f"{_short(value / size, digits)} {unit}"
-    return f"{_short(value, digits)} B" if value else "0"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+    return _in_unit(value, digits, units) if value else "0"
 
 
-def _short(value: float, digits: int) -> str:
-    text = format_number(value, digits)
-    return text.rstrip("0").rstrip(".") if "." in text else text
+def _in_unit(value: float, digits: int, units: Sequence[tuple[float, str]]) -> str:
+    """Format a value in the largest unit of which there is at least one, after rounding."""
+    rounded = float(f"{value:.{digits}g}")
+    size, unit = next((each for each in units if rounded >= each[0]), units[-1])
+    text = format_number(value / size, digits)
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
-def format_count(value: float) -> str:
+def format_count(value: float, unit: str = "") -> str:
     """Format a count.
 
     >>> format_count(7e9), format_count(7371840), format_count(512)
     ('7 G', '7.37 M', '512')
     """
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:g}"
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:g} {unit}".rstrip()
 
 
 def format_rate(bits: float) -> str:
@@ -164,7 +163,4 @@ def format_rate(bits: float) -> str:
     >>> format_rate(1e9), format_rate(2.5e8)
     ('1 Gbit/s', '250 Mbit/s')
     """
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:g} bit/s"
+    return format_count(bits, "bit/s")

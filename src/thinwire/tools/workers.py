@@ -4,9 +4,9 @@
         workers.form(2, RankClass, *args)          # a group of the first two; each builds RankClass(rank, 2, *args)
         answers = workers.ask("method", *args)     # [object.method(*args) of each rank]
 
-Calls and results go through pipes, so that the loopback interface carries only what the ranks exchange. If a rank
-raises an exception or dies, the parent raises a `WorkerError` with its rank. No process outlives the `with` block or
-the program.
+The ranks exchange through the loopback interface, or through links of a given rate. Calls and results go through pipes,
+so that interface and links carry only what the ranks exchange. If a rank raises an exception or dies, the parent raises
+a `WorkerError` with its rank. No process outlives the `with` block or the program.
 """
 
 import gc
@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +33,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ..collectives import CollectiveError
 from ..testing.processes import HOST, loopback_store
 from . import fork_server
+from .links import Links
 
 LIMIT_SECONDS = 300.0
 """Default time limit for a result. First calls load torch, and may compile the kernels, in all processes at once."""
@@ -39,9 +41,6 @@ GRACE_SECONDS = 3.0
 """Time limit for the other results once one rank has failed. One of them may name the cause."""
 
 RankClass = Callable[..., object]
-Rendezvous = tuple[int, str]
-"""Port of the store of a group, and a secret prefix of its keys. Other programs of this machine can reach the store,
-but cannot guess the keys: what they write there is not read, unless they ask the store for its keys first."""
 
 
 class WorkerError(Exception):
@@ -71,19 +70,20 @@ class Workers:
 
     threads   number of torch threads in each process.
     limit     timeout of the process group in seconds; an exchange with a rank that does not answer then fails.
+    links     links between the ranks; None for the loopback interface.
     """
 
-    def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS) -> None:
-        self._limit = limit
+    def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS, links: Links | None = None) -> None:
+        self._limit, self._links = limit, links
         context = fork_server.context()
         self._pipes: list[Connection] = []
         self._processes = []
         self._size = 0
         self._store: Any = None
         with fork_server.signals_wait():
-            for _ in range(count):
+            for rank in range(count):
                 pipe, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, threads, rank, limit, links), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(pipe)
@@ -94,46 +94,39 @@ class Workers:
 
         The new group replaces the previous one.
         """
-        self._store = loopback_store(timedelta(seconds=self._limit))
-        self._make(size, rank_class=rank_class, args=args, rendezvous=(self._store.port, secrets.token_hex(16)))
+        if self._links is None:
+            self._store = loopback_store(timedelta(seconds=self._limit))
+            port = self._store.port
+        else:  # this process cannot be reached through the links
+            port = self._set_up(size, _Rank.host)[0]
+        # Other programs of this machine can reach the store, but cannot guess its keys: what they write there is not
+        # read, unless they ask the store for its keys first.
+        self._set_up(size, _Rank.join, size, port, secrets.token_hex(16))
+        self.make(size, rank_class, *args)
 
     def make(self, size: int, rank_class: RankClass, *args: object) -> None:
-        """Build `rank_class(rank, size, *args)` in the first `size` processes, without a process group.
+        """Build `rank_class(rank, size, *args)` in the first `size` processes, without forming a process group.
 
         Use it for a class that forms the process group itself.
         """
-        self._make(size, rank_class=rank_class, args=args, rendezvous=None)
+        self._set_up(size, _Rank.build, size, rank_class, args)
 
-    def _make(
-        self, size: int, rank_class: RankClass, args: tuple[object, ...], rendezvous: "Rendezvous | None"
-    ) -> None:
+    def _set_up(self, size: int, method: Callable[..., object], *args: object) -> list[Any]:
         self._size = size
-        limit = max(LIMIT_SECONDS, self._limit)  # that of the process group, which the ranks form now
-        self._question([(None, (rendezvous, self._limit, rank, size, rank_class, args)) for rank in range(size)], limit)
+        return self.ask(method, *args, limit=max(LIMIT_SECONDS, self._limit))  # the group's limit: it is formed now
 
-    def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
+    def ask(self, method: str | Callable[..., object], *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
         """Call this method on every rank and return the results, ordered by rank.
 
-        limit   seconds to wait for the results; None waits without a limit.
+        method   name of a method of the object that was built. (`form` and `make` give methods of `_Rank`.)
+        limit    seconds to wait for the results; None waits without a limit.
         """
-        return self._question([(method, args)] * self._size, limit)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every process that is still alive."""
-        for process in self._processes:
-            if process.pid is not None and process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def _question(
-        self, questions: Sequence[tuple[str | None, tuple[object, ...]]], limit: float | None = LIMIT_SECONDS
-    ) -> list[Any]:
-        for pipe, question in zip(self._pipes, questions, strict=False):
+        for pipe in self._pipes[: self._size]:
             with suppress(OSError):  # the process has died; this is found when its result is read
-                pipe.send(question)
+                pipe.send((method, args))
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        waiting = set(range(len(questions)))
+        waiting = set(range(self._size))
         deadline = math.inf if limit is None else time.monotonic() + limit
         while waiting:
             seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
@@ -153,12 +146,19 @@ class Workers:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
             rank, failure = min(failures.items(), key=lambda item: item[1].is_consequence)
-            text = f"rank {rank} of {len(questions)} {failure.reason}"
+            text = f"rank {rank} of {self._size} {failure.reason}"
             raise WorkerError(text=text, rank=rank, reason=failure.reason, trace=failure.trace)
         if waiting:
             reason = f"did not answer within {limit:g} s"
-            raise WorkerError(f"rank {min(waiting)} of {len(questions)} {reason}", min(waiting), reason)
-        return [answers[rank] for rank in range(len(questions))]
+            raise WorkerError(f"rank {min(waiting)} of {self._size} {reason}", min(waiting), reason)
+        return [answers[rank] for rank in range(self._size)]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every process that is still alive."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +195,43 @@ def _death(code: int | None) -> str:
     return f"died with exit code {code}"
 
 
-def _serve(pipe: Connection, threads: int) -> None:
+class _Rank:
+    """A rank in its process: its process group, and the object whose methods are called."""
+
+    def __init__(self, rank: int, limit: float, links: Links | None) -> None:
+        self._rank, self._limit, self._links = rank, timedelta(seconds=limit), links
+        self._store: Any = None
+        self.built: object = None
+        if links is not None:
+            links.enter(rank)
+
+    def host(self) -> int:
+        """Start the store of the next group on rank 0 and return its port. Return 0 on all other ranks."""
+        if self._rank:
+            return 0
+        assert self._links is not None
+        self._store = loopback_store(self._limit, self._links.address(0))
+        return int(self._store.port)
+
+    def join(self, size: int, port: int, secret: str) -> None:
+        """Leave the group, if there is one, and join the next one."""
+        self.built = None  # frees its tensors
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()
+        host, port = (HOST, port) if self._links is None else self._links.reach(self._rank, 0, port)
+        store = self._store or TCPStore(host, port, is_master=False, timeout=self._limit)
+        dist.init_process_group(
+            "gloo", store=PrefixStore(secret, store), rank=self._rank, world_size=size, timeout=self._limit
+        )
+
+    def build(self, size: int, rank_class: RankClass, args: tuple[object, ...]) -> None:
+        """Build the object whose methods are called from now on."""
+        self.built = None  # frees its tensors before the next one is built
+        self.built = rank_class(self._rank, size, *args)
+
+
+def _serve(pipe: Connection, threads: int, rank: int, limit: float, links: Links | None) -> None:
     """Receive a call, send its result, and repeat until the process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -204,17 +240,15 @@ def _serve(pipe: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    built: object = None
+    served = _Rank(rank, limit, links)
     while True:
         try:
             method, args = pipe.recv()
         except (EOFError, OSError):  # the parent ended, maybe before its first call
             return
         try:
-            if method is None:
-                built = None  # frees its tensors before the next one is built
-                built = _join(*args)
-            pipe.send((True, getattr(built, method)(*args) if method else None))
+            called = getattr(served.built, method) if isinstance(method, str) else partial(method, served)
+            pipe.send((True, called(*args)))
         except Exception as error:
             trace = "" if isinstance(error, ValueError | OSError) else traceback.format_exc()
             reason = f"raised {type(error).__name__}: {error}"
@@ -227,16 +261,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _join(
-    rendezvous: Rendezvous | None, seconds: float, rank: int, size: int, rank_class: RankClass, args: tuple[object, ...]
-) -> object:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        gc.collect()
-    if rendezvous is not None:
-        (port, secret), limit = rendezvous, timedelta(seconds=seconds)
-        store = PrefixStore(secret, TCPStore(HOST, port, is_master=False, timeout=limit))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    return rank_class(rank, size, *args)

@@ -9,7 +9,6 @@ from support.ports import listening
 from support.round_trips import round_trips
 from support.transfer import Build, Transfer
 from thinwire.tools.links.network import network
-from thinwire.tools.links.rank import form
 from thinwire.tools.workers import Workers
 
 
@@ -55,8 +54,8 @@ def test_a_round_trip_time_that_no_link_has_is_refused(build: Build, round_trip:
 
 
 def test_the_store_of_a_relay_listens_on_loopback_alone() -> None:
-    with network(2, None, relay=True) as net, Workers(2) as workers:
-        form(workers, net.links, 2, TestedRank, timeout=60.0)
+    with network(2, None, relay=True) as net, Workers(2, limit=60.0, links=net.links) as workers:
+        workers.form(2, TestedRank)
         ports = [port for each in workers.ask("ports") for port in each]
         found = {place.address for place in listening() if place.port in ports}
     assert found
@@ -66,8 +65,8 @@ def test_the_store_of_a_relay_listens_on_loopback_alone() -> None:
 def test_counted_bytes_are_those_of_the_compressor(build: Build) -> None:
     """Two ranks gather: each sends one payload to the other, of the size that the compressor computes beforehand."""
     numel, times = 300_000, 8
-    with build(2, None) as net, Workers(2) as workers:
-        form(workers, net.links, 2, TestedRank, timeout=60.0)
+    with build(2, None) as net, Workers(2, limit=60.0, links=net.links) as workers:
+        workers.form(2, TestedRank)
         for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/16"):
             workers.ask("reduce", spec, numel, 2)  # ranks compare their calls the first time
             before = net.sent_bytes()

@@ -11,9 +11,9 @@ from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.compressors import compressor
 from thinwire.sync.policy import Policy
+from thinwire.tools.plan.cluster import Cluster, Transfer
 from thinwire.tools.plan.costs import Bucket, Costs, Work, of_count, of_sizes
-from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method, Transfer, algorithm_of, exchanges, methods_for
-from thinwire.tools.plan.model import Cluster
+from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method, exchanges, methods_for
 from thinwire.tools.plan.show import advise
 
 RING = Method(DENSE)
@@ -96,10 +96,10 @@ def test_small_parameters_go_as_the_library_sends_them(world: int, small: int) -
     state = None if eight.contracts else False
     assert state is None, "the Synchronizer keeps a state for it, so it may shard: see Synchronizer.keep"
     chosen, _ = choose("auto", eight, eight.for_sum(world), small, torch.float32, world, can_shard=True)
-    assert algorithm_of(eight, small, world) == chosen
+    assert Method("", eight).algorithm(small, world) == chosen
     expected = cost.of(chosen, eight, eight.for_sum(world), small, torch.float32, world)
     bucket = Bucket(1_000_000, 1_000_000, small=small)
-    first, _ = exchanges(OURS, bucket, world=world, ring_rounds=1, speeds=FREE)
+    first, _ = exchanges(OURS, bucket, Cluster(world, 1e9, 0.0), FREE)
     assert first.cost == expected
     sent = sum(phase.nbytes for phase in first.phases if isinstance(phase, Transfer))
     assert sent == pytest.approx(expected.sent), "what is timed is what is counted"
@@ -117,7 +117,9 @@ def test_what_does_not_fit_the_memory_is_marked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_half_the_bytes_of_gradients_of_16_bits() -> None:
-    wide, narrow = (Work.of_numbers(50_000_000, 0.3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        Work.of_step(of_count(50_000_000, dtype), 0.3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     assert len(narrow.buckets) == pytest.approx(len(wide.buckets) / 2, abs=1), "DDP counts bytes"
     dense, half = (replace(case(), work=work) for work in (wide, narrow))
     assert half.predict(RING).sent == dense.predict(RING).sent / 2

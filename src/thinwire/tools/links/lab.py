@@ -124,7 +124,7 @@ class Lab:
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes sent so far by the interface of each rank, headers included."""
-        return [_counters(name)["tx"]["bytes"] for name in self.links.namespaces[1:]]
+        return [_sent_bytes(name) for name in self.links.namespaces[1:]]
 
     def __enter__(self) -> Self:
         sweep()
@@ -201,10 +201,9 @@ def _widen_windows(name: str) -> None:
     _run("ip", "netns", "exec", name, "sh", "-c", sizes)
 
 
-def _counters(name: str) -> dict[str, dict[str, int]]:
+def _sent_bytes(name: str) -> int:
     (shown,) = json.loads(_run("ip", "-json", "-statistics", "-n", name, "link", "show", "dev", "eth0"))
-    counters: dict[str, dict[str, int]] = shown.get("stats64") or shown["stats"]
-    return counters
+    return int((shown.get("stats64") or shown["stats"])["tx"]["bytes"])
 
 
 def _run(*command: str) -> str:

@@ -1,44 +1,20 @@
-"""The interface of links between ranks, with a rate, a round-trip time and a count of bytes.
-
-`lab` and `relay` implement it.
-"""
+"""Makes links between ranks, with a rate, a round-trip time and a count of bytes: a lab where it can be, or a relay."""
 
 import ctypes
 import os
 from pathlib import Path
-from typing import Protocol, Self
 
 from thinwire.tools.units import LinkSpeed, format_seconds
 
-from . import Links, lab
+from . import lab
 from .lab import Lab
 from .relay import Relay
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 
 
-class Network(Protocol):
-    """All links, in the process that starts the ranks."""
-
-    @property
-    def links(self) -> Links:
-        """Return the part that is sent to the process of each rank."""
-
-    def shape(self, rate: float | None, round_trip: float = 0.0) -> None:
-        """Set the rate of all links, in bits per second in each direction, and their round-trip time in seconds.
-
-        A rate of None means no limit.
-        """
-
-    def cut(self, rank: int) -> None:
-        """Disconnect a rank: nothing passes its link, and no rank gets an error from it."""
-
-    def sent_bytes(self) -> list[int]:
-        """Return the bytes sent so far by each rank."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
+Network = Lab | Relay
+"""All links, in the process that starts the ranks."""
 
 
 def network(ranks: int, rate: float | None, round_trip: float = 0.0, *, relay: bool) -> Network:

@@ -1,11 +1,12 @@
 """Predict whether compression makes a training step faster: the command `thinwire plan`.
 
 options                 what the user gives, checked before torch is loaded
+cluster                 ranks and their links
 costs, methods          buckets of a model; speed of codec and wire; what each method computes and sends for a bucket
 model                   time, bytes and memory of a step
 local                   local steps: one exchange for many steps, another algorithm
 measure                 measurements of one rank: codec, wire, steps
-cluster                 a case with a model that is measured, by all ranks of torchrun or by this process
+measured                a case with a model that is measured, by all ranks of torchrun or by this process
 check                   predictions compared with the rows of `thinwire bench link`
 show                    the table, the recommendation and the plot
 
@@ -23,26 +24,26 @@ def run(options: Options) -> int:
         refuse_others(options, {"check"}, "with --check everything comes from the rows")
         if not options.check.is_file():
             raise ValueError(f"--check {options.check}: there is no such file, expected one of `bench link --out`")
-        from .check import check, print_check
+        from .check import check
 
-        print_check(check(options.check), options.check)
+        check(options.check)
         return 0
     check_plot(options.plot)
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        from .cluster import plan_measured
+    if options.model is not None or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        from .measured import plan_measured
 
         return plan_measured(options)
-    if options.model is not None:
-        from .cluster import plan_here
-
-        return plan_here(options)
     numbers = parse_numbers(options)
-    from .costs import parse_specs
+    import torch
+
+    from .costs import Work, of_count, parse_specs
     from .measure import speeds_of
     from .model import Case
     from .show import show
 
     made = parse_specs(options.specs)
-    speeds = speeds_of(options.codec, made, numbers.cores)
-    show(Case.of_numbers(numbers, speeds), made, options.plot)
+    dtype = getattr(torch, options.gradients)
+    work = Work.of_step(of_count(numbers.params, dtype), numbers.step_seconds, dtype=dtype)
+    speeds = speeds_of(options.codec, made, options.cores)
+    show(Case(work, numbers.cluster, speeds, options.shard, numbers.step_origin), made, options.plot)
     return 0

@@ -10,7 +10,6 @@ Rows are read strictly, because a prediction from invalid values would look like
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,10 +26,11 @@ from thinwire.tools.record import cores, cpu_model, read
 from thinwire.tools.units import parse_link
 from thinwire.tools.workers import WorkerError, Workers
 
-from .costs import Speeds, Work
+from .cluster import Cluster
+from .costs import Speeds, Work, of_sizes
 from .measure import Bench, RankCosts, Split, alone, combine, measure_codecs, measure_steps
 from .methods import Method, method_of
-from .model import Case, Cluster
+from .model import Case, Prediction
 
 Row = dict[str, Any]
 _Kinds = dict[str, type | tuple[type, ...]]
@@ -46,33 +46,8 @@ round-trip time is added to it."""
 _GOAL, _BUSY = 0.2, 0.5
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Predicted and measured seconds and bytes of a step, for one row."""
-
-    row: Row
-    predicted: float
-    predicted_bytes: float
-
-    @property
-    def error(self) -> float:
-        """Return the relative error of the predicted time."""
-        return 1e3 * self.predicted / float(self.row["ms"]) - 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a check."""
-
-    rows: list[Checked]
-    not_predicted: list[str]
-    """Names of the methods in the file that were not predicted: peers such as PowerSGD, and the spec "auto"."""
-    load: float
-    """Highest load average per core at the time of the measurements; 0 if it was not recorded."""
-
-
-def check(path: Path) -> Outcome:
-    """Predict the rows of the file, except those of methods that cannot be predicted.
+def check(path: Path) -> None:
+    """Predict the rows of the file, except those of methods that cannot be predicted, and print the errors.
 
     Raise ValueError if no row can be predicted, or if the row "no communication" is missing.
     """
@@ -80,46 +55,41 @@ def check(path: Path) -> Outcome:
     runs: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         runs.setdefault((row["world"], *(row["conditions"][name] for name in _CONDITIONS)), []).append(row)
-    found: list[Checked] = []
+    found: list[tuple[Row, Prediction]] = []
     for (world, *_), some in sorted(runs.items(), key=lambda item: item[0][0]):
         found += _check_run(some, world, path)
     if not found:
         raise ValueError(f"--check {path} has no row that can be predicted, expected dense, or a method of thinwire's")
-    known = {one.row["method"] for one in found} | {NO_COMMUNICATION}
-    load = max((row["conditions"].get("load_average") or 0.0) / row["conditions"]["cores"] for row in rows)
-    return Outcome(found, sorted({row["method"] for row in rows} - known), load)
-
-
-def print_check(outcome: Outcome, path: Path) -> None:
-    """Print a table of predictions and measurements, and a summary of the errors."""
     print_table(
         f"{path}: predicted and measured",
         ("ranks", "rate", "method", "predicted, ms", "measured, ms", "error", "MB predicted", "MB measured"),
         [
             [
-                str(one.row["world"]),
-                one.row["rate"],
-                one.row["method"],
-                f"{1e3 * one.predicted:,.1f}",
-                f"{one.row['ms']:,.1f}",
-                f"{one.error:+.1%}",
-                f"{one.predicted_bytes / 1e6:,.3f}",
-                f"{one.row['bytes_per_step'] / 1e6:,.3f}",
+                str(row["world"]),
+                row["rate"],
+                row["method"],
+                f"{1e3 * one.seconds:,.1f}",
+                f"{row['ms']:,.1f}",
+                f"{_error(row, one):+.1%}",
+                f"{one.sent / 1e6:,.3f}",
+                f"{row['bytes_per_step'] / 1e6:,.3f}",
             ]
-            for one in outcome.rows
+            for row, one in found
         ],
         text=("rate", "method"),
     )
-    errors = [abs(one.error) for one in outcome.rows]
+    errors = [abs(_error(row, one)) for row, one in found]
     within = sum(error < _GOAL for error in errors)
     print(
         f"{within} of {len(errors)} rows within {_GOAL:.0%}; error of the median row {median(errors):.1%}, "
         f"of the worst {max(errors):.1%}. Bytes were measured with headers."
     )
-    if outcome.load > _BUSY:
-        print(f"The machine was busy when this was measured: a load average of {outcome.load:.1f} for each core.")
-    if outcome.not_predicted:
-        print(f"Not predicted: {', '.join(outcome.not_predicted)}.")
+    load = max((row["conditions"].get("load_average") or 0.0) / row["conditions"]["cores"] for row in rows)
+    if load > _BUSY:
+        print(f"The machine was busy when this was measured: a load average of {load:.1f} for each core.")
+    not_predicted = {row["method"] for row in rows} - {row["method"] for row, _ in found} - {NO_COMMUNICATION}
+    if not_predicted:
+        print(f"Not predicted: {', '.join(sorted(not_predicted))}.")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -163,7 +133,12 @@ def _check_machine(under: Row, path: Path) -> None:
         )
 
 
-def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
+def _error(row: Row, predicted: Prediction) -> float:
+    """Return the relative error of the predicted time."""
+    return 1e3 * predicted.seconds / float(row["ms"]) - 1
+
+
+def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[tuple[Row, Prediction]]:
     """Predict rows of the same conditions and world size."""
     compute = {row["rate"]: row["ms"] / 1e3 for row in rows if row["method"] == NO_COMMUNICATION}
     if not compute:
@@ -185,14 +160,12 @@ def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[Checked]:
         # Scaled to the speed of the machine at that time: the methods at one rate were measured in turns.
         seconds = compute.get(row["rate"], min(compute.values()))
         slows, speed = max(0.0, min(1.0, 2 - under["cores"] / world)), parse_link(row["rate"])
-        one = Case(
-            Work.of_numbers(
-                sum(sizes), seconds=seconds, optimizer=seconds * nothing.optimizer / sum(nothing), sizes=sizes
-            ),
+        case = Case(
+            Work.of_step(of_sizes(sizes), seconds, optimizer=seconds * nothing.optimizer / sum(nothing)),
             Cluster(world, speed.rate, latency=_LATENCY + speed.round_trip / 2, codec_slows=slows, wire_slows=slows),
             measured.slower(seconds / sum(nothing)),
-        ).predict(method)
-        checked.append(Checked(row, one.seconds, one.sent))
+        )
+        checked.append((row, case.predict(method)))
     return checked
 
 

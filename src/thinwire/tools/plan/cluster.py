@@ -1,275 +1,69 @@
-"""Plan with a model that is measured: by every rank of torchrun, with its links, or by this process alone."""
+"""The ranks of a case and their links: how long the wire is busy with a transfer. This module needs no torch."""
 
-import importlib.util
-import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import timedelta
-from math import sqrt
-from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from thinwire.tools.record import cores
-from thinwire.tools.train.device import pick_backend, pick_device
-from thinwire.tools.train.models import VOCABULARY, GPTConfig, ModelConfig, model_config
-from thinwire.tools.train.place import Place
-
-from .costs import Work, of_sizes, parse_specs
-from .measure import (
-    LARGEST,
-    Bench,
-    Loss,
-    RankCosts,
-    Subject,
-    Wire,
-    alone,
-    combine,
-    measure_codecs,
-    measure_steps,
-    measure_wire,
-)
-from .methods import Method, methods_for
-from .model import Case, Cluster
-from .options import Options, missing_options, parse_network, refuse_others
-from .show import show
-
-_TIMEOUT = timedelta(seconds=300)
-_CONSEQUENCE_SECONDS = 15.0
-_BATCH = 32
-"""Samples per rank and step for models of thinwire train; the same as its default."""
+PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
+"""Share of a link's rate that carries payload: if each rank sends to one peer, as in a ring, and if each rank sends to
+several peers, so that several flows share every link. The headers of TCP and Ethernet take 6 %. `thinwire plan --check`
+shows how accurate these values are."""
 
 
-class Answer(NamedTuple):
-    """All measurements of one rank."""
+class Transfer(NamedTuple):
+    """Phase in which ranks exchange bytes."""
 
-    costs: RankCosts
-    wire: Wire
-    memory: float
-    """Bytes of memory of this rank."""
-
-
-def plan_measured(options: Options) -> int:
-    """Measure on all ranks, print the plan on rank 0, and return 0.
-
-    Raise ValueError if something cannot be measured. Other ranks wait before they raise, so that rank 0 alone reports
-    an error that all ranks have.
-    """
-    place = Place.of_torchrun()
-    assert place is not None
-    try:
-        _check(options, place)
-        made = parse_specs(options.specs)
-        device = pick_device("cuda" if torch.cuda.is_available() else "cpu", place.local_rank)
-        assert options.model is not None
-        subject = load_subject(options.model, device)
-        sizes, dtype = _gradients(subject)
-    except (ValueError, OSError) as error:
-        if place.rank == 0:
-            raise
-        time.sleep(_CONSEQUENCE_SECONDS)  # if rank 0 fails too, torchrun ends this rank in the meantime
-        raise ValueError(f"rank {place.rank} of {place.world_size}: {error}") from None
-    backend = pick_backend(device, place.local_world_size)
-    methods = methods_for(made, nccl=device.type == "cuda", dtype=dtype)
-    crowd = max(1.0, place.local_world_size * torch.get_num_threads() / cores())
-    with alone(backend):
-        steps = measure_steps(subject, methods, Bench(device, crowd=crowd))
-    dist.init_process_group(backend, timeout=_TIMEOUT)
-    try:
-        bench = Bench(device, dist.barrier, crowd)
-        largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
-        costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
-        mine = Answer(costs, measure_wire(bench), _memory(device, place))
-        answers: list[Answer] = [mine] * place.world_size
-        dist.all_gather_object(answers, mine)
-    finally:
-        dist.destroy_process_group()
-    if place.rank == 0:
-        threads = max(1, place.local_world_size * torch.get_num_threads())
-        case = case_of_answers(
-            answers,
-            methods,
-            sizes=sizes,
-            dtype=dtype,
-            origin=f"measured here, {_device_name(device)} per rank",
-            crowd=crowd,
-            slows=None if device.type == "cuda" else max(0.0, min(1.0, 2 - cores() / threads)),
-        )
-        show(case, made, options.plot)
-        sys.stdout.flush()
-    return 0
+    route: Literal["ring", "spread"]
+    """Destination: a neighbour, or all other ranks."""
+    nbytes: float
+    """Bytes that each rank sends; it receives as many."""
+    rounds: int
+    """Number of messages that wait for each other."""
+    handling: float
+    """CPU seconds of each rank."""
 
 
-def plan_here(options: Options) -> int:
-    """Measure the model and the codec in this process, print the plan for ranks that are like it, and return 0.
+@dataclass(frozen=True)
+class Cluster:
+    """Identical ranks, each with one link to a switch that carries the traffic of all links."""
 
-    Raise ValueError for invalid options. The links are those that the options give.
-    """
-    allowed = {"model", "specs", "plot", "world", "bandwidth", "latency", "gpu_memory"}
-    refuse_others(options, allowed, "with --model it is measured on this machine")
-    missing = missing_options(options, ("world", "bandwidth"))
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not given: expected such as --model {options.model} --world 16 --bandwidth 1Gbps; "
-            "or measure links too: torchrun ... -m thinwire plan --model ..."
-        )
-    network, made = parse_network(options), parse_specs(options.specs)
-    device = pick_device("cuda" if torch.cuda.is_available() else "cpu", 0)
-    subject = load_subject(str(options.model), device)
-    sizes, dtype = _gradients(subject)
-    on_gpu, bench = device.type == "cuda", Bench(device)
-    methods = methods_for(made, nccl=on_gpu, dtype=dtype)
-    with alone(pick_backend(device, 1)):
-        steps = measure_steps(subject, methods, bench)
-    largest = max(bucket.numel for bucket in of_sizes(sizes, dtype))
-    costs = RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
-    speeds, compute = combine(
-        [costs], methods, numel=sum(sizes), origin=f"measured here, {_device_name(device)}", crowd=1.0
-    )
-    slows = 0.0 if on_gpu else max(0.0, min(1.0, 2 - cores() / max(1, torch.get_num_threads())))
-    cluster = replace(Cluster.of_network(network), codec_slows=slows, wire_slows=slows, nccl=on_gpu)
-    work = Work(of_sizes(sizes, dtype), *compute, dtype=dtype)
-    case = Case(work, cluster, speeds.by_accelerator() if on_gpu else speeds, origin="measured here")
-    show(case, made, options.plot)
-    return 0
+    world: int
+    rate: float
+    """Bits per second of a link, in each direction."""
+    latency: float
+    """Seconds from sending a message to its arrival."""
+    peer_share: float = PEER_SHARE
+    spread_share: float = SPREAD_SHARE
+    codec_slows: float = 1.0
+    """Seconds that the backward pass loses per second of compression at the same time: 1 if both share a CPU, 0 if each
+    has its own. It is 0 on accelerators, where the codec is fast and the CPU only launches it."""
+    wire_slows: float = 0.0
+    """Seconds that the backward pass loses per second of handling sent bytes; 0 if the model is on an accelerator."""
+    nccl: bool = False
+    """Whether NCCL reduces dense gradients. It may use trees in place of a ring: fewer messages wait for each other."""
+    memory: float | None = None
+    """Bytes of memory of a rank; None if it is not known."""
+    is_shared: bool = False
+    """Whether all links are one half-duplex channel, as with Wi-Fi: it carries the bytes of all ranks one after the
+    other, and each twice, to the access point and from there. Without it links are full duplex."""
 
+    def __post_init__(self) -> None:
+        assert self.world >= 2
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} thread(s)"
+    @property
+    def ring_rounds(self) -> int:
+        """Return the number of messages of a dense all-reduce that wait for each other."""
+        ring = 2 * (self.world - 1)
+        return min(ring, 2 * math.ceil(math.log2(self.world))) if self.nccl else ring
 
+    def wire_seconds(self, transfer: Transfer) -> tuple[float, float]:
+        """Return the seconds in which the wire is busy with a transfer, and those from then until all has arrived.
 
-def _gradients(subject: Subject) -> tuple[list[int], torch.dtype]:
-    """Return the numel of each trainable parameter of a model, and the dtype that most elements have."""
-    trained = [parameter for parameter in subject()[0].parameters() if parameter.requires_grad]
-    if not trained:
-        raise ValueError("the model of --model has no parameter that requires a gradient")
-    numels: dict[torch.dtype, int] = {}
-    for parameter in trained:
-        numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
-    return [parameter.numel() for parameter in trained], max(numels, key=numels.__getitem__)
-
-
-def case_of_answers(
-    answers: Sequence[Answer],
-    methods: Sequence[Method],
-    *,
-    sizes: list[int],
-    origin: str,
-    dtype: torch.dtype = torch.float32,
-    crowd: float,
-    slows: float | None,
-) -> Case:
-    """Build the case from the answers of all ranks.
-
-    All ranks measured their links at the same time, so the rates are those of ranks that may share a node's link.
-
-    sizes    numel of each trainable parameter of the model.
-    origin   where the measurements were made, as text for the user.
-    dtype    of the gradients.
-    crowd    ranks per core, at least 1.
-    slows    value of `Cluster.codec_slows` and `Cluster.wire_slows`; None if the model runs on an accelerator.
-    """
-    ranks = [answer.costs for answer in answers]
-    speeds, compute = combine(ranks, methods, numel=sum(sizes), origin=origin, crowd=crowd)
-    wires = [answer.wire for answer in answers]
-    ring, spread = median(wire.ring_byte for wire in wires), median(wire.spread_byte for wire in wires)
-    ring_work = min(ring, median(wire.ring_work for wire in wires))
-    spread_work = min(spread, median(wire.spread_work for wire in wires))
-    cluster = Cluster(
-        world=len(answers),
-        rate=8 / _link(ring, ring_work),
-        latency=max(wire.latency for wire in wires),
-        peer_share=1.0,
-        codec_slows=slows or 0.0,
-        wire_slows=slows or 0.0,
-        nccl=slows is None,
-        memory=min(answer.memory for answer in answers),
-    )
-    cluster = replace(cluster, spread_share=8 / cluster.rate / _link(spread, spread_work))
-    fp16 = 0.0 if slows is None else max(ring_work, speeds.fp16_byte - speeds.ring_byte + ring_work)
-    speeds = replace(speeds, ring_byte=ring_work, fp16_byte=fp16, spread_byte=spread_work)
-    return Case(Work(of_sizes(sizes, dtype), *compute, dtype=dtype), cluster, speeds, origin="measured")
-
-
-def _link(byte: float, work: float) -> float:
-    """Return the seconds per byte of the link alone: the inverse of `Cluster.wire_seconds`."""
-    return sqrt(max(byte**2 - work**2, (0.1 * byte) ** 2))
-
-
-def _memory(device: torch.device, place: Place) -> float:
-    """Return the memory of this rank: of its GPU, or its share of the node's."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / place.local_world_size
-
-
-def _check(options: Options, place: Place) -> None:
-    refuse_others(options, {"model", "specs", "plot"}, "under torchrun it is measured")
-    if options.model is None:
-        raise ValueError(
-            "--model not given, expected one of thinwire train's, such as gpt:layers=4,width=256, or FILE.py:FUNCTION"
-        )
-    if place.world_size < 2:
-        raise ValueError(
-            "torchrun started one rank, which has nobody to exchange with: expected --nproc-per-node 2 or more, or "
-            "several --nnodes"
-        )
-
-
-def load_subject(text: str, device: torch.device) -> Subject:
-    """Return a function that builds the model and its loss; raise ValueError if `text` names no model."""
-    path, _, function = text.rpartition(":")
-    if path.endswith(".py"):
-        return _checked(_load(Path(path), function, text), text, device)
-    config = model_config(text)
-    return lambda: (config.build(0).to(device), _loss(config, device))
-
-
-def _loss(config: ModelConfig, device: torch.device) -> Loss:
-    if isinstance(config, GPTConfig):
-        inputs = torch.randint(VOCABULARY, (_BATCH, config.context), device=device)
-        classes, shape = VOCABULARY, inputs.shape
-    else:
-        inputs = torch.randn(_BATCH, *config.inputs, device=device)
-        classes, shape = config.classes, inputs.shape[:1]
-    targets = torch.randint(classes, shape, device=device)
-
-    def loss(module: nn.Module) -> Tensor:
-        return F.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
-
-    return loss
-
-
-def _load(path: Path, function: str, text: str) -> Callable[[], Any]:
-    if not path.is_file():
-        raise ValueError(f"--model {text}: there is no file {path}, expected FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise ValueError(f"--model {text}: {path} has no function {function!r}, expected FILE.py:FUNCTION")
-    made: Callable[[], Any] = found
-    return made
-
-
-def _checked(make: Callable[[], Any], text: str, device: torch.device) -> Subject:
-    def subject() -> tuple[nn.Module, Loss]:
-        made = make()
-        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module) or not callable(made[1]):
-            raise ValueError(
-                f"--model {text} returned {type(made).__name__}, expected (module, loss), where loss(module) is a "
-                "tensor to call backward() on"
-            )
-        return made[0].to(device), made[1]
-
-    return subject
+        Bytes are handled while others travel, but a pipeline of few segments does not fully overlap the two. The time
+        is modelled as sqrt(link² + handling²): 1.4 times as long as either if both are equal. If `wire_slows` is 0,
+        each exchange has a CPU of its own for the handling, and the wire is free for others in the meantime.
+        """
+        share = self.spread_share if transfer.route == "spread" and self.world > 2 else self.peer_share
+        link = 8 * transfer.nbytes / (share * self.rate) * (2 * self.world if self.is_shared else 1)
+        whole, latency = math.hypot(link, transfer.handling), transfer.rounds * self.latency
+        return (whole, latency) if self.wire_slows else (link, whole - link + latency)

@@ -56,30 +56,19 @@ class Work:
         return self.forward + self.backward + self.optimizer
 
     @classmethod
-    def of_numbers(
+    def of_step(
         cls,
-        numel: int,
+        buckets: tuple[Bucket, ...],
         seconds: float,
-        *,
         optimizer: float = 0.0,
-        sizes: Iterable[int] = (),
         dtype: torch.dtype = torch.float32,
     ) -> "Work":
         """Create the work from the time of a whole step.
 
         The backward pass takes two thirds of the step without the optimizer.
-
-        sizes   numel of each parameter, first layer first, if they are known.
         """
-        buckets = of_sizes(sizes, dtype) if sizes else of_count(numel, dtype)
-        rest = max(0.0, seconds - optimizer)
-        return cls(
-            buckets,
-            forward=(1 - _BACKWARD_SHARE) * rest,
-            backward=_BACKWARD_SHARE * rest,
-            optimizer=min(optimizer, seconds),
-            dtype=dtype,
-        )
+        backward = _BACKWARD_SHARE * (seconds - optimizer)
+        return cls(buckets, seconds - optimizer - backward, backward, optimizer, dtype)
 
 
 def of_count(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Bucket, ...]:
@@ -130,23 +119,20 @@ def _together(counts: list[tuple[int, int]], itemsize: int) -> tuple[Bucket, ...
     return tuple(made)
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """Seconds per element of a tensor."""
 
-    encode: float
-    commit: float
+    encode: float = 0.0
+    commit: float = 0.0
     """Second half of compress: write to the residual what is not sent."""
-    write: float
+    write: float = 0.0
     """Decode one payload into a tensor."""
     add: float = 0.0
     """Decode one more payload and add it to that tensor."""
 
     def times(self, factor: float) -> "Costs":
         """Return these costs multiplied by `factor`."""
-        return Costs(
-            encode=factor * self.encode, commit=factor * self.commit, write=factor * self.write, add=factor * self.add
-        )
+        return Costs(*(factor * seconds for seconds in self))
 
     def decode(self, payloads: int, density: float = 1.0) -> float:
         """Return the seconds per element to decode `payloads` payloads at once.
@@ -258,7 +244,7 @@ def _of_table(table: Mapping[str, Costs], made: Iterable[Compressor], origin: st
                 f"{', '.join(table)}, or a speed, such as --codec 20e9"
             )
         costs = table[given.name]
-        codecs[given] = replace(costs, add=costs.add * density(given))
+        codecs[given] = costs._replace(add=costs.add * density(given))
     return codecs
 
 

@@ -20,7 +20,7 @@ from math import ceil
 from thinwire.compressors import Compressor
 from thinwire.tools.bench.harness import print_table
 from thinwire.tools.bench.methods import LOCAL
-from thinwire.tools.units import LONGEST_ROUND_TRIP, format_bytes, format_number, format_rate, format_seconds
+from thinwire.tools.units import LONGEST_ROUND_TRIP, SLOWEST, format_bytes, format_number, format_rate, format_seconds
 
 from .methods import Method
 from .model import Case, Prediction
@@ -31,7 +31,6 @@ HOPELESS = 2.0
 WORTH = 1.05
 """A longer round is chosen only if it is faster by this factor: its loss differs more."""
 PAGE = "docs/local-steps.md"
-_SLOWEST = 1e5
 _SHORTEST = 1e-6
 
 
@@ -156,15 +155,12 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
     if is_hopeless(case):
         return []
     parts = []
-    if is_hopeless(case.at(rate=_SLOWEST)):
-        rate = _limit(lambda rate: is_hopeless(case.at(rate=rate)), _SLOWEST, case.cluster.rate)
+    if is_hopeless(case.at(rate=SLOWEST)):
+        rate = boundary(lambda rate: is_hopeless(case.at(rate=rate)), SLOWEST, case.cluster.rate)
         parts.append(f"links below about {format_rate(float(f'{rate:.2g}'))}")
     if is_hopeless(case.at(latency=LONGEST_ROUND_TRIP)):
-        latency = _limit(
-            lambda seconds: is_hopeless(case.at(latency=seconds)),
-            LONGEST_ROUND_TRIP,
-            max(_SHORTEST, case.cluster.latency),
-        )
+        least = max(_SHORTEST, case.cluster.latency)
+        latency = boundary(lambda seconds: is_hopeless(case.at(latency=seconds)), LONGEST_ROUND_TRIP, least)
         parts.append(f"a latency above about {format_seconds(latency)}")
     if not parts:
         return []
@@ -174,7 +170,7 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
     ]
 
 
-def _limit(holds: Callable[[float], bool], true: float, false: float) -> float:
+def boundary(holds: Callable[[float], bool], true: float, false: float) -> float:
     """Return the last value, from `true` towards `false`, for which `holds` is true, to 1 %."""
     while not 1 / 1.01 < true / false < 1.01:
         middle = (true * false) ** 0.5

@@ -11,10 +11,11 @@ in training: DDP, its hooks, the optimizer and the codec, which decodes only the
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ _TURNS, _STEPS = 3, 4
 buckets in it, and warm-ups end. All turns together have 16 steps: step 17 would differ, because thinwire.AdamW averages
 second moments after step 16."""
 
+T = TypeVar("T", Costs, "Split")
 Job = Callable[[], object]
 Loss = Callable[[nn.Module], Tensor]
 Subject = Callable[[], tuple[nn.Module, Loss]]
@@ -105,23 +107,10 @@ class Wire:
     """Latency of a wire, and its costs per byte, in seconds."""
 
     latency: float
-    ring_byte: float
-    spread_byte: float
-    """Wall-clock seconds per byte that a rank sends: to its neighbour in a ring, and to all other ranks."""
-    ring_work: float
-    spread_work: float
-    """CPU seconds per byte for the same two transfers, times `Bench.crowd`."""
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set the number of threads of torch, which thinwire's kernels also use, for the duration of the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    ring: Taken
+    spread: Taken
+    """Seconds per byte that a rank sends, to its neighbour in a ring, and to all other ranks; CPU seconds are times
+    `Bench.crowd`."""
 
 
 def measure_codecs(
@@ -172,15 +161,13 @@ def measure_wire(bench: Bench) -> Wire:
     def reduce(tensor: Tensor) -> Taken:
         return bench.both(lambda: dist.all_reduce(tensor))
 
-    few, many = map(exchange, tensors)
-    little, much = map(reduce, tensors)
-    return Wire(
-        latency=ping(),
-        ring_byte=_slope(much.clock - little.clock, rings),
-        spread_byte=_slope(many.clock - few.clock, payloads),
-        ring_work=bench.crowd * _slope(much.processor - little.processor, rings),
-        spread_work=bench.crowd * _slope(many.processor - few.processor, payloads),
-    )
+    def per_byte(transfer: Callable[[Tensor], Taken], sizes: list[int]) -> Taken:
+        few, many = map(transfer, tensors)
+        clock, processor = (max(1e-13, (b - a) / (sizes[1] - sizes[0])) for a, b in zip(few, many, strict=True))
+        return Taken(clock, bench.crowd * processor)
+
+    spread = per_byte(exchange, payloads)
+    return Wire(latency=ping(), ring=per_byte(reduce, rings), spread=spread)
 
 
 def ping() -> float:
@@ -221,13 +208,18 @@ class RankCosts(NamedTuple):
 
 
 @contextmanager
-def alone(backend: str) -> Iterator[None]:
-    """Set up a process group of this rank alone for the duration of the block, so that collectives can be called."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+def process_group(backend: str, **more: Any) -> Iterator[None]:
+    """Set up a process group for the duration of the block; `more` goes to `init_process_group`."""
+    dist.init_process_group(backend, **more)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def alone(backend: str) -> AbstractContextManager[None]:
+    """Set up a process group of this rank alone for the duration of a block, so that collectives can be called."""
+    return process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def measure_steps(subject: Subject, methods: Iterable[Method], bench: Bench) -> tuple[Split, dict[str, float]]:
@@ -241,7 +233,7 @@ def measure_steps(subject: Subject, methods: Iterable[Method], bench: Bench) -> 
         nothing, mine = (_start(subject, each) for each in (NO_COMMUNICATION, name))
         differences = []
         for turn in range(1 + _TURNS):
-            both = _burst(nothing, bench), _burst(mine, bench)
+            both = _burst(*nothing, bench), _burst(*mine, bench)
             if turn:
                 nothings.append(both[0])
                 differences.append(sum(both[1]) - sum(both[0]))
@@ -260,15 +252,11 @@ def combine(
     origin    where the measurements were made, as text for the user.
     crowd     ranks per core, at least 1. The cost of handling bytes is multiplied by it.
     """
-
-    def middle(costs: Sequence[Costs]) -> Costs:
-        return Costs(*(median(getattr(one, name) for one in costs) for name in ("encode", "commit", "write", "add")))
-
-    codecs = {given: middle([answer.codecs[given] for answer in answers]) for given in answers[0].codecs}
-    halves = middle([answer.halves for answer in answers])
+    codecs = {given: _middle([answer.codecs[given] for answer in answers]) for given in answers[0].codecs}
+    halves = _middle([answer.halves for answer in answers])
     extras = {}
     for method in methods:  # what the codec does not explain
-        costs = codecs[method.compressor] if method.compressor is not None else Costs(0.0, 0.0, 0.0)
+        costs = codecs[method.compressor] if method.compressor is not None else Costs()
         costs = halves if method.name in HALVES else costs
         added = median(answer.more[method.name] for answer in answers) / numel
         more = added - costs.encode - costs.commit - costs.write
@@ -301,8 +289,12 @@ def speeds_of(codec: str, specs: Mapping[str, Compressor], on_cores: int | None)
             "second, such as --codec 20e9"
         )
     count = cores() if on_cores is None else max(1, min(cores(), on_cores))
-    with threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)  # thinwire's kernels use as many
+    try:
         codecs, halves = measure_codecs(made, Bench(device))
+    finally:
+        torch.set_num_threads(before)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{count} thread(s)"
     return replace(base, origin=f"measured here, {name}", codecs=codecs, halves=halves)
 
@@ -313,32 +305,27 @@ def _start(subject: Subject, name: str) -> tuple[Training, Loss]:
     return build(parse(name), Setup(model, lr=1e-5, ddp={"init_sync": False})), loss
 
 
-def _burst(one: tuple[Training, Loss], bench: Bench) -> Split:
+def _burst(made: Training, loss: Loss, bench: Bench) -> Split:
     """Return the median times of a few steps.
 
     The first step does not count, because the other method ran before it and changed the state of memory and caches.
     """
-    return _middle([_step(*one, bench) for _ in range(_STEPS)][1:])
+    splits = []
+    for _ in range(_STEPS):
+        made.optimizer.zero_grad()
+        at = [bench.now()]
+        found = loss(made.module)
+        at.append(bench.now())
+        found.backward()
+        at.append(bench.now())
+        made.optimizer.step()
+        at.append(bench.now())
+        splits.append(Split(*(end - begin for begin, end in pairwise(at))))
+    return _middle(splits[1:])
 
 
-def _middle(splits: Sequence[Split]) -> Split:
-    return Split(*(median(one[part] for one in splits) for part in range(3)))
-
-
-def _step(made: Training, loss: Loss, bench: Bench) -> Split:
-    made.optimizer.zero_grad()
-    at = [bench.now()]
-    found = loss(made.module)
-    at.append(bench.now())
-    found.backward()
-    at.append(bench.now())
-    made.optimizer.step()
-    at.append(bench.now())
-    return Split(at[1] - at[0], at[2] - at[1], at[3] - at[2])
-
-
-def _slope(seconds: float, sizes: list[int]) -> float:
-    return max(1e-13, seconds / (sizes[1] - sizes[0]))
+def _middle(found: Sequence[T]) -> T:
+    return type(found[0])(*map(median, zip(*found, strict=True)))
 
 
 def _gather(tensor: Tensor) -> Handle:

@@ -7,7 +7,7 @@ consists of a few phases, one after the other: compute, transfer, compute, trans
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +18,13 @@ from thinwire.compressors import Compressor, NoCompression, RandomK, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
 from thinwire.tools.bench.methods import COMPRESSING
 
+from .cluster import Cluster, Transfer
 from .costs import SMALL_COMPRESSOR, Bucket, Costs, Speeds, density
 
 DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"
 """DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `thinwire bench link`."""
 HALVES = (BF16, FP16)
 _GLOO_AT_ONCE = 2
-_FREE = Costs(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,16 @@ class Method:
         return AT_ONCE if self.compressor is not None else _GLOO_AT_ONCE
 
     def algorithm(self, numel: int, world: int, dtype: torch.dtype = torch.float32) -> str:
-        """Return the algorithm by which the library reduces a slice of this size."""
+        """Return the algorithm by which the library reduces a slice of this size: see `make_request`.
+
+        A Synchronizer keeps the residual of owners for every compressor that has one, so it may always shard.
+        """
         if self.compressor is None:
             return "ring"
-        return algorithm_of(self.compressor, numel, world, given=self.given, dtype=dtype)
+        second = self.compressor.for_sum(world)
+        return choose(
+            self.given, first=self.compressor, second=second, numel=numel, dtype=dtype, ranks=world, can_shard=True
+        )[0]
 
     def alternatives(self) -> list["Method"]:
         """Return the same method with other algorithms than the one that "auto" chooses."""
@@ -77,78 +83,43 @@ def methods_for(made: Mapping[str, Compressor], *, nccl: bool, dtype: torch.dtyp
     return [*map(Method, (DENSE, *halves)), *ours]
 
 
-def algorithm_of(
-    compressor: Compressor, numel: int, world: int, *, given: str = "auto", dtype: torch.dtype = torch.float32
-) -> str:
-    """Return the algorithm by which the library reduces a slice: see `make_request`.
-
-    A Synchronizer keeps the residual of owners for every compressor that has one, so it may always shard.
-    """
-    second = compressor.for_sum(world)
-    return choose(given, first=compressor, second=second, numel=numel, dtype=dtype, ranks=world, can_shard=True)[0]
-
-
-class Compute(NamedTuple):
-    """Phase in which a rank computes."""
-
-    seconds: float
-
-
-class Transfer(NamedTuple):
-    """Phase in which ranks exchange bytes."""
-
-    route: Literal["ring", "spread"]
-    """Destination: a neighbour, or all other ranks."""
-    nbytes: float
-    """Bytes that each rank sends; it receives as many."""
-    rounds: int
-    """Number of messages that wait for each other."""
-    handling: float
-    """CPU seconds of each rank."""
-
-
 class Exchange(NamedTuple):
     """One exchange: its phases, the work that remains after them, and its bytes, messages and memory."""
 
-    phases: tuple[Compute | Transfer, ...]
+    phases: tuple[float | Transfer, ...]
+    """Seconds in which the rank computes, or a transfer."""
     cost: cost.Cost
     apply: float = 0.0
     """Seconds to write residual and result, after all buckets have been exchanged."""
 
 
 def exchanges(
-    method: Method,
-    bucket: Bucket,
-    *,
-    world: int,
-    ring_rounds: int,
-    speeds: Speeds,
-    dtype: torch.dtype = torch.float32,
+    method: Method, bucket: Bucket, cluster: Cluster, speeds: Speeds, dtype: torch.dtype = torch.float32
 ) -> list[Exchange]:
     """Return the exchanges of a bucket, in the order in which they are issued."""
     if method.compressor is None:
-        return [_ring(method, bucket.numel, world=world, rounds=ring_rounds, speeds=speeds, dtype=dtype)]
+        return [_ring(method, bucket.numel, cluster=cluster, speeds=speeds, dtype=dtype)]
     # Small parameters are so few that encoding them takes no time.
     slices = (
-        (Method("", SMALL_COMPRESSOR), bucket.small, _FREE),
+        (Method("", SMALL_COMPRESSOR), bucket.small, Costs()),
         (method, bucket.compressed, speeds.codecs[method.compressor]),
     )
     return [
-        _compressed(given, numel, world=world, costs=costs, speeds=speeds, dtype=dtype)
+        _compressed(given, numel, world=cluster.world, costs=costs, speeds=speeds, dtype=dtype)
         for given, numel, costs in slices
         if numel
     ]
 
 
-def _ring(method: Method, numel: int, *, world: int, rounds: int, speeds: Speeds, dtype: torch.dtype) -> Exchange:
-    is_half = method.name in HALVES
-    nbytes = cost.ring(numel * (2 if is_half else dtype.itemsize), world)
+def _ring(method: Method, numel: int, *, cluster: Cluster, speeds: Speeds, dtype: torch.dtype) -> Exchange:
+    is_half, rounds = method.name in HALVES, cluster.ring_rounds
+    nbytes = cost.ring(numel * (2 if is_half else dtype.itemsize), cluster.world)
     byte = speeds.fp16_byte if method.name == FP16 else speeds.ring_byte
     sent = Transfer(route="ring", nbytes=nbytes, rounds=rounds, handling=byte * nbytes + speeds.round * rounds)
-    used = cost.Cost(nbytes, 2 * (world - 1), 2 * numel if is_half else 0)
+    used = cost.Cost(nbytes, 2 * (cluster.world - 1), 2 * numel if is_half else 0)
     if not is_half:
         return Exchange((sent,), used)
-    return Exchange((Compute(speeds.halves.encode * numel), sent, Compute(speeds.halves.write * numel)), used)
+    return Exchange((speeds.halves.encode * numel, sent, speeds.halves.write * numel), used)
 
 
 def _compressed(
@@ -164,18 +135,18 @@ def _compressed(
         handling = speeds.spread_byte * nbytes + speeds.transfer + speeds.message * (world - 1)
         return Transfer(route="spread", nbytes=nbytes, rounds=1, handling=handling)
 
-    begin = Compute(speeds.operation + costs.encode * numel)
+    begin = speeds.operation + costs.encode * numel
     half, share = transfer(used.sent / 2), numel / world
     if algorithm == "gather":
         return Exchange((begin, transfer(used.sent)), used, (costs.commit + costs.decode(world)) * numel)
     if algorithm == "values":
-        summed = Compute(speeds.halves.write * density(given) * numel)
+        summed = speeds.halves.write * density(given) * numel
         return Exchange((begin, half, summed, half), used, (costs.commit + costs.write) * numel)
     if algorithm == "dense":  # so few elements that compression would not pay off
-        return Exchange((Compute(speeds.operation), half, half), used)
+        return Exchange((speeds.operation, half, half), used)
     assert algorithm == "sharded", algorithm
     pieces = given.nbytes(numel, dtype) * (world - 1) / world
-    again = Compute((costs.decode(world) + costs.encode) * share)
+    again = (costs.decode(world) + costs.encode) * share
     denser = density(second) / density(given)
     apply = costs.commit * (numel + share) + costs.decode(1, denser) * numel
     return Exchange((begin, transfer(pieces), again, transfer(used.sent - pieces)), used, apply)

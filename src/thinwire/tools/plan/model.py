@@ -11,78 +11,21 @@ CPU, each slows down the other.
 """
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-
-import torch
+from typing import Any
 
 from thinwire.collectives.plan import given_max_bytes
 
+from .cluster import Cluster, Transfer
 from .costs import Bucket, Costs, Speeds, Work
-from .methods import FP16, HALVES, Compute, Exchange, Method, Transfer, exchanges
-from .options import Network, Numbers
+from .methods import FP16, HALVES, Exchange, Method, exchanges
 
-PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
-"""Share of a link's rate that carries payload: if each rank sends to one peer, as in a ring, and if each rank sends to
-several peers, so that several flows share every link. The headers of TCP and Ethernet take 6 %. `thinwire plan --check`
-shows how accurate these values are."""
 _MOMENTS = 2
 """Moments of Adam: torch keeps them in the dtype of the parameters, thinwire in float32."""
 _CLEARLY = 0.99
 """Another algorithm than that of "auto" is preferred if it takes at most this share of the time."""
 _ENDLESS = 1e18
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Identical ranks, each with one link to a switch that carries the traffic of all links."""
-
-    world: int
-    rate: float
-    """Bits per second of a link, in each direction."""
-    latency: float
-    """Seconds from sending a message to its arrival."""
-    peer_share: float = PEER_SHARE
-    spread_share: float = SPREAD_SHARE
-    codec_slows: float = 1.0
-    """Seconds that the backward pass loses per second of compression at the same time: 1 if both share a CPU, 0 if each
-    has its own. It is 0 on accelerators, where the codec is fast and the CPU only launches it."""
-    wire_slows: float = 0.0
-    """Seconds that the backward pass loses per second of handling sent bytes; 0 if the model is on an accelerator."""
-    nccl: bool = False
-    """Whether NCCL reduces dense gradients. It may use trees in place of a ring: fewer messages wait for each other."""
-    memory: float | None = None
-    """Bytes of memory of a rank; None if it is not known."""
-    is_shared: bool = False
-    """Whether all links are one half-duplex channel, as with Wi-Fi: it carries the bytes of all ranks one after the
-    other, and each twice, to the access point and from there. Without it links are full duplex."""
-
-    @classmethod
-    def of_network(cls, given: Network) -> "Cluster":
-        """Build the cluster from the numbers that the user gives."""
-        rate, latency, is_shared = given.link
-        return cls(given.world, rate, latency, memory=given.memory, is_shared=is_shared)
-
-    def __post_init__(self) -> None:
-        assert self.world >= 2
-
-    @property
-    def ring_rounds(self) -> int:
-        """Return the number of messages of a dense all-reduce that wait for each other."""
-        ring = 2 * (self.world - 1)
-        return min(ring, 2 * math.ceil(math.log2(self.world))) if self.nccl else ring
-
-    def wire_seconds(self, transfer: Transfer) -> tuple[float, float]:
-        """Return the seconds in which the wire is busy with a transfer, and those from then until all has arrived.
-
-        Bytes are handled while others travel, but a pipeline of few segments does not fully overlap the two. The time
-        is modelled as sqrt(link² + handling²): 1.4 times as long as either if both are equal. If `wire_slows` is 0,
-        each exchange has a CPU of its own for the handling, and the wire is free for others in the meantime.
-        """
-        share = self.spread_share if transfer.route == "spread" and self.world > 2 else self.peer_share
-        link = 8 * transfer.nbytes / (share * self.rate) * (2 * self.world if self.is_shared else 1)
-        whole, latency = math.hypot(link, transfer.handling), transfer.rounds * self.latency
-        return (whole, latency) if self.wire_slows else (link, whole - link + latency)
 
 
 @dataclass(frozen=True)
@@ -118,18 +61,6 @@ class Case:
     """Ranks of a replica, each of which holds a share of the model; 1 if it is not sharded."""
     origin: str = ""
     """Where the time of a step without communication comes from, as text for the user."""
-
-    @classmethod
-    def of_numbers(cls, given: Numbers, speeds: Speeds) -> "Case":
-        """Build the case from the numbers that the user gives."""
-        cluster = Cluster.of_network(given.network)
-        if given.cores is None:
-            cluster = replace(cluster, codec_slows=0.0, nccl=True)
-        else:
-            cluster = replace(cluster, wire_slows=1 / given.cores)
-        dtype = torch.bfloat16 if given.gradients == "bfloat16" else torch.float32
-        work = Work.of_numbers(given.params, given.step_seconds, dtype=dtype)
-        return cls(work, cluster, speeds, shard=given.shard, origin=given.step_origin)
 
     def best(self, method: Method) -> Prediction:
         """Predict the method with the algorithm of "auto", or with another one that is clearly faster.
@@ -188,15 +119,13 @@ class Case:
 
         That part is bandwidth, latency or messages: the CPU time for sending and receiving.
         """
-        nothing = Costs(0.0, 0.0, 0.0)
         no_compute = replace(self.work, forward=0.0, backward=0.0, optimizer=0.0)
         no_network = self.without_network()
-        no_codec = replace(
-            self.speeds, codecs=dict.fromkeys(self.speeds.codecs, nothing), halves=nothing, operation=0.0, extras={}
-        )
+        free = dict.fromkeys(self.speeds.codecs, Costs())
+        no_codec = replace(self.speeds, codecs=free, halves=Costs(), operation=0.0, extras={})
         parts = {
-            "bandwidth": replace(self, cluster=replace(self.cluster, rate=_ENDLESS)),
-            "latency": replace(self, cluster=replace(self.cluster, latency=0.0)),
+            "bandwidth": self.at(rate=_ENDLESS),
+            "latency": self.at(latency=0.0),
             "messages": replace(self, speeds=no_network.speeds),
         }
         whole = {
@@ -224,33 +153,31 @@ class Case:
             for exchange in found[bucket]:
                 at = max(main, done[-method.at_once] if len(done) >= method.at_once else 0.0)
                 for phase in exchange.phases:
-                    if isinstance(phase, Compute):
-                        at = codec.take(at, phase.seconds)
-                    else:
+                    if isinstance(phase, Transfer):
                         busy, beyond = cluster.wire_seconds(phase)
                         at = wire.take(at, busy) + beyond
                         handling += phase.handling
+                    else:
+                        at = codec.take(at, phase)
                 done.append(at)
                 apply += exchange.apply
         extra = self.speeds.extras.get(method.name, 0.0) * work.numel
         return max(main, codec.end, *done) + apply + work.optimizer + extra
 
     def _exchanges(self, method: Method) -> dict[Bucket, list[Exchange]]:
-        world, rounds, dtype = self.cluster.world, self.cluster.ring_rounds, self.work.dtype
         return {
-            bucket: exchanges(method, bucket, speeds=self.speeds, world=world, ring_rounds=rounds, dtype=dtype)
-            for bucket in dict.fromkeys(self.work.buckets)
+            bucket: exchanges(method, bucket, self.cluster, self.speeds, self.work.dtype)
+            for bucket in set(self.work.buckets)
         }
 
-    def at(self, *, rate: float | None = None, world: int | None = None, latency: float | None = None) -> "Case":
-        """Return a copy with another rate, world size or latency."""
-        cluster = replace(self.cluster, rate=rate or self.cluster.rate, world=world or self.cluster.world)
-        return replace(self, cluster=cluster if latency is None else replace(cluster, latency=latency))
+    def at(self, **changes: Any) -> "Case":
+        """Return a copy with other values of the cluster, such as another rate."""
+        return replace(self, cluster=replace(self.cluster, **changes))
 
     def without_network(self) -> "Case":
         """Return a copy in which bytes, latency and messages cost nothing."""
         free = replace(self.speeds, transfer=0.0, message=0.0, round=0.0, ring_byte=0.0, fp16_byte=0.0, spread_byte=0.0)
-        return replace(self, cluster=replace(self.cluster, rate=_ENDLESS, latency=0.0), speeds=free)
+        return replace(self.at(rate=_ENDLESS, latency=0.0), speeds=free)
 
 
 class Lane:
@@ -278,8 +205,14 @@ class Lane:
         while index < len(self._taken) and self._taken[index][0] - start < seconds:
             start = self._taken[index][1]
             index += 1
-        self._add(start, start + seconds)
-        return start + seconds
+        stop = end = start + seconds
+        if index < len(self._taken) and self._taken[index][0] == end:
+            end = self._taken.pop(index)[1]
+        if index and self._taken[index - 1][1] == start:
+            index -= 1
+            start = self._taken.pop(index)[0]
+        self._taken.insert(index, (start, end))
+        return stop
 
     def busy(self, start: float, stop: float) -> float:
         """Return the busy seconds between `start` and `stop`."""
@@ -290,11 +223,3 @@ class Lane:
                 break
             total += max(0.0, min(end, stop) - max(begin, start))
         return total
-
-    def _add(self, start: float, stop: float) -> None:
-        index = bisect_left(self._taken, (start, 0.0))
-        if index < len(self._taken) and self._taken[index][0] == stop:
-            stop = self._taken.pop(index)[1]
-        if index and self._taken[index - 1][1] == start:
-            start = self._taken.pop(index - 1)[0]
-        insort(self._taken, (start, stop))

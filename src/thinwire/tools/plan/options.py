@@ -1,7 +1,7 @@
 """The options of `thinwire plan`, and their checks, which need no torch."""
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -9,6 +9,8 @@ from tyro.conf import arg
 
 from thinwire.tools.bench.harness import check_file
 from thinwire.tools.units import format_count, parse_bytes, parse_count, parse_rate, parse_seconds
+
+from .cluster import Cluster
 
 DEFAULT_SPECS = ("quantize:bits=8", "quantize:bits=4", "topk:ratio=1/64,bits=2")
 LARGEST_WORLD = 1 << 20
@@ -99,40 +101,25 @@ class Options:
     """Predict what is in this file of thinwire bench link --out, and print predicted beside measured."""
 
 
-@dataclass(frozen=True)
-class Network:
-    """Parsed options of ranks and their links."""
-
-    world: int
-    link: Link
-    memory: int | None
-
-
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """Parsed options of a plan by numbers."""
 
-    network: Network
+    cluster: Cluster
     params: int
     """Parameters of a rank: a share of the model if it is sharded."""
-    shard: int
     step_seconds: float
     step_origin: str
     """Where `step_seconds` comes from, as text for the user."""
-    cores: int | None
-    gradients: Literal["float32", "bfloat16"]
 
 
-def parse_network(options: Options) -> Network:
+def parse_cluster(options: Options) -> Cluster:
     """Parse the options of ranks and links; raise ValueError if one is missing or invalid."""
     world = options.world or 0
     if not 2 <= world <= LARGEST_WORLD:
         raise ValueError(f"--world {world}, expected 2 to {LARGEST_WORLD:,} ranks: one has nobody to exchange with")
-    return Network(
-        world=world,
-        link=_parse_link(str(options.bandwidth), options.latency),
-        memory=None if options.gpu_memory is None else parse_bytes("--gpu-memory", options.gpu_memory),
-    )
+    rate, latency, is_shared = _parse_link(str(options.bandwidth), options.latency)
+    memory = None if options.gpu_memory is None else parse_bytes("--gpu-memory", options.gpu_memory)
+    return Cluster(world, rate, latency, memory=memory, is_shared=is_shared)
 
 
 def parse_numbers(options: Options) -> Numbers:
@@ -145,22 +132,14 @@ def parse_numbers(options: Options) -> Numbers:
             f"{', '.join(missing)} not given: expected such as --params 7e9 --world 64 --bandwidth 1Gbps "
             "--step-compute 2s; or measure them: torchrun ... -m thinwire plan --model gpt:layers=4,width=256"
         )
-    network, cores = parse_network(options), options.cores
+    cluster, cores = parse_cluster(options), options.cores
     if cores is not None and not 1 <= cores <= 1 << 16:
         raise ValueError(f"--cores {cores}, expected 1 to {1 << 16:,}; leave it out if an accelerator trains")
     if not 1 <= options.shard <= 1 << 16:
         raise ValueError(f"--shard {options.shard}, expected 1 to {1 << 16:,} ranks of a replica")
     params = parse_count("--params", str(options.params))
-    seconds, origin = _parse_step(options, params)
-    return Numbers(
-        network=network,
-        params=-(-params // options.shard),
-        shard=options.shard,
-        step_seconds=seconds,
-        step_origin=origin,
-        cores=cores,
-        gradients=options.gradients,
-    )
+    cluster = replace(cluster, codec_slows=0.0, nccl=True) if cores is None else replace(cluster, wire_slows=1 / cores)
+    return Numbers(cluster, -(-params // options.shard), *_parse_step(options, params))
 
 
 def missing_options(options: Options, names: tuple[str, ...]) -> list[str]:

@@ -5,20 +5,20 @@ before it only where sending every step is hopeless (`local`).
 """
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 
 from thinwire.compressors import Compressor
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.units import format_bytes, format_count, format_number, format_rate, format_seconds
+from thinwire.tools.units import SLOWEST, format_bytes, format_count, format_number, format_rate, format_seconds
 
-from .local import advise_local, pays_from, predict_local, print_local
+from .local import advise_local, boundary, pays_from, predict_local, print_local
 from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
 from .model import Case, Prediction
 
 WORTH = 1.05
 """Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
-_SLOWEST, _FASTEST = 1e5, 1e13
+_FASTEST = 1e13
 
 
 def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
@@ -140,27 +140,19 @@ def choose(predictions: Sequence[Prediction]) -> Prediction | None:
 def pays_below(case: Case, method: Method) -> float | None:
     """Return the bandwidth, in bits per second, up to which a method is faster than dense by the factor `WORTH`.
 
-    Return None if it is not faster even on the slowest link, and infinity if it is faster even on the fastest.
+    Return None if it is not faster even on the slowest link, or is faster even on the fastest.
     """
 
     def pays(rate: float) -> bool:
         there = case.at(rate=rate)
         return there.seconds(Method(DENSE)) >= WORTH * there.seconds(method)
 
-    if not pays(_SLOWEST):
-        return None
-    if pays(_FASTEST):
-        return inf
-    low, high = _SLOWEST, _FASTEST
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
+    return boundary(pays, SLOWEST, _FASTEST) if pays(SLOWEST) and not pays(_FASTEST) else None
 
 
 def _limit(case: Case, method: Method, verb: str) -> list[str]:
     limit = pays_below(case, method)
-    if limit is None or limit == inf:
+    if limit is None:
         return []
     return [f"{verb} on links below about {format_rate(float(f'{limit:.2g}'))} ({method.name}), all else being equal."]
 

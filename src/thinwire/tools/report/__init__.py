@@ -13,7 +13,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from thinwire.tools.files import replace_bytes
+from thinwire.tools.files import replace_text
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ def write(runs: Sequence[str | Path], out: str | Path) -> int:
     _check(out, [source.metrics for source in sources])
     command = shlex.join(["thinwire", "report", *map(str, runs), "--out", str(out)])
     html = page([read(source.metrics, source.name) for source in sources], command)
-    return _replace(out, html.encode("utf-8"))
+    try:
+        replace_text(out, html)  # a browser that reloads the page of a running training never sees half of it
+    except OSError as error:
+        raise OSError(f"cannot write {out}: {error.strerror}; give another place with --out") from error
+    return out.stat().st_size
 
 
 def _check(out: Path, inputs: list[Path]) -> None:
@@ -58,12 +62,3 @@ def _check(out: Path, inputs: list[Path]) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.parent}; create it, or write somewhere else")
     if out.resolve() in inputs:
         raise ValueError(f"--out {out} is a run's own record, which the page would replace: choose another file")
-
-
-def _replace(out: Path, content: bytes) -> int:
-    # A browser that reloads the page of a running training never sees half of it.
-    try:
-        replace_bytes(out, content)
-    except OSError as error:
-        raise OSError(f"cannot write {out}: {error.strerror}; give another place with --out") from error
-    return len(content)

@@ -6,14 +6,13 @@ from typing import Any
 
 from thinwire.tools.train.view import PHASES
 
-from .runs import Run, Step
+from .runs import Row, Run
 from .series import Value, curve, short, stack
 
 _DEEPEST, _LONGEST = 5, 2000
 """Levels of a configuration that become rows of their own, and characters that are shown of a value."""
 _DENSE_LIMIT = 100
 """Number of points of the dense bytes, which hardly change."""
-_MARK = ("step", "seconds", "bytes", "text")
 
 
 def content(run: Run) -> dict[str, Any]:
@@ -25,25 +24,26 @@ def content(run: Run) -> dict[str, Any]:
     traffic = curve(at_steps, bytes_per_step(steps, [row.bytes_sent for row in steps]))
     dense = bytes_per_step(steps, [row.bytes_dense for row in steps])
     drawn = set(traffic["step"])
+    other = {name: value for name, value in run.conditions.items() if name not in ("kind", "config")}
     return {
         "name": run.name,
         "status": run.status,
         "summary": _summary(run),
-        "config": [[name, text] for name, text in _config(run)],
+        "config": [*_flat("", run.config), *_flat("", other)],
         "loss": curve(at_steps, [row.loss for row in steps]),
         "validation": curve(at_evaluations, [row.loss for row in evaluations]),
         "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
         "traffic": traffic,
         "dense": curve(at_steps, dense, _DENSE_LIMIT),
         "events": [[row.step, row.events] for row in steps if row.events and row.step in drawn],
-        "marks": [dict(zip(_MARK, (*map(short, mark[:3]), mark.text), strict=True)) for mark in run.marks],
+        "marks": [mark._replace(seconds=short(mark.seconds), bytes=short(mark.bytes))._asdict() for mark in run.marks],
         "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
         "step_seconds": _step_seconds(run),
-        "ranks": [{name: short(value) for name, value in each._asdict().items()} for each in run.ranks],
+        "ranks": [{name: short(value) for name, value in each.items()} for each in run.ranks],
     }
 
 
-def bytes_per_step(rows: Sequence[Step], totals: Sequence[Value]) -> list[Value]:
+def bytes_per_step(rows: Sequence[Row], totals: Sequence[Value]) -> list[Value]:
     """Return the bytes per step between each line and the one before it; the first line is compared with step 0."""
     result: list[Value] = []
     step, before = 0, 0.0
@@ -93,13 +93,8 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _config(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield names and texts: the configuration first, then the other conditions."""
-    yield from _flat("", run.config)
-    yield from _flat("", {k: v for k, v in run.conditions.items() if k not in ("kind", "config")})
-
-
 def _flat(prefix: str, values: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each value, of nested ones too."""
     for name, value in values.items():
         if isinstance(value, dict) and value and depth < _DEEPEST:
             yield from _flat(f"{prefix}{name}.", value, depth + 1)

@@ -17,29 +17,28 @@ function significant(value, digits = 3) {
 const BYTES = [["B", 1], ["kB", 1e3], ["MB", 1e6], ["GB", 1e9], ["TB", 1e12], ["PB", 1e15]];
 const SECONDS = [["µs", 1e-6], ["ms", 1e-3], ["s", 1], ["min", 60], ["h", 3600]];
 
-// The largest unit of which there are at least `least` in the value.
-function unitOf(units, value, least = 1) {
-  const fitting = units.filter(([, size]) => value >= least * size);
-  const [name, size] = fitting.length ? fitting[fitting.length - 1] : units[0];
-  return { name, size };
+// The largest unit of which there is at least one in the value; of 0, that of which one is 1.
+function unitOf(units, value) {
+  if (value === 0) return units.find(([, size]) => size === 1);
+  return units.filter(([, size]) => Math.abs(value) >= size).pop() ?? units[0];
 }
 
-function inUnit(units, value, digits = 3, least = 1) {
+function inUnit(units, value) {
   if (value === null || value === undefined) return MISSING;
-  const unit = unitOf(value === 0 ? [units.find(([, size]) => size === 1)] : units, Math.abs(value), least);
-  return `${unit.name === "B" ? grouped(value, 0) : significant(value / unit.size, digits)} ${unit.name}`;
+  const [name, size] = unitOf(units, value);
+  return `${name === "B" ? grouped(value, 0) : significant(value / size)} ${name}`;
 }
 
 // Along an axis: 20 kB, and not 20.0 kB.
 function inShortUnit(units, value) {
-  const unit = unitOf(value === 0 ? [units.find(([, size]) => size === 1)] : units, Math.abs(value) * 1.0001);
-  return `${Number((value / unit.size).toPrecision(4))} ${unit.name}`;
+  const [name, size] = unitOf(units, value * 1.0001);
+  return `${Number((value / size).toPrecision(4))} ${name}`;
 }
 
 const formatBytes = (value) => inUnit(BYTES, value);
 const shortBytes = (value) => inShortUnit(BYTES, value);
 const shortSeconds = (value) => inShortUnit(SECONDS, value);
-const formatSeconds = (value) => inUnit(SECONDS, value, 3, 1);
+const formatSeconds = (value) => inUnit(SECONDS, value);
 const formatCount = (value) => (value === null ? MISSING : grouped(value, 0));
 const formatLoss = (value) => (value === null || value === undefined ? "not finite" : significant(value, 4));
 const formatPercent = (value) => (value === null ? MISSING : `${grouped(100 * value, 1)} %`);
@@ -71,6 +70,6 @@ function formatRatio(value) {
 // 123,456 parameters are 123 k.
 function formatShort(value) {
   if (value === null) return MISSING;
-  const [name, size] = [["", 1], [" k", 1e3], [" M", 1e6], [" G", 1e9]].filter(([, s]) => value >= s || s === 1).pop();
-  return size === 1 ? grouped(value, 0) : significant(value / size, 3) + name;
+  const [name, size] = unitOf([["", 1], [" k", 1e3], [" M", 1e6], [" G", 1e9]], value);
+  return size === 1 ? grouped(value, 0) : significant(value / size) + name;
 }

@@ -13,6 +13,11 @@ function layersOf(name, kind = "line") {
     .map(({ run, index }) => ({ index, name: single ? "" : run.name, curve: run[name], values: run[name].value, kind, column: "" }));
 }
 
+// A chart of lines against the axis of the page, with the places where runs stopped or went on.
+function linesOf(view) {
+  return lineView({ ...view, axisName: state.axis, marks: marksOf(shown(), state.axis) });
+}
+
 function lossView() {
   const furthest = Math.max(...DATA.runs.map((run) => last(run.loss.step) ?? 0));
   const reach = (state.smoothing / 100) * furthest;
@@ -20,14 +25,13 @@ function lossView() {
   const validation = layersOf("validation", "marks").map((layer) => ({ ...layer, column: "nearest validation" }));
   const layers = [...training, ...validation];
   const y = { log: state.logLoss, tick: shortNumber };
-  return lineView({ layers, axisName: state.axis, y, height: 340, label: "Loss", format: formatLoss, marks: marksOf(shown(), state.axis) });
+  return linesOf({ layers, y, height: 340, label: "Loss", format: formatLoss });
 }
 
 function accuracyView() {
   const layers = layersOf("accuracy", "marks");
   const y = { log: false, zero: state.accuracyFromZero, most: 1, tick: shortPercent };
-  const marks = marksOf(shown(), state.axis);
-  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Validation accuracy in percent", format: formatPercent, marks });
+  return linesOf({ layers, y, height: 260, label: "Validation accuracy in percent", format: formatPercent });
 }
 
 function trafficView() {
@@ -35,8 +39,7 @@ function trafficView() {
   if (single) layers.push(...layersOf("dense", "reference").map((layer) => ({ ...layer, column: "dense" })));
   const y = { log: state.logTraffic, zero: true, tick: shortBytes };
   const bumps = shown().flatMap(({ run }) => bumpsOf(run, state.axis));
-  const marks = marksOf(shown(), state.axis);
-  return lineView({ layers, axisName: state.axis, y, height: 260, label: "Bytes per step", format: formatBytes, marks, bumps, why: eventsAt });
+  return linesOf({ layers, y, height: 260, label: "Bytes per step", format: formatBytes, bumps, why: eventsAt });
 }
 
 // What sent further bytes at a place of the axis, in a page of one run.

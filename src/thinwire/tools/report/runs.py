@@ -18,8 +18,8 @@ _LARGEST, _LARGEST_COUNT = 1e300, 2**53
 """Numbers from here on count as not finite, so that sums of them are finite; steps from here on are refused."""
 
 
-class Step(NamedTuple):
-    """Metrics of a logged step."""
+class Row(NamedTuple):
+    """Metrics of a logged step, or of an evaluation."""
 
     step: int
     seconds: float | None
@@ -27,21 +27,11 @@ class Step(NamedTuple):
     bytes_dense: float | None
     loss: float | None
     """Loss; None where it was not finite."""
-    split: tuple[float, ...] | None
+    accuracy: float | None = None
+    split: tuple[float, ...] | None = None
     """Seconds per step, in the order of `PHASES`."""
     events: str = ""
     """What sent further bytes since the line before, such as "warm-up, refresh"."""
-
-
-class Evaluation(NamedTuple):
-    """Metrics of an evaluation."""
-
-    step: int
-    seconds: float | None
-    bytes_sent: float | None
-    bytes_dense: float | None
-    loss: float | None
-    accuracy: float | None
 
 
 class Mark(NamedTuple):
@@ -49,20 +39,8 @@ class Mark(NamedTuple):
 
     step: int
     seconds: float | None
-    bytes_sent: float | None
+    bytes: float | None
     text: str
-
-
-class Sent(NamedTuple):
-    """What one rank has sent, since the start or the last resume."""
-
-    rank: int
-    replica: int | None
-    """Replica that the rank holds a part of; None if the model is not sharded."""
-    shard: int | None
-    between: float | None
-    inside: float | None
-    dense: float | None
 
 
 @dataclass
@@ -75,20 +53,21 @@ class Run:
     started: str = ""
     """Date of the first start."""
     resumes: int = 0
-    steps: list[Step] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    steps: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
     status: Literal["finished", "stopped", "failed", "unfinished"] = "unfinished"
     """State of the run; "unfinished" if it is still going or was killed."""
     step: int = 0
     """Last step that the run has reached."""
     seconds: float | None = None
     reduction_after_warmup: float | None = None
-    ranks: list[Sent] = field(default_factory=list)
-    """What each rank has sent, once the run has ended."""
+    ranks: list[dict[str, float | None]] = field(default_factory=list)
+    """What each rank has sent since the start or the last resume, once the run has ended; replica and shard are None if
+    the model is not sharded."""
     marks: list[Mark] = field(default_factory=list)
 
     @property
-    def rows(self) -> "list[Step | Evaluation]":
+    def rows(self) -> list[Row]:
         """Return all steps, followed by all evaluations."""
         return [*self.steps, *self.evaluations]
 
@@ -102,14 +81,12 @@ class Run:
 def read(path: Path, name: str) -> Run:
     """Read the file of a run; raise ValueError if it is empty or damaged."""
     run = Run(name)
-    empty = True
     for number, line in read_lines(path, may_be_cut_off=True):
-        empty = False
         try:
             _add(run, line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-    if empty:
+    if not run.conditions:
         raise ValueError(f"{path} is empty, expected JSON lines: has the run written its first line?")
     return run
 
@@ -128,9 +105,9 @@ def _add(run: Run, line: Line) -> None:
     step = _count(line, "step")
     place = (step, _number(line, "seconds"), _number(line, "bytes_sent"), _number(line, "bytes_dense"))
     if kind == "step":
-        run.steps.append(Step(*place, _number(line, "loss"), _split(line), _events(line)))
+        run.steps.append(Row(*place, _number(line, "loss"), split=_split(line), events=_events(line)))
     elif kind == "evaluation":
-        run.evaluations.append(Evaluation(*place, _number(line, "loss"), _number(line, "accuracy")))
+        run.evaluations.append(Row(*place, _number(line, "loss"), _number(line, "accuracy")))
     else:
         reason = line.get("reason")
         run.status = reason if reason in ("finished", "failed") else "stopped"
@@ -152,8 +129,8 @@ def _start(run: Run, line: Line) -> None:
         run.evaluations = [row for row in run.evaluations if first and row.step <= first]
         run.marks = _resumed(run, first) if first else []
     if not first:
-        run.started, run.resumes = _date(line), 0
-    run.started = run.started or _date(line)
+        run.started, run.resumes = "", 0
+    run.started = run.started or (line["date"] if isinstance(line.get("date"), str) else "")
     run.conditions, run.status, run.step, run.ranks = line, "unfinished", first, []
     run.seconds = max((row.seconds or 0.0 for row in run.rows), default=None)
 
@@ -183,19 +160,18 @@ def _split(line: Line) -> tuple[float, ...] | None:
     return tuple(_number(split, part) or 0.0 for part in PHASES)
 
 
-def _ranks(line: Line) -> list[Sent]:
+def _ranks(line: Line) -> list[dict[str, float | None]]:
     ranks = line.get("ranks", [])
     if not isinstance(ranks, list) or not all(isinstance(each, dict) for each in ranks):
         raise ValueError(f"ranks {reprlib.repr(ranks)}, expected a list of objects")
     return [
-        Sent(
-            rank=_count(each, "rank"),
-            replica=_count(each, "replica") if "replica" in each else None,
-            shard=_count(each, "shard") if "shard" in each else None,
-            between=_number(each, "bytes_between_nodes"),
-            inside=_number(each, "bytes_inside_nodes"),
-            dense=_number(each, "bytes_dense"),
-        )
+        {
+            "rank": _count(each, "rank"),
+            **{name: _count(each, name) if name in each else None for name in ("replica", "shard")},
+            "between": _number(each, "bytes_between_nodes"),
+            "inside": _number(each, "bytes_inside_nodes"),
+            "dense": _number(each, "bytes_dense"),
+        }
         for each in ranks
     ]
 
@@ -214,8 +190,3 @@ def _count(line: Line, name: str) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
         raise ValueError(f"{name} {reprlib.repr(value)}, expected a whole number, from 0 to {_LARGEST_COUNT:,}")
     return value
-
-
-def _date(line: Line) -> str:
-    date = line.get("date")
-    return date if isinstance(date, str) else ""

@@ -50,15 +50,13 @@ def _names(files: list[Path]) -> list[str]:
     A dense reference has the name of its run and a suffix.
     """
     owners = [_owner(file) for file in files]
-    depths = dict.fromkeys((folder for folder, _ in owners), 1)
-    while True:
-        names = {folder: _end(folder, depth) for folder, depth in depths.items()}
-        count = Counter(names.values())
-        alike = [folder for folder in depths if count[names[folder]] > 1 and depths[folder] < len(folder.parts)]
-        if not alike:
-            return [names[folder] + suffix for folder, suffix in owners]
-        for folder in alike:
-            depths[folder] += 1
+    folders = {folder for folder, _ in owners}
+
+    def shortest(folder: Path) -> str:
+        ends = (folder.parts[-depth:] for depth in range(1, len(folder.parts) + 1))
+        return "/".join(next(end for end in ends if sum(one.parts[-len(end) :] == end for one in folders) == 1))
+
+    return [shortest(folder) + suffix for folder, suffix in owners]
 
 
 def _owner(file: Path) -> tuple[Path, str]:
@@ -67,12 +65,3 @@ def _owner(file: Path) -> tuple[Path, str]:
     if folder.name == DENSE and (folder.parent / METRICS).is_file():
         return folder.parent, f" {DENSE}"
     return folder, ""
-
-
-def _end(folder: Path, depth: int) -> str:
-    """Return the last parts of a path.
-
-    >>> _end(Path("/runs/monday/a"), 1), _end(Path("/runs/monday/a"), 2)
-    ('a', 'monday/a')
-    """
-    return "/".join(folder.parts[-depth:])

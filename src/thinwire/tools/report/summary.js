@@ -3,7 +3,7 @@
 function figuresOf({ summary }) {
   const validated = summary.validation.length > 0;
   const measured = summary.training.length > 0;
-  const figures = [
+  return [
     {
       label: validated || !measured ? "Validation loss" : "Training loss",
       value: validated ? formatLoss(summary.validation[0]) : measured ? formatLoss(summary.training[0]) : MISSING,
@@ -28,7 +28,6 @@ function figuresOf({ summary }) {
     },
     { label: "Ranks", value: summary.ranks, note: summary.parameters === null ? "" : `${formatShort(summary.parameters)} parameters` },
   ];
-  return figures;
 }
 
 const times = (ratio) => `${formatRatio(ratio)}x`;

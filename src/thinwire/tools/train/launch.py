@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from thinwire.tools.links.network import Network, description, network
-from thinwire.tools.links.rank import form
+from thinwire.tools.links import Links
+from thinwire.tools.links.network import description, network
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_link
 from thinwire.tools.workers import WorkerError, Workers, is_consequence
@@ -54,14 +54,10 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     try:
         with (
             on_signals(signals.handle),
-            _links(config, why_relay) as net,
-            Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS) as workers,
+            _links(config, why_relay) as links,
+            Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS, links) as workers,
         ):
-            if net is None:
-                workers.form(config.workers, Rank, config)
-            else:
-                args = (config, None, net.links.counter)
-                form(workers, net.links, config.workers, Rank, *args, timeout=LIMIT_SECONDS)
+            workers.form(config.workers, Rank, config, None, None if links is None else links.counter)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
     except _Stop:
@@ -73,7 +69,7 @@ def launch(config: Config, why_relay: str | None = None) -> int:
 
 
 @contextmanager
-def _links(config: Config, why_relay: str | None) -> Iterator[Network | None]:
+def _links(config: Config, why_relay: str | None) -> Iterator[Links | None]:
     """Make links of the rate that `--link` gives; None without it."""
     if config.link is None:
         yield None
@@ -81,7 +77,7 @@ def _links(config: Config, why_relay: str | None) -> Iterator[Network | None]:
     speed = parse_link(config.link)
     print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr, flush=True)
     with network(config.workers, *speed, relay=why_relay is not None) as net:
-        yield net
+        yield net.links
 
 
 class _Stop(BaseException):

@@ -11,7 +11,6 @@ from statistics import fmean, median
 
 from thinwire.sync.policy import AUTO
 from thinwire.tools.links.network import Network, network
-from thinwire.tools.links.rank import form
 from thinwire.tools.workers import WorkerError, Workers
 
 from ..harness import Progress, Row
@@ -70,8 +69,11 @@ def measure(settings: Settings, progress: Progress, timelines: dict[str, Timelin
     """
     first, limit = next(iter(settings.rates.values())), timeout(settings)
     for world in settings.worlds:
-        with network(world, *first, relay=settings.relay) as net, Workers(world) as workers:
-            form(workers, net.links, world, LinkRank, timeout=limit)
+        with (
+            network(world, *first, relay=settings.relay) as net,
+            Workers(world, limit=limit, links=net.links) as workers,
+        ):
+            workers.form(world, LinkRank)
             workers.ask("start", NO_COMMUNICATION, settings.model, limit=limit)
             # Otherwise fresh memory and idle cores would slow the first method down.
             workers.ask("steps", _COLD, limit=_COLD * limit)

@@ -12,7 +12,7 @@ If ranks end with different weights, the exit code is 1. Losses never change the
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,7 +27,6 @@ from ..methods import BY_LOSS, FAMILIES
 if TYPE_CHECKING:
     from .trainer import Ranks, Settings
 
-_TIMEOUT_SECONDS = 300.0
 LEARNING_RATES = {"gpt": (1e-3, 0.2), "cnn": (1e-3, 0.02), "resnet18": (1e-3, 0.1)}
 """Learning rates of AdamW and SGD, by model.
 
@@ -114,16 +113,12 @@ def workers_behind_links(given: "Settings", why_relay: str | None) -> "Iterator[
 
     why_relay   why the links need a relay; None if they can be network namespaces.
     """
-    from thinwire.tools.links.rank import LinkedWorkers
     from thinwire.tools.workers import Workers
 
-    if given.link is None:
-        with Workers(given.workers) as workers:
-            yield workers
-        return
-    links = network(given.workers, *parse_link(given.link), relay=why_relay is not None)
-    with links as net, Workers(given.workers) as workers:
-        yield LinkedWorkers(workers, net.links, timeout=_TIMEOUT_SECONDS)
+    relay = why_relay is not None
+    links = nullcontext() if given.link is None else network(given.workers, *parse_link(given.link), relay=relay)
+    with links as net, Workers(given.workers, links=None if net is None else net.links) as workers:
+        yield workers
 
 
 def settings(options: Options) -> "Settings":

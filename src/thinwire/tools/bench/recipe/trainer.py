@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from thinwire.collectives import cost
 from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket, shaped
-from thinwire.tools.links.rank import LinkedWorkers
 from thinwire.tools.train.data import Data, Digits, evaluate_batch
 from thinwire.tools.train.datasets import load_data
 from thinwire.tools.train.models import GPTConfig, ModelConfig
@@ -29,7 +28,7 @@ from ..methods import Method
 from ..training import Setup, Training, build
 from .gradients import Gradients, Threads
 
-Ranks = Workers | LinkedWorkers | Threads
+Ranks = Workers | Threads
 _STEPS_AT_ONCE = 10
 _EVALUATIONS, _CURVE = 5, 20
 """Number of evaluations, evenly spread over the steps; the second one behind links, where loss over time is drawn.
