@@ -26,11 +26,11 @@ def gather(stage: Stage) -> Exchanges:
         stage.commit(own, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
     def commit_and_write(gradient: Flat, update: Update | None, out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             stage.first.apply(
                 own,
                 gradient,

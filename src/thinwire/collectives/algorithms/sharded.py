@@ -62,7 +62,7 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     share = first.layout(stop - start, dtype)
     stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
     total = stage.empty(stop - start, residual_dtype(dtype))
-    with stage.clock("decode"):
+    with stage.report.clock("decode"):
         piece = replace(sent, numel=stop - start, payload=rows[stage.rank])
         first.decompress(piece, total, payloads=received)
     return total, sent
@@ -88,7 +88,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
         pieces = list(zip(cut, sums, strict=True))
         if is_whole(second, numel=out.numel(), dtype=total.dtype, cut=cut):
             pieces = [((0, out.numel()), everything)]  # decoded by one kernel
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             for (start, stop), payload in pieces:
                 part = replace(own, numel=stop - start, payload=payload)
                 second.decompress(part, out[start:stop], stage.weight)
@@ -114,7 +114,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
     finite = stage.is_unmarked(seen, layouts)
 
     def write(out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             out.copy_(everything.view(dtype))
 
     return Outcome(finite, lambda gradient, update: None, write)

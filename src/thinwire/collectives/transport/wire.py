@@ -98,14 +98,11 @@ class Wire:
                 oldest = under_way.popleft()
                 if oldest.collect():
                     (under_way.append if oldest.has_two_rounds else under_way.appendleft)(oldest)
-            elif self._ends():
-                return
-
-    def _ends(self) -> bool:
-        """Return whether the queue is empty. If so, the next `submit` starts the work again."""
-        with self._lock:
-            self._works = bool(self._waiting)
-            return not self._works
+            else:
+                with self._lock:
+                    if not self._waiting:
+                        self._works = False  # the next `submit` starts the work again
+                        return
 
     def _may_post(self, reduction: WireTask, under_way: int) -> bool:
         """Return whether a reduction may be posted now.
