@@ -21,7 +21,7 @@ from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
 from .algorithms.sharded import sharded
-from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, all_gather
+from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, exchange_parts
 from .algorithms.values import values
 from .cost import ring
 from .handle import Handle, Report, Span
@@ -332,7 +332,7 @@ class Reduction:
         for operation in self._operations:
             size = operation.channel.size
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self._tensor.device)
-            yield from all_gather(operation, list(bounds.view(torch.uint8)))
+            yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
         return bound <= torch.finfo(residual_dtype(self._tensor.dtype)).max  # False for NaN
 

@@ -22,7 +22,7 @@ from ...kernels.layout import DenseLayout, Layout, residual_dtype
 from ...kernels.updates import Update
 from ..cost import Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
-from .stage import Exchange, Exchanges, Outcome, Stage
+from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts
 
 _SECOND = 2
 """Number that is mixed into the key of the second compression."""
@@ -79,7 +79,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
     own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=key)
-    seen = yield from stage.all_gather(sums)
+    seen = yield from exchange_parts(stage.operation, sums)
 
     def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(own, total, residual=stage.owner_residual, update=None)
@@ -108,7 +108,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
         everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
     )
     sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
-    seen = yield from stage.all_gather(sums)
+    seen = yield from exchange_parts(stage.operation, sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
     stage.check_sums([part.view(dtype) for part in seen])
     finite = stage.is_unmarked(seen, layouts)

@@ -198,10 +198,6 @@ class Stage:
             with self.report.clock("encode"):
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-        """Gather the parts of all ranks on the operation of this stage."""
-        return all_gather(self.operation, parts)
-
     def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
@@ -246,7 +242,7 @@ class Stage:
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
-def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
     """Send this rank's part to all ranks, and receive their parts.
 
     Return the parts of all ranks. If they were staged through pinned memory, these are the pinned copies.
