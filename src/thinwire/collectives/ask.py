@@ -58,12 +58,12 @@ def ask_ranks(
     turns = [_Turn([Operation(channel, name) for channel in ends], to, timeout) for _ in sources]
     for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
         turn.exchanges_before = 1 + number * _EXCHANGES * (requests + 1)
-        up, down = _lines(turn, to=to, source=source, device=device)
+        up, down, is_between = _lines(turn, to=to, source=source, device=device)
         if rank == to:
             turn.talk = partial(_visit, down, source, visit)
         elif rank == source:
             turn.talk = partial(_answer, up, answer)
-        elif _passes_on(ends, to=to, source=source):
+        elif is_between:
             turn.talk = partial(_answer, up, down.ask, down)
         turn.run(ends[-1])
 
@@ -163,21 +163,17 @@ def _answer(line: _Line, answer: Ask, passed_on: _Line | None = None) -> None:
         passed_on.send(_END)
 
 
-def _lines(turn: _Turn, *, to: int, source: int, device: torch.device) -> tuple[_Line, _Line]:
-    """Return the lines of this rank toward rank `to`, and toward the rank that is asked."""
+def _lines(turn: _Turn, *, to: int, source: int, device: torch.device) -> tuple[_Line, _Line, bool]:
+    """Return the lines of this rank toward rank `to` and toward the rank that is asked, and whether it is between them.
+
+    The rank between them is in the node of rank `to`, in the place of the rank that is asked.
+    """
     *inside, last = turn.operations
     staged = device if last.channel.backend == "nccl" else torch.device("cpu")
     if not inside:
-        return _Line(last, to, staged), _Line(last, source, staged)
+        return _Line(last, to, staged), _Line(last, source, staged), False
     (to_node, to_place), (node, place_) = (divmod(rank, inside[0].channel.size) for rank in (to, source))
-    by_node = last.channel.rank != to_node
-    up = _Line(last, to_node, staged) if by_node else _Line(inside[0], to_place, staged)
-    by_place = inside[0].channel.rank != place_
-    down = _Line(inside[0], place_, staged) if by_place else _Line(last, node, staged)
-    return up, down
-
-
-def _passes_on(ends: list[Channel], *, to: int, source: int) -> bool:
-    """Return whether this rank passes messages on: it is in the node of rank `to`, in the place of the asked rank."""
-    *inside, last = ends
-    return bool(inside) and (last.rank, inside[0].rank) == (to // inside[0].size, source % inside[0].size)
+    in_node, in_place = last.channel.rank == to_node, inside[0].channel.rank == place_
+    up = _Line(inside[0], to_place, staged) if in_node else _Line(last, to_node, staged)
+    down = _Line(last, node, staged) if in_place else _Line(inside[0], place_, staged)
+    return up, down, in_node and in_place

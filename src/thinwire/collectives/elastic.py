@@ -33,7 +33,6 @@ import torch.distributed as dist
 from .transport.board import Board
 from .transport.channel import Channel
 from .transport.errors import PeerError
-from .transport.link import GlooLink, Link
 from .transport.records import rank_list
 from .transport.wire import Wire
 
@@ -74,11 +73,6 @@ class Decision(NamedTuple):
     """Those who wanted to leave."""
     joined: list[int]
     """Those who are new among the members."""
-
-    @property
-    def text(self) -> str:
-        """Return this decision as JSON."""
-        return json.dumps(self)
 
     @staticmethod
     def read(text: str) -> "Decision":
@@ -150,7 +144,10 @@ class ElasticGroup:
             self.ask_to_join()
         else:
             self._found(rank, size)
-            self._wait_for_founders(size)
+            beats = [f"beat/{founder}" for founder in range(size)]
+            if missing := self._missing(*beats):
+                late = [beats.index(beat) for beat in missing]
+                raise PeerError(f"{rank_list(late)} did not come within {self.timeout:g} s", late)
             self.members = tuple(range(size))
             self._connect()
 
@@ -234,13 +231,8 @@ class ElasticGroup:
         """Ask to join, as a newcomer with a number of its own, which is no other's before or after it."""
         self.close()
         self.members = ()
-        deadline = time.monotonic() + self.timeout
-        while self._board.read("size") is None:
-            if self._board.lost is not None:
-                raise self._without_store()
-            if time.monotonic() > deadline:
-                raise PeerError(f"there is no group named {self._name!r} on this store after {self.timeout:g} s")
-            time.sleep(_POLL_SECONDS)
+        if self._missing("size"):
+            raise PeerError(f"there is no group named {self._name!r} on this store after {self.timeout:g} s")
         self._begin(self._number("size") + self._board.count("joins") - 1)
 
     def wait_for_admission(self) -> list[int]:
@@ -248,19 +240,14 @@ class ElasticGroup:
 
         Returns the numbers of all newcomers that were admitted with it.
         """
-        deadline = time.monotonic() + self.timeout
-        while self._board.read(f"admitted/{self.number}") is None:
-            if self._board.lost is not None:
-                raise self._without_store()
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"nobody has admitted rank {self.number} within {self.timeout:g} s: newcomers are admitted when a "
-                    f"round ends; is the training of the group {self._name!r} under way, and is `timeout` longer than "
-                    "two rounds?"
-                )
-            time.sleep(_POLL_SECONDS)
+        if self._missing(f"admitted/{self.number}"):
+            raise PeerError(
+                f"nobody has admitted rank {self.number} within {self.timeout:g} s: newcomers are admitted when a "
+                f"round ends; is the training of the group {self._name!r} under way, and is `timeout` longer than "
+                "two rounds?"
+            )
         exchange = self._number(f"admitted/{self.number}")
-        admitted = self._read_decision(exchange)
+        admitted = self._decision(exchange)
         self._exchange, self.members = exchange, tuple(admitted.members)
         self.call_roll()
         return admitted.joined
@@ -275,7 +262,7 @@ class ElasticGroup:
     def _follow(self, proposed: Decision | None) -> Change:
         """Write a decision, unless there is one, and do what it says."""
         number, before = self._exchange + 1, self.members
-        found = self._read_decision(number) if proposed is None else self._write_decision(number, proposed)
+        found = self._decision(number, proposed)
         self._exchange, self.members = number, tuple(found.members)
         left = [member for member in before if member in found.left]
         lost = [member for member in before if member not in (*self.members, *left)]
@@ -303,15 +290,10 @@ class ElasticGroup:
             counts=found.counts, lost=lost, left=left, joined=found.joined, is_new=is_new, ranks_before=len(before)
         )
 
-    def _write_decision(self, number: int, proposed: Decision) -> Decision:
-        """Write a decision, unless there is one, and return the one that is there."""
-        text = self._board.write_once(f"decision/{number}", proposed.text)
-        if text is None:
-            raise self._without_store()
-        return Decision.read(text)
-
-    def _read_decision(self, number: int) -> Decision:
-        text = self._board.read(f"decision/{number}")
+    def _decision(self, number: int, proposed: Decision | None = None) -> Decision:
+        """Return the decision after an exchange; write the proposed one, unless there is one."""
+        key = f"decision/{number}"
+        text = self._board.read(key) if proposed is None else self._board.write_once(key, json.dumps(proposed))
         if text is None:
             raise self._without_store()
         return Decision.read(text)
@@ -376,14 +358,16 @@ class ElasticGroup:
         threading.Thread(target=_beat, args=(self._board, number, ended), name="thinwire-beat", daemon=True).start()
         weakref.finalize(self, ended.set)
 
-    def _wait_for_founders(self, size: int) -> None:
+    def _missing(self, *keys: str) -> list[str]:
+        """Wait until the store has these keys, for the timeout at most. Return those that it does not have then."""
         deadline = time.monotonic() + self.timeout
-        while missing := [rank for rank in range(size) if self._board.read(f"beat/{rank}") is None]:
+        while missing := [key for key in keys if self._board.read(key) is None]:
             if self._board.lost is not None:
                 raise self._without_store()
             if time.monotonic() > deadline:
-                raise PeerError(f"{rank_list(missing)} did not come within {self.timeout:g} s", missing)
+                break
             time.sleep(_POLL_SECONDS)
+        return missing
 
 
 class ElasticChannel(Channel):
@@ -401,12 +385,6 @@ class ElasticChannel(Channel):
         )
         self._members = weakref.ref(group)
         self._looked_at = 0.0
-
-    def connect(self, number: int, deadline: float) -> Link:
-        """Return a new link over gloo."""
-        timeout = max(1.0, deadline - time.monotonic())
-        store = self.board.store(f"gloo/{number}")
-        return GlooLink(store=store, rank=self.rank, size=self.size, timeout=min(timeout, 60.0))
 
     def find_silent(self) -> PeerError | None:
         """Return an error that names a member without a sign of life; look once a second."""

@@ -82,7 +82,6 @@ class Handle:
         self.ended: float | None = None
         """Time of completion, in seconds of `time.perf_counter`."""
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._has_ended = False
         self._future: Future[list[Tensor]] | None = None
         if device is not None:
             self._future = Future(devices=[device] if device.type == "cuda" else None)
@@ -135,10 +134,10 @@ class Handle:
 
     def _is_first(self) -> bool:
         with self._lock:
-            first, self._has_ended = not self._has_ended, True
-            if first:
-                self.ended = time.perf_counter()
-            return first
+            if self.ended is not None:
+                return False
+            self.ended = time.perf_counter()
+            return True
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -2,13 +2,6 @@
 
 This is for simulations of many ranks on one device, and for experiments. The comparison of arguments, the algorithms,
 the errors and the bytes are the same as between processes. Only the transport of messages differs (local_link.py).
-
-    def work(group):
-        grad = torch.full((8,), float(group.rank))
-        thinwire.all_reduce_compressed(grad, "quantize:bits=8", group=group)
-        return grad
-
-    LocalWorld(4).run(work)     # the same sum on each of four ranks
 """
 
 import threading

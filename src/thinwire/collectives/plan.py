@@ -2,9 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import ceil
 
@@ -114,13 +114,12 @@ def plan(
     if ranks_in_node > 1 and granule >= numel:
         granule = 1  # the tensor is one record, so the shares of a node's ranks may be cut anywhere
 
-    def between(count: int, dtype: torch.dtype) -> Cost:
-        return cost.of(algorithm, first=first, second=second, numel=count, dtype=dtype, ranks=ranks)
+    stage = partial(cost.of, algorithm, first, second, ranks=ranks)
 
     def of(count: int) -> Cost:
         if ranks_in_node == 1:
-            return between(count, dtype)
-        return cost.hierarchical(between, granule=granule, numel=count, dtype=dtype, ranks_in_node=ranks_in_node)
+            return stage(count, dtype)
+        return cost.hierarchical(stage, granule=granule, numel=count, dtype=dtype, ranks_in_node=ranks_in_node)
 
     # Every segment has a record for each owner, so that the work is even.
     owners = ranks_in_node * (1 if algorithm in ("gather", "values") else ranks)
@@ -130,15 +129,16 @@ def plan(
     def largest(count: int) -> int:
         return min(numel, unit * ceil(rows / count)) if rows else 0
 
-    limit = max_bytes // AT_ONCE
-    if of(largest(max(1, rows))).memory > limit:
-        needed = AT_ONCE * of(largest(max(1, rows))).memory
+    most = max(1, rows)
+    needed = AT_ONCE * of(largest(most)).memory
+    if needed > max_bytes:
         raise ValueError(
             f"max_bytes {max_bytes:,} cannot hold one segment of {algorithm} with {format_spec(first)} over "
             f"{ranks * ranks_in_node} ranks: raise max_bytes or {ENVIRONMENT_VARIABLE} by {needed - max_bytes:,} to "
             f"{needed:,} ({needed // AT_ONCE:,} bytes for each of {AT_ONCE} operations that may be under way)"
         )
-    count = _least(lambda count: of(largest(count)).memory <= limit, max(1, rows))
+    # The fewest segments that fit: with more of them, each takes less memory.
+    count = 1 + bisect_left(range(1, most), True, key=lambda count: AT_ONCE * of(largest(count)).memory <= max_bytes)
     bounds = [min(numel, unit * (rows * index // count)) for index in range(count + 1)]
     whole, segment = of(numel), of(largest(count))
     peers = ranks + ranks_in_node - 2 if count > 1 else 0  # 8 bytes to each peer: a bound on the magnitudes, or NaN
@@ -176,12 +176,3 @@ def given_max_bytes(given: int | None) -> int | None:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}={text!r}, expected bytes above 0, such as 268435456, 256MiB or 1GiB")
     power = " KMG".index(match[2].upper() or " ")
     return int(match[1]) * int((1024 if match[3] else 1000) ** power)
-
-
-def _least(fits: Callable[[int], bool], enough: int) -> int:
-    """Return the smallest count from 1 to `enough` that fits. Every larger count must fit too."""
-    low, high = 0, enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

@@ -6,8 +6,8 @@ a training step          the caller encodes in backward, and applies all slices 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Hashable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
 from .algorithms.sharded import sharded
-from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, all_gather
+from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, exchange_parts
 from .algorithms.values import values
 from .cost import ring
 from .handle import Handle, Report, Span
@@ -73,15 +73,14 @@ class Reduction:
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.described, request.text, self._key if draws_alike else None)
-        self._exchanges: Generator[Exchange, Seen, Any] | None = None
+        self._parts: deque[Generator[Exchange, Seen, bool]] = deque()
+        """If the wire does everything, what it will do. Each part returns whether every rank was finite."""
+        self._exchanges: Generator[Exchange, Seen, Outcome | bool] | None = None
         self._asked: Exchange | None = None
         self._posted: tuple[Wait, float] | None = None
         self._outcome: Outcome | None = None
-        self._result: Tensor | None = None
-        """The caller's tensor if the wire does everything, else None."""
-        self._ended_with: Outcome | bool | None = None
-        self._at: int | None = None
-        """Index of the current segment."""
+        self._result: list[Tensor] = []
+        """The caller's tensor, if the wire does everything."""
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
@@ -140,7 +139,10 @@ class Reduction:
 
     def run_all(self, result: Tensor) -> None:
         """Let the wire do everything. The result is written into `result`, of which this reduction has a flat view."""
-        self._result = result
+        self._result, count = [result], len(self.request.plan.segments)
+        # The residual of the first segment must not change if the last segment holds NaN on any rank.
+        self._parts.extend([self._all_finite()] if count > 1 else [])
+        self._parts.extend(self._reduce_segment(index) for index in range(count))
         if self._stream is not None:
             for used in (self._tensor, self._residual, *self._owner_residuals):
                 if used is not None:
@@ -173,6 +175,7 @@ class Reduction:
     def drop(self) -> None:
         """Release the memory of this reduction."""
         self._outcome = self._exchanges = self._asked = self._posted = None
+        self._parts.clear()
 
     # Called by the wire.
 
@@ -196,7 +199,9 @@ class Reduction:
                     self._ready.synchronize() if self._through_host else self._ready.wait()
                 for operation in self._operations:
                     operation.start()
-                return self._post() if self.encoded else self._begin_part()
+                if not self.encoded:
+                    self._begin_part()
+                return self._post()
         except BaseException as error:
             return self.fail(error)
 
@@ -218,12 +223,12 @@ class Reduction:
         """Wait for the posted exchange and post the next one. Return False if the reduction has ended."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                return self._post() if self._resume() else self._end_part()
+                return self._post() if self._resume() or self._begin_part() else self._end()
         except BaseException as error:
             return self.fail(error)
 
     def _resume(self) -> bool:
-        """Wait for the posted exchange and continue the algorithm. Return False if the algorithm has ended."""
+        """Wait for the posted exchange and continue after it. Return False if it was the last one of its part."""
         assert self._asked is not None
         assert self._posted is not None
         assert self._exchanges is not None
@@ -233,51 +238,20 @@ class Reduction:
         try:
             self._asked = self._exchanges.send(seen)
         except StopIteration as end:
-            self._ended_with = end.value
+            finite: Outcome | bool = end.value
+            if isinstance(finite, Outcome):  # in training, where the caller applies it
+                self._outcome, finite = finite, finite.finite
+            self.handle.report.finite = finite
             return False
         return True
 
     def _begin_part(self) -> bool:
-        """Begin the next segment. If there are several, first check that all of them are finite on all ranks."""
-        segments, self._exchanges = self.request.plan.segments, None
-        if self._at is None and len(segments) > 1:
-            # The residual of the first segment must not change if the last segment holds NaN on any rank.
-            self._exchanges = self._all_finite()
-        else:
-            self._at = 0 if self._at is None else self._at
-            start, stop = segments[self._at]
-            self._exchanges = self._segment(self._at, self._tensor[start:stop])
-        self._asked = next(self._exchanges)
-        return self._post()
-
-    def _end_part(self) -> bool:
-        """Apply the outcome and begin the next segment. In training, keep the outcome for the caller."""
-        value, self._ended_with = self._ended_with, None
-        if self._result is None:
-            assert isinstance(value, Outcome)
-            self._outcome = value
-            self._finish(value.finite)
-            self.handle.complete([])
+        """Begin the next part, whose buffers take the place of those before. Return False if none is left to do."""
+        if not self.handle.report.finite or not self._parts:
             return False
-        assert value is not None
-        finite = value if isinstance(value, bool) else value.finite
-        if isinstance(value, bool):
-            self._at = 0
-        else:
-            assert self._at is not None
-            start, stop = self.request.plan.segments[self._at]
-            if finite:
-                value.apply(self._tensor[start:stop], None, self._tensor[start:stop])
-            self._at += 1
-        del value  # frees its buffers before the next segment allocates its own
-        if finite and self._at < len(self.request.plan.segments):
-            return self._begin_part()
-        if not finite:
-            self._tensor.fill_(torch.nan)
-        self._finish(finite)
-        self.handle.complete([self._result])
-        self.drop()
-        return False
+        self._exchanges = part = self._parts.popleft()
+        self._asked = next(part)
+        return True
 
     def _post(self) -> bool:
         assert self._asked is not None
@@ -285,15 +259,21 @@ class Reduction:
         self._posted = self._asked.operation.post(self._asked.sends, self._asked.receives), since
         return True
 
-    def _finish(self, finite: bool) -> None:
+    def _end(self) -> bool:
+        """Complete the handle. Return False."""
         report, operations = self.handle.report, self._operations
-        report.finite = finite
+        if self._result and not report.finite:
+            self._tensor.fill_(torch.nan)
         report.bytes_sent = sum(operation.bytes_sent for operation in operations)
         report.bytes_received = sum(operation.bytes_received for operation in operations)
         report.bytes_between_nodes = operations[-1].bytes_sent
         report.messages = sum(operation.messages for operation in operations)
         for operation in operations:
             operation.finish()
+        self.handle.complete(self._result)
+        if self._result:
+            self.drop()
+        return False
 
     def fail(self, error: BaseException) -> bool:
         """End this reduction with an error, and notify the other ranks. Return False."""
@@ -308,6 +288,15 @@ class Reduction:
         return False
 
     # The algorithm.
+
+    def _reduce_segment(self, index: int) -> Generator[Exchange, Seen, bool]:
+        """Reduce a segment of the caller's tensor, unless a rank is not finite. Return whether all are."""
+        start, stop = self.request.plan.segments[index]
+        tensor = self._tensor[start:stop]
+        outcome = yield from self._segment(index, tensor)
+        if outcome.finite:
+            outcome.apply(tensor, None, tensor)
+        return outcome.finite
 
     def _segment(self, index: int, tensor: Tensor) -> Exchanges:
         request, (start, stop) = self.request, self.request.plan.segments[index]
@@ -343,7 +332,7 @@ class Reduction:
         for operation in self._operations:
             size = operation.channel.size
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self._tensor.device)
-            yield from all_gather(operation, list(bounds.view(torch.uint8)))
+            yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
         return bound <= torch.finfo(residual_dtype(self._tensor.dtype)).max  # False for NaN
 

@@ -6,7 +6,7 @@ used in every step.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,7 +48,8 @@ class Request:
     draws: bool
     asked_for: Compressor
     """Compressor that the caller asked for, even if the plan is dense."""
-    text: str = field(default="", compare=False)
+    text: str
+    """`described` as JSON."""
 
     @property
     def is_exchanged_at_once(self) -> bool:
@@ -83,7 +84,15 @@ class Request:
         """Return the residual of this rank as an owner, one tensor for each segment; None where none is kept."""
         if state is None or self.plan.algorithm != "sharded":
             return [None] * len(self.plan.segments)
-        spans = _owned_spans(self.plan, dtype, self.channels)
+        *nodes, channel = self.channels
+        spans: list[Span] = []
+        for start, stop in self.plan.segments:
+            for node in nodes:  # this rank's share of the sum of its node
+                low, high = shares(stop - start, self.plan.granule, node.size)[node.rank]
+                start, stop = start + low, start + high
+            encoded = residual_dtype(dtype) if nodes else dtype
+            low, high = owned(self.plan.first, numel=stop - start, dtype=encoded, ranks=channel.size)[channel.rank]
+            spans.append((start + low, start + high))
         kept = state.prepare(spans, residual_dtype(dtype), device)
         return list(kept.split([stop - start for start, stop in spans]))
 
@@ -208,17 +217,3 @@ def _check_state(state: ShardState | None, has_residual: bool, second: Compresso
         raise ValueError(
             f"shard_compressor {format_spec(second)}, whose residual would grow without bound; use another rounding"
         )
-
-
-def _owned_spans(made: Plan, dtype: torch.dtype, channels: Sequence[Channel]) -> list[Span]:
-    """Return the elements of each segment that this rank owns."""
-    *nodes, channel = channels
-    dtype = residual_dtype(dtype) if nodes else dtype
-    spans: list[Span] = []
-    for start, stop in made.segments:
-        if nodes:
-            low, high = shares(stop - start, made.granule, nodes[0].size)[nodes[0].rank]
-            start, stop = start + low, start + high
-        low, high = owned(made.first, numel=stop - start, dtype=dtype, ranks=channel.size)[channel.rank]
-        spans.append((start + low, start + high))
-    return spans

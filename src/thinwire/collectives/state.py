@@ -34,11 +34,9 @@ class ShardState:
                 f"a state with {sorted(state)}, expected residual and spans, as from ShardState.state_dict"
             )
         residual, spans = state["residual"], [(int(start), int(stop)) for start, stop in state["spans"]]
-        numel = sum(stop - start for start, stop in spans)
-        if (0 if residual is None else residual.numel()) != numel:
-            raise ValueError(
-                f"a residual of {None if residual is None else residual.numel()} elements, expected {numel}"
-            )
+        numel, given = sum(stop - start for start, stop in spans), 0 if residual is None else residual.numel()
+        if given != numel:
+            raise ValueError(f"a residual of {given} elements, expected {numel}")
         self.residual, self.spans = None if residual is None else residual.clone(), spans
 
     def prepare(self, spans: list[Span], dtype: torch.dtype, device: torch.device) -> Tensor:

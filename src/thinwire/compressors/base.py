@@ -373,22 +373,20 @@ class Compressor(ABC):
     def _check_applied(
         self, ct: CompressedTensor, gradient: Flat, residual: Tensor | None, *, is_update: bool, out: Tensor
     ) -> None:
-        pieces = tensors_of(gradient)
         for name, holder in (("gradient", gradient), ("residual", residual)):
             if holder is not None and holder.numel() != ct.numel:  # a kernel would access memory beyond a smaller one
                 raise ValueError(f"{name} holds {holder.numel()} elements, expected {ct.numel}")
         if residual is not None:
-            for piece in pieces:
-                check_apart("residual", given=residual, other_name="gradient", other=piece)
             check_apart("out", given=out, other_name="residual", other=residual)
-        for piece in pieces:
+            wide = residual_dtype(ct.dtype)
+            check_buffer("residual", given=residual, shape=tuple(residual.shape), dtype=wide, device=out.device)
+        for piece in tensors_of(gradient):
+            if residual is not None:
+                check_apart("residual", given=residual, other_name="gradient", other=piece)
             if (piece.data_ptr(), piece.dtype) != (out.data_ptr(), out.dtype):
                 check_apart("out", given=out, other_name="gradient", other=piece)
-        given = [("gradient", piece, gradient.dtype if is_update else ct.dtype) for piece in pieces]
-        if residual is not None:
-            given.append(("residual", residual, residual_dtype(ct.dtype)))
-        for name, tensor, dtype in given:
-            check_buffer(name, given=tensor, shape=tuple(tensor.shape), dtype=dtype, device=out.device)
+            dtype = gradient.dtype if is_update else ct.dtype
+            check_buffer("gradient", given=piece, shape=tuple(piece.shape), dtype=dtype, device=out.device)
 
     def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
         """Raise ValueError for arguments that `compress` refuses."""

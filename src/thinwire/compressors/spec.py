@@ -101,13 +101,10 @@ def parse_ratio(value: Ratio) -> Fraction:
     return ratio
 
 
-def check_choice(name: str, value: object, choices: Sequence[int | str], *, also: str | None = None) -> None:
-    """Raise ValueError unless `value` is one of `choices` and of the same type (neither True nor 1.0 counts as 1).
-
-    `also` is a further choice that the error message lists.
-    """
+def check_choice(name: str, value: object, choices: Sequence[int | str | None]) -> None:
+    """Raise ValueError unless `value` is one of `choices` and of the same type (neither True nor 1.0 counts as 1)."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(str, [*choices, *filter(None, [also])]))}")
+        raise ValueError(f"{name} {value!r}, expected one of {', '.join(map(_format, choices))}")
 
 
 def check_seed(seed: int) -> None:

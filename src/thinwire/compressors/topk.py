@@ -16,7 +16,7 @@ DENSER = 8
 """A sum keeps up to this many times the elements of one rank: 512 of 4,096 after 64 did no harm in training."""
 UNION = Fraction(1, 48)
 """Share of all elements that all ranks together send by default. A sum may always be this dense."""
-CHUNKS = tuple(1 << exponent for exponent in range(4, 17))
+CHUNKS = (*(1 << exponent for exponent in range(4, 17)), None)
 
 
 @register_compressor("topk")
@@ -50,8 +50,7 @@ class TopK(Compressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", parse_ratio(self.ratio))
         check_choice("bits", self.bits, BITS)
-        if self.chunk is not None:
-            check_choice("chunk", self.chunk, CHUNKS, also="none")
+        check_choice("chunk", self.chunk, CHUNKS)
 
     def kept(self, elements: int) -> int:
         """Return how many elements are sent of a chunk of `elements` elements."""

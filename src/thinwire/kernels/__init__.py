@@ -1,13 +1,8 @@
 """Selection of the kernels: the backend that does the arithmetic for a layout on a device.
 
-Each backend has one kernel module per layout, with the same three functions:
-
-    encode(tensor, residual, layout, key, payload) -> bool      payload <- C(tensor + residual); False if not finite
-    commit(tensor, residual, layout, key, payload) -> None      residual <- tensor + residual - decode(payload)
-    decode(payloads, layout, key, out, weight, add) -> None     out <- (out if add else 0) + weight * each payload
-
-`encode` only reads its inputs, so nothing is lost if this rank or another one finds a NaN. An input with a NaN or Inf,
-or a sum that overflows, gives the *mark*: a payload in which every stored float is NaN.
+Each backend has one kernel module per layout, with the functions of `Kernel`: encode, commit and decode. `encode` only
+reads its inputs, so nothing is lost if this rank or another one finds a NaN. An input with a NaN or Inf, or a sum that
+overflows, gives the *mark*: a payload in which every stored float is NaN.
 
 `reference` is plain torch on any device, and the specification that the other backends are tested against. `cpu` uses
 Numba, `cuda` uses Triton. The default is the backend of the tensor's device. It is `reference` for other devices and

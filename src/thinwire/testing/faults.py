@@ -1,11 +1,4 @@
-"""Faults as objects: what goes wrong, on which rank, at which step.
-
-    faults = [NotFinite(rank=1, step=2), Kill(rank=0, step=5)]
-
-    for step in range(10):
-        with inject(faults, step, group=group, parameters=model.parameters()):
-            loss(model, step).backward()
-            optimizer.step()
+"""Faults as objects: what goes wrong, on which rank, at which step. `inject` lets them happen.
 
 A fault that could not happen in its block is an error. Otherwise a test of it would pass whatever the code does.
 """
@@ -18,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -187,11 +181,8 @@ class DamagedPayload(Fault):
             wait = post(link, self._damaged(sends), receives, tag)
             return lambda *args: Seen(sends, wait(*args).received)  # the sender does not see what happens in transit
 
-        setattr(GlooLink, "post", damage_and_post)  # noqa: B010 - mypy lets nobody assign to a method
-        try:
+        with patch.object(GlooLink, "post", damage_and_post):
             yield
-        finally:
-            setattr(GlooLink, "post", post)  # noqa: B010
         if not hit:
             size = "" if self.nbytes is None else f" of {self.nbytes} bytes"
             raise ValueError(f"{self} did not happen: the rank sent no payload{size} in the block of inject()")

@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -101,13 +102,8 @@ def server() -> multiprocessing.context.ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
+    with patch.dict(os.environ, ENVIRONMENT):
         multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return context
 
 
@@ -208,7 +204,7 @@ class RankPool:
         server = loopback_store(timedelta(seconds=group_timeout)) if store == "parent" else None
         clean = False
         try:
-            run = _Run(processes=processes, lost=set(lost), deadline=time.monotonic() + timeout, timeout=timeout)
+            run = _Run(processes, lost=set(lost), timeout=timeout)
             job = Job(
                 module=function.__module__,
                 function=function.__qualname__,
@@ -243,9 +239,8 @@ class RankPool:
     def _start(self, world_size: int) -> list[_Process]:
         new = [_Process(self._warnings) for _ in range(world_size - len(self._processes))]
         self._processes += new
-        started = _Run(processes=new, lost=set(), deadline=time.monotonic() + START_TIMEOUT, timeout=START_TIMEOUT)
         try:
-            started.results()
+            _Run(new, lost=set(), timeout=START_TIMEOUT).results()
         except RankError:
             self._replace(new)
             raise
@@ -260,23 +255,22 @@ class RankPool:
 class _Run:
     """The caller's side of one run."""
 
-    def __init__(self, processes: list[_Process], lost: set[int], deadline: float, timeout: float) -> None:
-        self.processes, self.lost, self.deadline, self.timeout = processes, lost, deadline, timeout
+    def __init__(self, processes: list[_Process], lost: set[int], timeout: float) -> None:
+        self.processes, self.lost, self.timeout = processes, lost, timeout
+        self.deadline = time.monotonic() + timeout
         self.failures: dict[int, str] = {}
 
     def port_of_rank_0(self, job: Job) -> int:
         """Send the job to rank 0, and return the port of the store that it hosts."""
         self.processes[0].send(job)
         lost, self.lost = self.lost, set()  # it may die later, but not before it has reported the port
-        answers = self._collect({0}, self.deadline)
-        self._raise_failures()
+        answers = self._collect({0})
         self.lost = lost
         return int(answers[0])
 
     def results(self) -> list[Any]:
         """Wait for all ranks and return their results, or raise RankError."""
-        answers = self._collect(set(range(len(self.processes))), self.deadline)
-        self._raise_failures()
+        answers = self._collect(set(range(len(self.processes))))
         return [answers[rank] for rank in range(len(self.processes))]
 
     def close(self) -> None:
@@ -284,12 +278,13 @@ class _Run:
         alive = set(range(len(self.processes))) - self.lost
         for rank in alive:
             self.processes[rank].send("close")
-        self.timeout = GRACE
-        self._collect(alive, time.monotonic() + GRACE)
-        self._raise_failures()
+        self.timeout, self.deadline = GRACE, time.monotonic() + GRACE
+        self._collect(alive)
 
-    def _collect(self, waiting: set[int], deadline: float) -> dict[int, Any]:
+    def _collect(self, waiting: set[int]) -> dict[int, Any]:
+        """Return the answers of these ranks, or raise RankError."""
         answers: dict[int, Any] = {}
+        deadline = self.deadline
         while waiting:
             pipes: dict[Any, int] = {self.processes[rank].pipe: rank for rank in waiting}
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
@@ -309,6 +304,10 @@ class _Run:
                     self.processes[rank].wait()
                     self.failures[rank] = f"{reason}; it was here\n{self.processes[rank].written()}"
                 break
+        if self.failures:
+            world = len(self.processes)
+            text = "\n\n".join(f"rank {rank} of {world} {what}" for rank, what in self.failures.items())
+            raise RankError(list(self.failures), text)
         return answers
 
     def _receive(self, rank: int, answers: dict[int, Any]) -> None:
@@ -329,12 +328,6 @@ class _Run:
             answers[rank] = value
         else:
             self.failures[rank] = f"raised\n{value}"
-
-    def _raise_failures(self) -> None:
-        if self.failures:
-            world = len(self.processes)
-            text = "\n\n".join(f"rank {rank} of {world} {what}" for rank, what in self.failures.items())
-            raise RankError(list(self.failures), text)
 
 
 def _serve(pipe: Connection, log: str, on_warning: Any) -> None:

@@ -1,5 +1,6 @@
 """Ranks as threads of the test's process, with a time-out for all of them together."""
 
+import gc
 import sys
 import threading
 import time
@@ -72,5 +73,9 @@ def run_threads(
 
 
 def _place(thread: threading.Thread) -> str:
+    collects = gc.isenabled()
+    gc.disable()  # a collection inside of `_current_frames` can hang, before Python 3.11.9 (its issue 106883)
     frame = sys._current_frames().get(thread.ident or 0)
+    if collects:
+        gc.enable()
     return "".join(traceback.format_stack(frame)) if frame is not None else "(it has just ended)"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.joined import Flat
 from ...kernels.updates import Update
-from .stage import Exchanges, Outcome, Stage
+from .stage import Exchanges, Outcome, Stage, exchange_parts
 
 
 def gather(stage: Stage) -> Exchanges:
@@ -18,7 +18,7 @@ def gather(stage: Stage) -> Exchanges:
     rows = stage.buffers.parts_of(payloads)
     own = stage.encode(stage.first, stage.tensor, residual=stage.residual, out=rows[stage.rank], key=stage.key)
     exchanged = stage.on_host(rows)
-    seen = yield from stage.all_gather(exchanged)
+    seen = yield from exchange_parts(stage.operation, exchanged)
     finite = stage.check_finite(seen, [layout] * stage.size)
     stage.fetch(rows, exchanged)
 
@@ -26,11 +26,11 @@ def gather(stage: Stage) -> Exchanges:
         stage.commit(own, gradient, residual=stage.residual, update=update)
 
     def write(out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             stage.first.decompress(own, out, stage.weight, payloads=payloads)
 
     def commit_and_write(gradient: Flat, update: Update | None, out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             stage.first.apply(
                 own,
                 gradient,

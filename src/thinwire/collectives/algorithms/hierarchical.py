@@ -30,11 +30,11 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], E
     cut = shares(stage.tensor.numel(), granule, node.size)
     start, stop = cut[node.rank]
     # A residual outside this rank's share, kept with other shares or other nodes, is sent in the dense stage.
-    residual = None if stage.residual is None else stage.residual[start:stop]
-    strays = [] if stage.residual is None else [stage.residual[:start], stage.residual[stop:]]
-    strays = [part for part in strays if bool(part.any())]
-    if strays and stage.residual is not None and residual is not None:
-        whole = (stage.tensor + stage.residual).to(stage.tensor.dtype)
+    kept = stage.residual
+    residual = None if kept is None else kept[start:stop]
+    strays = [] if kept is None else [part for part in (kept[:start], kept[stop:]) if bool(part.any())]
+    if kept is not None and strays:
+        whole = (stage.tensor + kept).to(stage.tensor.dtype)
         whole[start:stop] = stage.tensor[start:stop]
         node = replace(node, tensor=whole)
     total, _ = yield from reduce_scatter(node, cut)
@@ -47,7 +47,7 @@ def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], E
 
     def commit(gradient: Flat | None, update: Update | None) -> None:
         if update is not None and gradient is not None:
-            with stage.clock("update"):
+            with stage.report.clock("update"):
                 update.advance(gradient, None)  # the compressed tensor is the sum of the node, not this rank's update
         between.commit(total, None)
         for part in strays:

@@ -22,7 +22,7 @@ from ...kernels.layout import DenseLayout, Layout, residual_dtype
 from ...kernels.updates import Update
 from ..cost import Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
-from .stage import Exchange, Exchanges, Outcome, Stage
+from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts
 
 _SECOND = 2
 """Number that is mixed into the key of the second compression."""
@@ -62,7 +62,7 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     share = first.layout(stop - start, dtype)
     stage.check([seen.received.get(rank, row) for rank, row in enumerate(rows)], [share] * stage.size)
     total = stage.empty(stop - start, residual_dtype(dtype))
-    with stage.clock("decode"):
+    with stage.report.clock("decode"):
         piece = replace(sent, numel=stop - start, payload=rows[stage.rank])
         first.decompress(piece, total, payloads=received)
     return total, sent
@@ -79,7 +79,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
     key = mix_key(_SECOND, stage.key) if stage.key is not None else None
     own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=key)
-    seen = yield from stage.all_gather(sums)
+    seen = yield from exchange_parts(stage.operation, sums)
 
     def commit(gradient: Flat | None, update: Update | None) -> None:
         stage.commit(own, total, residual=stage.owner_residual, update=None)
@@ -88,7 +88,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
         pieces = list(zip(cut, sums, strict=True))
         if is_whole(second, numel=out.numel(), dtype=total.dtype, cut=cut):
             pieces = [((0, out.numel()), everything)]  # decoded by one kernel
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             for (start, stop), payload in pieces:
                 part = replace(own, numel=stop - start, payload=payload)
                 second.decompress(part, out[start:stop], stage.weight)
@@ -108,13 +108,13 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
         everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
     )
     sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
-    seen = yield from stage.all_gather(sums)
+    seen = yield from exchange_parts(stage.operation, sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
     stage.check_sums([part.view(dtype) for part in seen])
     finite = stage.is_unmarked(seen, layouts)
 
     def write(out: Tensor) -> None:
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             out.copy_(everything.view(dtype))
 
     return Outcome(finite, lambda gradient, update: None, write)

@@ -6,7 +6,6 @@ different threads: in training the caller encodes, the wire exchanges, and the c
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -154,7 +153,7 @@ class Stage:
         self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor, key: int | None
     ) -> CompressedTensor:
         """Encode into `out`, and count it in the compressor's statistics. The residual is only read."""
-        with self.clock("encode"):
+        with self.report.clock("encode"):
             made = self.buffers.encoded(lambda: compressor.encode(tensor, residual, key=key, out=out, counted=True))
         if self.buffers.is_replayed:
             compressor.stats.add(tensor.nbytes, made.nbytes, seconds=0.0, finite=True, kernels=made.kernels)
@@ -190,22 +189,14 @@ class Stage:
     ) -> None:
         """Update the residual after `encode` and, with an update, the moments. All ranks' inputs must be finite."""
         if update is not None and gradient is not None:
-            with self.clock("update"):
+            with self.report.clock("update"):
                 update.advance(gradient, residual)
             if residual is not None:
-                with self.clock("encode"):
+                with self.report.clock("encode"):
                     ct.compressor.accumulate(ct, residual, -1.0)
         elif residual is not None and isinstance(gradient, Tensor):
-            with self.clock("encode"):
+            with self.report.clock("encode"):
                 ct.compressor.commit(ct, gradient, residual, finite=True)
-
-    def all_gather(self, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-        """Gather the parts of all ranks on the operation of this stage."""
-        return all_gather(self.operation, parts)
-
-    def clock(self, phase: str) -> AbstractContextManager[None]:
-        """Measure the time of a `with` block for the report."""
-        return self.report.clock(phase)
 
     def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Check the payloads of all ranks, and return whether the input of every rank was finite."""
@@ -251,7 +242,7 @@ class Stage:
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
-def all_gather(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
+def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
     """Send this rank's part to all ranks, and receive their parts.
 
     Return the parts of all ranks. If they were staged through pinned memory, these are the pinned copies.

@@ -30,7 +30,7 @@ def values(stage: Stage) -> Exchanges:
     def write(out: Tensor) -> None:
         summed = torch.empty_like(kept)
         outcome.write(summed)
-        with stage.clock("decode"):
+        with stage.report.clock("decode"):
             stage.first.decompress(replace(sent, payload=summed.view(torch.uint8)), out, stage.weight)
 
     return Outcome(outcome.finite, commit, write)

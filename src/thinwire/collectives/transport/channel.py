@@ -4,9 +4,9 @@ import itertools
 import json
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ _CONNECT_SECONDS = 60.0
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
-class Channel(ABC):
-    """One group with one backend. Subclasses implement the transport."""
+class Channel:
+    """One group with one backend, by default gloo."""
 
     def __init__(
         self,
@@ -76,9 +76,16 @@ class Channel(ABC):
         """Return an error that names a member without a sign of life, where members give one."""
         return None
 
-    @abstractmethod
     def connect(self, number: int, deadline: float) -> Link:
         """Return a new link for the operations from `number` on. All ranks are about to make theirs."""
+        timeout = max(1.0, deadline - time.monotonic())
+        # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
+        return GlooLink(
+            store=self.board.store(f"link/{number}"),
+            rank=self.rank,
+            size=self.size,
+            timeout=min(timeout, _CONNECT_SECONDS),
+        )
 
 
 class ProcessChannel(Channel):
@@ -99,16 +106,9 @@ class ProcessChannel(Channel):
 
     def connect(self, number: int, deadline: float) -> Link:
         """Return a new link over gloo or NCCL."""
-        timeout = max(1.0, deadline - time.monotonic())
         if self.backend == "nccl":
-            return NcclLink(self.ranks, self.rank, timeout)
-        # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
-        return GlooLink(
-            store=self.board.store(f"link/{number}"),
-            rank=self.rank,
-            size=self.size,
-            timeout=min(timeout, _CONNECT_SECONDS),
-        )
+            return NcclLink(self.ranks, self.rank, max(1.0, deadline - time.monotonic()))
+        return super().connect(number, deadline)
 
 
 class Connection:
@@ -190,19 +190,11 @@ class Connection:
 
 _LOCK = threading.Lock()
 _channels: dict[tuple[str, str], ProcessChannel] = {}
-_world: dist.ProcessGroup | None = None
-_wire: Wire | None = None
 
 
 def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> ProcessChannel:
-    """Return the channel of a group. It is made on first use and kept until the default group is destroyed."""
-    global _world
+    """Return the channel of a group. It is made on first use and kept until the group is destroyed."""
     with _LOCK:
-        if dist.group.WORLD is not _world:
-            for old in _channels.values():
-                old.close()
-            _channels.clear()
-            _world = dist.group.WORLD
         key = group.group_name, backend
         channel = _channels.get(key)
         if channel is None or channel.group is not group:
@@ -226,11 +218,9 @@ def close_destroyed() -> None:
         _forget_destroyed()
 
 
+@cache
 def _ordered_wire() -> Wire:
-    global _wire
-    if _wire is None:
-        _wire = Wire(ordered=True)
-    return _wire
+    return Wire(ordered=True)
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -79,7 +79,10 @@ class GlooLink(Link):
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
         incoming = {peer: _host_buffer(buffer) for peer, buffer in receives.items() if buffer.numel()}
-        _synchronize(outgoing, sends)
+        if any(outgoing[peer] is not sends[peer] for peer in outgoing):  # copied to pinned memory, which gloo reads now
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+            arrived.synchronize()
         works: list[tuple[int, Any]] = []
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         for peer in sorted({*outgoing, *incoming}, key=lambda peer: (peer - self.rank) % self.size):
@@ -190,11 +193,3 @@ def _to_host(buffer: Tensor) -> Tensor:
 
 def _host_buffer(buffer: Tensor) -> Tensor:
     return buffer if buffer.device.type == "cpu" else torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-
-
-def _synchronize(outgoing: Buffers, sends: Buffers) -> None:
-    """Wait for the asynchronous copies to pinned memory, before gloo reads it."""
-    if any(outgoing[peer] is not sends[peer] for peer in outgoing):
-        arrived = torch.cuda.Event(blocking=True)
-        arrived.record()
-        arrived.synchronize()

@@ -148,13 +148,11 @@ def _post(sends: Buffers, receives: Buffers) -> Post:
 
 def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:
     """Return whether a message has the length that its receiver expects. If not, set the receiver's error."""
-    if source is None and target is None:
-        return True
-    if source is not None and target is not None and source.numel() == target.numel():
-        return True
-    if target is not None and source is not None:
+    if source is None or target is None:
+        return source is target
+    if source.numel() != target.numel():
         receiver.fault = LinkBroken(sender, False, f"{source.numel()} bytes came, expected {target.numel()}")
-    return False
+    return source.numel() == target.numel()
 
 
 def _order(post: Post, theirs: Post) -> None:

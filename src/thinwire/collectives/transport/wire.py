@@ -5,7 +5,6 @@ been submitted meanwhile, and only then waits for the first. So the latency of t
 each reduction. The thread never waits while it holds a lock that a caller needs. It does not depend on optimizers.
 """
 
-import queue
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +53,7 @@ class Wire:
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
-        self._waiting: queue.SimpleQueue[WireTask] = queue.SimpleQueue()
+        self._waiting: deque[WireTask] = deque()
         # An executor, because Python waits for its threads when the program ends.
         self._thread = ThreadPoolExecutor(1, "thinwire-wire")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -70,7 +69,7 @@ class Wire:
             if not self._works:
                 self._thread.submit(self._work)
                 self._works = True
-            self._waiting.put(reduction)
+            self._waiting.append(reduction)
 
     def close(self) -> None:
         """Refuse new reductions. Those already submitted may finish."""
@@ -90,32 +89,20 @@ class Wire:
     def _work(self) -> None:
         """Work on reductions until the queue is empty."""
         under_way: deque[WireTask] = deque()
-        next_one: WireTask | None = None
         while True:
-            if next_one is None:
-                next_one = self._next()
-            if next_one is not None and self._may_post(next_one, len(under_way)):
-                if next_one.post():
-                    under_way.append(next_one)
-                next_one = None
+            if self._waiting and self._may_post(self._waiting[0], len(under_way)):
+                under_way.append(self._waiting.popleft())
+                if not under_way[-1].post():
+                    under_way.pop()
             elif under_way:
                 oldest = under_way.popleft()
                 if oldest.collect():
                     (under_way.append if oldest.has_two_rounds else under_way.appendleft)(oldest)
-            elif next_one is None and self._ends():
-                return
-
-    def _next(self) -> WireTask | None:
-        try:
-            return self._waiting.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _ends(self) -> bool:
-        """Return whether the queue is empty. If so, the next `submit` starts the work again."""
-        with self._lock:
-            self._works = not self._waiting.empty()
-            return not self._works
+            else:
+                with self._lock:
+                    if not self._waiting:
+                        self._works = False  # the next `submit` starts the work again
+                        return
 
     def _may_post(self, reduction: WireTask, under_way: int) -> bool:
         """Return whether a reduction may be posted now.

@@ -34,7 +34,6 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
 
     Tensors of 16 bits, of different dtypes or not contiguous use the reference.
     """
-    left = []
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         alike = parameter.dtype == update.dtype and parameter.dtype.itemsize >= 4
         if alike and all(each.is_contiguous() and each.device.type == "cpu" for each in (parameter, update)):
@@ -42,9 +41,7 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
             _spread(step_elements, arrays, typed(arrays[0], [keep, -rate]))
             increment_version(parameter)  # so that a backward pass through it as it was is refused
         else:
-            left.append((parameter, update, rate))
-    if left:
-        reference.step([p for p, _, _ in left], [u for _, u, _ in left], keep, [rate for _, _, rate in left])
+            reference.step([parameter], [update], keep, [rate])
 
 
 def numbers_of(update: AdamUpdate) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ which the compiler vectorises. No function here writes 16-bit float tensors.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,20 @@ def stage_limit(out: Tensor) -> int:
     return out.numel() if out.dtype.itemsize > 2 else 1 << 18
 
 
+def by_type(choose: Callable[[Any], Any]) -> Any:
+    """Return a function for kernels, whose code `choose` returns for the type of its argument."""
+
+    @wraps(choose)
+    def function(x: Any) -> Any:
+        raise TypeError("only inside a kernel")
+
+    overload(function, strict=False)(choose)
+    return function
+
+
+@by_type
 def widen(x: Any) -> Any:
     """Return an element as float32 or float64, for any storage type."""
-    raise TypeError("only inside a kernel")
-
-
-@overload(widen, strict=False)
-def _widen(x: Any) -> Any:
     if x == types.uint16:  # bfloat16: the upper half of a float32
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     if x == types.int16:
@@ -100,53 +108,37 @@ def _widen_half(x: Any) -> Any:
     return np.uint32(bits | sign).view(np.float32)
 
 
+@by_type
 def magnitude_bits(x: Any) -> Any:
     """Return |x| as a signed integer of the same width. It has the order of |x|, and NaN is above infinity."""
-    raise TypeError("only inside a kernel")
-
-
-@overload(magnitude_bits, strict=False)
-def _magnitude_bits(x: Any) -> Any:
     if x == types.float64:
         return lambda x: np.float64(x).view(np.int64) & np.int64(0x7FFFFFFFFFFFFFFF)
     return lambda x: np.int32(np.float32(x).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
-def from_magnitude_bits(bits: Any) -> Any:
+@by_type
+def from_magnitude_bits(x: Any) -> Any:
     """Return the number with these `magnitude_bits`."""
-    raise TypeError("only inside a kernel")
+    if x == types.int64:
+        return lambda x: np.int64(x).view(np.float64)
+    return lambda x: np.int32(x).view(np.float32)
 
 
-@overload(from_magnitude_bits, strict=False)
-def _from_magnitude_bits(bits: Any) -> Any:
-    if bits == types.int64:
-        return lambda bits: np.int64(bits).view(np.float64)
-    return lambda bits: np.int32(bits).view(np.float32)
-
-
+@by_type
 def sign_of(x: Any) -> Any:
     """Return -1 (all bits set) for negative x and -0.0, else 0, as a signed integer of the same width."""
-    raise TypeError("only inside a kernel")
-
-
-@overload(sign_of, strict=False)
-def _sign_of(x: Any) -> Any:
     if x == types.float64:
         return lambda x: np.float64(x).view(np.int64) >> np.int64(63)
     return lambda x: np.int32(np.float32(x).view(np.int32) >> np.int32(31))
 
 
+@by_type
 def nearest_integer(x: Any) -> Any:
     """Round 0 <= x < 2**16 to the nearest integer, halves to even.
 
     Adding 2**23 (float64: 2**52) leaves no bits for a fraction, so the lowest bits of the sum are the rounded number.
     The compiler vectorises these two operations, but not a conversion from float to integer.
     """
-    raise TypeError("only inside a kernel")
-
-
-@overload(nearest_integer, strict=False)
-def _nearest_integer(x: Any) -> Any:
     if x == types.float64:
         return lambda x: np.float64(x + np.float64(2.0**52)).view(np.int64) & np.int64(0xFFFF)
     return lambda x: np.int32(np.float32(x + np.float32(2.0**23)).view(np.int32) & np.int32(0xFFFF))
