@@ -115,6 +115,8 @@ class Loaded:
     ) -> Copy:
         """Run `code` as the main module of a copy; its output goes to files."""
         assert self._process.stdin is not None
+        for path in (out, err):
+            open(path, "ab").close()  # it is there for the caller at once
         request = {
             "code": textwrap.dedent(code),
             "arguments": arguments,
