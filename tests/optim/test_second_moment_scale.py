@@ -1,6 +1,7 @@
 """c, which turns AdamW's second moments of a rank's own gradient into those of the average: by its definition."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,9 +78,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("world_size", "how"), [(2, "plain"), (3, "plain"), (2, "GradScaler"), (2, "accumulation")])
-def test_it_is_what_it_is_defined_to_be(world_size: int, how: str) -> None:
-    """At the end of the warm-up as measured, at a refresh half of it."""
-    for found in run_group(measure, world_size, (2, 3, 16), OPTIONS[how]):
+def test_it_is_what_it_is_defined_to_be(ranks: RankPool, world_size: int, how: str) -> None:
+    """At the end of the warm-up as measured, at a refresh half of it. Also between processes, where it is plain."""
+    run = ranks.run if how == "plain" else run_group
+    for found in run(measure, world_size, (2, 3, 16), OPTIONS[how]):
         first, later = (defined([parts(rank, step) for rank in range(world_size)]) for step in (2, 16))
         assert found[2] == found[3], "it changes at refreshes only"
         for number in (0, 1):
@@ -230,3 +232,24 @@ def drop_an_exchange(rank: int, world_size: int, group: Any = None) -> dict[str,
 def test_the_end_of_the_warm_up_is_seen_though_a_step_was_left_out() -> None:
     for found in run_group(drop_an_exchange, 2):
         assert found["weights.1"] == pytest.approx(defined([parts(rank, 4) for rank in range(2)])[1], rel=1e-4)
+
+
+def count(rank: int, world_size: int, group: Any = None) -> list[int]:
+    """Bytes sent in each of three steps: c is measured in the second, the third is compressed."""
+    model = Given([1_000_000])
+    optimizer = thinwire.AdamW(model, lr=1e-3, warmup_steps=2, group=group)
+    sent = [0]
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model([torch.randn(1_000_000, generator=torch.Generator().manual_seed(10 * step + rank))]).backward()
+        optimizer.step()
+        sent.append(optimizer.sync.stats.bytes_sent)
+    return [after - before for before, after in pairwise(sent)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_costs_two_percent_of_the_bytes_at_most(world_size: int) -> None:
+    """In 1,000 steps it is measured after the warm-up, at steps 16, 32, 64, 128 and 256, and at 500 and 1,000."""
+    for first, second, compressed in run_group(count, world_size):
+        measured = second - first
+        assert 0 < 8 * measured < 0.02 * 1000 * compressed

@@ -46,7 +46,7 @@ def test_values_of_other_types_are_damage(name: str, value: object) -> None:
         choose({**GOOD, name: value}, 0, 1)
 
 
-@pytest.mark.parametrize("value", [None, "2", {"a": 1}, [2] * 1000, 10**100])
+@pytest.mark.parametrize("value", [1, None, "2", {"a": 1}, [2] * 1000, 10**100])
 def test_another_format_is_one_short_line(value: object) -> None:
     with pytest.raises(ValueError, match=r"a checkpoint of format .*, expected") as error:
         choose({**GOOD, "format": value}, 0, 1)
