@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types packages unit soak bench docs clean
+.PHONY: help demo test test-all lint types packages alone unit soak bench docs clean
 
 help:
 	@echo "make demo   train a small CNN between two ranks over links of 100 Mbit/s, and again dense: time, bytes, accuracy"
@@ -26,9 +26,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/thinwire train --link 100mbit --steps 200 --compare-dense
 
+# The tests that count bytes of the loopback interface run beside the check of types, which sends none.
 test:
-	@for part in lint types packages unit; do \
-		start=$$(date +%s); $(MAKE) --no-print-directory $$part || exit 1; echo "$$part: $$(($$(date +%s) - start)) s"; \
+	@for parts in lint packages "-j2 -Otarget types alone" unit; do \
+		start=$$(date +%s); $(MAKE) --no-print-directory $$parts || exit 1; echo "$$parts: $$(($$(date +%s) - start)) s"; \
 	done
 
 lint: $(READY)
@@ -45,15 +46,17 @@ packages:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends chromium iproute2 dataset-fashion-mnist >/dev/null; }
 
-# Three processes of pytest on two cores: some tests wait for a link or a time-out. Each takes a file of tests at a time,
-# the longest ones first. Then come the tests that want the machine for themselves.
 WHICH := not slow
 unexport PYTHONDONTWRITEBYTECODE  # where it is set, each process of a test would compile its modules anew
 
+alone: $(READY)
+	$(BIN)/python -m pytest -m "alone and ($(WHICH))" $$(grep -rl --include='*.py' pytest.mark.alone tests)
+
+# Three processes of pytest on two cores: some tests wait for a link or a time-out. Each takes a file of tests at a time,
+# the longest ones first.
 unit: $(READY)
 	$(BIN)/python -m pytest -m "not alone and ($(WHICH))" -n 3 --dist loadfile --no-loadscope-reorder --durations=30 \
 		tests src
-	$(BIN)/python -m pytest -m "alone and ($(WHICH))"
 
 test-all:
 	$(MAKE) test WHICH="slow or not slow"
