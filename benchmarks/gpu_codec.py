@@ -9,11 +9,9 @@ Measured as `thinwire bench codec --device cuda` does, whose parts these are. Wh
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +19,7 @@ import thinwire
 from thinwire import kernels
 from thinwire.kernels.cuda import quantize, topk
 from thinwire.tools.bench.codec import describe_device, show
-from thinwire.tools.bench.codec.measurement import Bench, Buffers, Timed
+from thinwire.tools.bench.codec.measurement import Bench, Timed
 from thinwire.tools.bench.harness import Progress, Row, run
 from thinwire.tools.bench.measure import Clock
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
@@ -49,41 +47,31 @@ class Options:
     out: Path | None = None
 
 
-@contextmanager
-def settings(module: ModuleType, values: dict[str, Any]) -> Iterator[str]:
-    """The module with these values of its own names; yields them as words."""
-    before = {name: getattr(module, name) for name in values}  # an AttributeError tells of a name that is gone
-    vars(module).update(values)
-    shown = {name: value(4096) if callable(value) else value for name, value in values.items()}
-    try:
-        yield " ".join(f"{name.strip('_').lower()}={value}" for name, value in shown.items())
-    finally:
-        vars(module).update(before)
-
-
 def tune(name: str, bench: Bench) -> Iterator[Row]:
     """The rows of one kernel with all its settings."""
-    buffers, kernel = bench.buffers, quantize if name == "quantize" else topk
+    kernel = quantize if name == "quantize" else topk
     spec = EIGHT_BITS if name == "quantize" else TOPK
-    layout = thinwire.compressor(spec).layout(buffers.numel, torch.float32)
-    payloads = buffers.payloads(layout, PAYLOADS if name == "decode" else 1)
+    layout = thinwire.compressor(spec).layout(bench.numel, torch.float32)
+    payloads = bench.payloads(layout, PAYLOADS if name == "decode" else 1)
 
     def compress(i: int, number: int = 0) -> None:
-        kernel.compress(buffers.gradients[i], buffers.residuals[i], layout, 0, payloads[i][number], buffers.flag)
+        kernel.compress(bench.gradients[i], bench.residuals[i], layout, 0, payloads[i][number], bench.flag)
 
     for number in range(len(payloads[0])):
-        buffers.reset()
-        for i in range(buffers.sets):
+        bench.reset()
+        for i in range(bench.sets):
             compress(i, number)
     for values in {"compress": COMPRESS, "decode": DECODE, "quantize": QUANTIZED}[name]:
-        with settings(kernel, values) as words:
-            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / buffers.numel, compress, facts=FACTS)]
+        shown = {key.strip("_").lower(): value(4096) if callable(value) else value for key, value in values.items()}
+        words = " ".join(f"{key}={value}" for key, value in shown.items())
+        with patch.multiple(kernel, **values):  # an AttributeError tells of a name that is gone
+            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / bench.numel, compress, facts=FACTS)]
             if name == "decode":
                 calls = [
                     Timed(
                         f"decode {count} x {words}", 4,
                         lambda i, count=count: topk.decode(
-                            payloads[i][:count], layout, 0, buffers.outs[i], 1 / count, False
+                            payloads[i][:count], layout, 0, bench.outs[i], 1 / count, False
                         ), facts=FACTS,
                     )
                     for count in (1, PAYLOADS)
@@ -105,7 +93,7 @@ def main() -> None:
 
     def measure(progress: Progress) -> Iterator[Row]:
         device = torch.device("cuda")
-        bench = Bench(Buffers(options.numel, torch.float32, device), Clock(device), options.calls)
+        bench = Bench(options.numel, torch.float32, device, Clock(device), options.calls)
         yield from bench.baselines()
         for name in options.tune:
             progress.start(name)

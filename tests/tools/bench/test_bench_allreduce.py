@@ -168,6 +168,7 @@ class FailingReducer:
 def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
     given = ["bench", "allreduce", *SMALL, "--worlds", "2", "--repeats", "1000000", "--parts", "time"]
     err = tmp_path / "err"
+    err.touch()  # it is read before the copy has opened it
     with start_command(*given, out=os.devnull, err=err) as process:
         deadline = time.monotonic() + 100
         while "ready" not in err.read_text():

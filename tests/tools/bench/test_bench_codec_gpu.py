@@ -102,7 +102,7 @@ def test_defaults_are_those_of_the_device() -> None:
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     with kernels.force("reference"):
-        rows = list(measure(plan([TOPK], ["64k"], ["bfloat16"]), {TOPK}, MadeUp(), 50, Progress(9)))
+        rows = list(measure(plan([TOPK], ["64k"], ["bfloat16"])[0], {TOPK}, MadeUp(), 50, Progress(9)))
     json.dumps(rows, allow_nan=False)
     show([{**row, "device": "cuda"} for row in rows], CONDITIONS)
     first, empty, title, heading, _, add, *rest = capsys.readouterr().out.splitlines()
@@ -132,8 +132,8 @@ PARTS = ("compress", "encode", "commit", "decode 1 x", "decode 8 x", "accumulate
 @pytest.mark.usefixtures("_two_passes")
 def test_every_row_of_a_size(dtype: str) -> None:
     """With the reference kernels: which rows there are, in which order, with which bytes."""
-    cases = plan(["topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"], ["64k"], [dtype])
-    rows = list(measure(cases, {TOPK}, MadeUp(), 50, Progress(9)))
+    (case,) = plan(["topk:ratio=1/64,bits=2", "quantize:bits=8", "randomk:ratio=1/64"], ["64k"], [dtype])
+    rows = list(measure(case, {TOPK}, MadeUp(), 50, Progress(9)))
     wide = ["the same in float32"] if dtype != "float32" else []
     assert [row["name"] for row in rows] == [
         "residual.add_(grad)", *wide, "out.zero_()", "copy", "torch: add topk gather clear per chunk, 1/64",
@@ -145,7 +145,7 @@ def test_every_row_of_a_size(dtype: str) -> None:
     ]  # fmt: skip
     compress = next(row for row in rows if row["name"].startswith("compress topk"))
     assert compress["kernel"] == "thinwire.kernels.reference.topk"
-    assert compress["payload_bytes"] == cases[0].compressor.nbytes(64_000, cases[0].dtype)
+    assert compress["payload_bytes"] == case.compressors[TOPK].nbytes(64_000, case.dtype)
     add_bytes = {"float32": 12, "bfloat16": 10, "float64": 24}[dtype]
     assert compress["moved_bytes"] == pytest.approx(add_bytes + compress["payload_bytes"] / 64_000)
     assert compress["of_floor"] == pytest.approx(compress["moved_bytes"] / 12)  # at the speed of float32
@@ -175,8 +175,8 @@ def test_in_the_interpreter(spec: str) -> None:
         from thinwire.tools.bench.codec.measurement import measure
         from thinwire.tools.bench.harness import Progress
         with kernels.force("cuda"):
-            cases = plan(["{spec}"], ["4197"], ["float32"])
-            rows = list(measure(cases, {{"{spec}"}}, MadeUp(), 50, Progress(9)))
+            (case,) = plan(["{spec}"], ["4197"], ["float32"])
+            rows = list(measure(case, {{"{spec}"}}, MadeUp(), 50, Progress(9)))
         for row in rows:
             if row["kernel"] != "torch":
                 print(row["name"], row["kernel"], row["graph"], sep="; ")
@@ -236,13 +236,13 @@ class Broken:
 def test_nothing_wrong_is_timed(spoilt: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, Any] = vars(kernels)["_MODULES"]
     monkeypatch.setitem(modules["cpu"], QuantizeLayout, Broken(spoilt))
-    cases = plan(["none", "quantize:bits=8"], ["5000"], ["float32"])
+    (case,) = plan(["none", "quantize:bits=8"], ["5000"], ["float32"])
     rows = []
     with pytest.raises(Failure, match=f"^5,000 x float32, quantize:bits=8: {message}"):
-        rows.extend(row["name"] for row in measure(cases, set(), MadeUp(), 1, Progress(9)))
+        rows.extend(row["name"] for row in measure(case, set(), MadeUp(), 1, Progress(9)))
     assert rows[-1] == "compress none"
     monkeypatch.undo()
-    layout = cases[-1].compressor.layout(5000, torch.float32)
+    layout = case.compressors["quantize:bits=8"].layout(5000, torch.float32)
     residual = torch.randn(5000)
     before = residual.clone()
     check(layout, 0, torch.randn(5000), residual)

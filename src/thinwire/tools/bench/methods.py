@@ -89,6 +89,11 @@ class Method:
         """Return whether ranks take local steps."""
         return self.name == LOCAL
 
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether a step has a timeline: few local steps exchange, and other methods record nothing."""
+        return self.name in COMPRESSING
+
     def whole_rounds(self, steps: int) -> int:
         """Return the number of steps, rounded up to whole rounds of local steps."""
         return -(-steps // self.every) * self.every

@@ -6,7 +6,6 @@ memory before the model was built, in units of the model's float32 parameters.
 """
 
 import gc
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -47,6 +46,7 @@ class Stepper:
         import warnings
 
         import torch
+        from torch.nn import functional as F
 
         from thinwire.tools.train.models import model_config
 
@@ -55,7 +55,9 @@ class Stepper:
         warnings.simplefilter("ignore")
         self._before = _loaded()
         config: Any = model_config(spec)
-        self._tokens = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(rank))
+        targets = tokens[:, 1:].flatten()
+        self._loss = lambda module: F.cross_entropy(module(tokens[:, :-1]).flatten(0, -2), targets)
         self._trainings = {
             text: build(parse(text), Setup(config.build(0), lr=1e-4, ddp={"gradient_as_bucket_view": True}))
             for text in methods
@@ -63,17 +65,10 @@ class Stepper:
 
     def step(self, method: str, times: int) -> list[float]:
         """Take `times` training steps and return the milliseconds of each."""
-        from torch.nn import functional as F
+        from .training import take_step
 
-        training, taken = self._trainings[method], []
-        for _ in range(times):
-            started = time.perf_counter()
-            training.optimizer.zero_grad()
-            scores = training.module(self._tokens[:, :-1])
-            F.cross_entropy(scores.flatten(0, -2), self._tokens[:, 1:].flatten()).backward()
-            training.optimizer.step()
-            taken.append(1e3 * (time.perf_counter() - started))
-        return taken
+        marks = [take_step(self._trainings[method], self._loss) for _ in range(times)]
+        return [1e3 * (one.end - one.begin) for one in marks]
 
     def peak(self) -> int:
         """Return the peak resident memory over a few steps in bytes, beyond the memory before the model was built."""
@@ -164,8 +159,7 @@ def _show(rows: list[Row], under: Line) -> None:
     print_table(
         f"{under['workers']} ranks; time with {rows[0]['parameters']:,} parameters, memory with "
         f"{rows[0]['large_parameters']:,}",
-        cells[0].keys(),
-        [line.values() for line in cells],
+        cells,
         text=("method",),
     )
     print("dense: DDP and torch's optimizer. Ratios are medians over rounds in which the methods take turns.")

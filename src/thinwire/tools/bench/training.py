@@ -15,15 +15,16 @@ end, gloo and NCCL at each addition; and a value that is not finite makes all el
 
 import importlib
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -65,6 +66,29 @@ class Training:
     def bytes_sent(self, steps: int) -> float:
         """Return the bytes that this rank has sent. `steps` is the number of steps done so far."""
         return self.torch_bytes(steps) if self.sync is None else float(self.sync.stats.bytes_sent)
+
+
+class Marks(NamedTuple):
+    """Times of a step: its start, that of the backward pass and of the optimizer, and its end."""
+
+    begin: float
+    backward: float
+    optimizer: float
+    end: float
+
+
+def take_step(
+    training: Training, loss: Callable[[nn.Module], Tensor], clock: Callable[[], float] = time.perf_counter
+) -> Marks:
+    """Take a training step between processes, and return its times by this clock."""
+    begin = clock()
+    training.optimizer.zero_grad()
+    found = loss(training.module)
+    backward = clock()
+    found.backward()
+    optimizer = clock()
+    training.optimizer.step()
+    return Marks(begin=begin, backward=backward, optimizer=optimizer, end=clock())
 
 
 @dataclass(frozen=True)

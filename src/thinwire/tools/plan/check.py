@@ -15,11 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.bench.link.rank import build_model, make_batch
+from thinwire.tools.bench.link.rank import build_model, make_loss
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.methods import NO_COMMUNICATION
 from thinwire.tools.record import cores, cpu_model, read
@@ -62,18 +60,17 @@ def check(path: Path) -> None:
         raise ValueError(f"--check {path} has no row that can be predicted, expected dense, or a method of thinwire's")
     print_table(
         f"{path}: predicted and measured",
-        ("ranks", "rate", "method", "predicted, ms", "measured, ms", "error", "MB predicted", "MB measured"),
         [
-            [
-                str(row["world"]),
-                row["rate"],
-                row["method"],
-                f"{1e3 * one.seconds:,.1f}",
-                f"{row['ms']:,.1f}",
-                f"{_error(row, one):+.1%}",
-                f"{one.sent / 1e6:,.3f}",
-                f"{row['bytes_per_step'] / 1e6:,.3f}",
-            ]
+            {
+                "ranks": str(row["world"]),
+                "rate": row["rate"],
+                "method": row["method"],
+                "predicted, ms": f"{1e3 * one.seconds:,.1f}",
+                "measured, ms": f"{row['ms']:,.1f}",
+                "error": f"{_error(row, one):+.1%}",
+                "MB predicted": f"{one.sent / 1e6:,.3f}",
+                "MB measured": f"{row['bytes_per_step'] / 1e6:,.3f}",
+            }
             for row, one in found
         ],
         text=("rate", "method"),
@@ -181,13 +178,10 @@ class Probe:
         """Measure the codecs and the steps of this rank."""
         made = dict.fromkeys(method.compressor for method in self._methods if method.compressor is not None)
         codecs, halves = measure_codecs(made, self._bench)
-        inputs = make_batch(self._model)
-
-        def loss(module: nn.Module) -> Tensor:
-            return F.mse_loss(module(inputs), torch.zeros(()).expand_as(inputs))
-
         with alone("gloo"):
-            compute, more = measure_steps(lambda: (build_model(self._model), loss), self._methods, self._bench)
+            compute, more = measure_steps(
+                lambda: (build_model(self._model), make_loss(self._model)), self._methods, self._bench
+            )
         return RankCosts(codecs=codecs, halves=halves, compute=compute, more=more)
 
 

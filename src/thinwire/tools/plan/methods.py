@@ -7,6 +7,7 @@ consists of a few phases, one after the other: compute, transfer, compute, trans
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,9 @@ def exchanges(
 
 
 def _ring(method: Method, numel: int, *, cluster: Cluster, speeds: Speeds, dtype: torch.dtype) -> Exchange:
-    is_half, rounds = method.name in HALVES, cluster.ring_rounds
+    is_half, rounds = method.name in HALVES, 2 * (cluster.world - 1)  # messages that wait for each other
+    if cluster.nccl:  # it may use trees
+        rounds = min(rounds, 2 * ceil(log2(cluster.world)))
     nbytes = cost.ring(numel * (2 if is_half else dtype.itemsize), cluster.world)
     byte = speeds.fp16_byte if method.name == FP16 else speeds.ring_byte
     sent = Transfer(route="ring", nbytes=nbytes, rounds=rounds, handling=byte * nbytes + speeds.round * rounds)

@@ -13,6 +13,7 @@ CPU, each slows down the other.
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from thinwire.collectives.plan import given_max_bytes
@@ -181,7 +182,7 @@ class Case:
 
 
 class Lane:
-    """Busy intervals of a resource that does one thing at a time. Adjacent intervals are merged.
+    """Busy intervals of a resource that does one thing at a time.
 
     >>> lane = Lane()
     >>> lane.take(0.0, 2.0), lane.take(5.0, 2.0), lane.take(1.0, 3.0), lane.take(1.0, 3.0)
@@ -205,20 +206,14 @@ class Lane:
         while index < len(self._taken) and self._taken[index][0] - start < seconds:
             start = self._taken[index][1]
             index += 1
-        stop = end = start + seconds
-        if index < len(self._taken) and self._taken[index][0] == end:
-            end = self._taken.pop(index)[1]
-        if index and self._taken[index - 1][1] == start:
-            index -= 1
-            start = self._taken.pop(index)[0]
-        self._taken.insert(index, (start, end))
-        return stop
+        self._taken.insert(index, (start, start + seconds))
+        return start + seconds
 
     def busy(self, start: float, stop: float) -> float:
         """Return the busy seconds between `start` and `stop`."""
-        index = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
+        first = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
         total = 0.0
-        for begin, end in self._taken[index:]:
+        for begin, end in islice(self._taken, first, None):
             if begin >= stop:
                 break
             total += max(0.0, min(end, stop) - max(begin, start))

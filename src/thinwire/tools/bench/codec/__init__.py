@@ -88,12 +88,12 @@ def run(options: Options) -> int:
     chosen = os.environ.get(kernels.ENVIRONMENT_VARIABLE) or ("cuda" if cuda else None)
     with kernels.force(chosen):
         cases = plan(options.specs, sizes=options.sizes, dtypes=options.dtypes, device=options.device)
-        parts = {case.label for case in (cases if options.specs or not cuda else cases[:1])}
+        labels = list(cases[0].compressors)
+        parts = set(labels if options.specs or not cuda else labels[:1])
 
         def measured(progress: Progress) -> Iterator[Row]:
-            for _, group in groupby(cases, lambda case: case.tensors):
-                clock = Clock(torch.device(options.device))
-                yield from measure(list(group), in_parts=parts, clock=clock, samples=options.repeats, progress=progress)
+            for case in cases:
+                yield from measure(case, parts, Clock(case.device), options.repeats, progress)
                 if cuda:
                     torch.cuda.empty_cache()
 
@@ -102,7 +102,7 @@ def run(options: Options) -> int:
             measured,
             show,
             name="bench codec",
-            progress_steps=len(cases) + 2 * len({case.tensors for case in cases}),
+            progress_steps=len(cases) * (len(labels) + 2),
             repeats=options.repeats,
             **describe_device(options.device, chosen),
         )
@@ -154,8 +154,7 @@ def show(rows: list[Row], under: Line) -> None:
         lines = list(map(_cells, group))
         print_table(
             f"{numel:,} x {dtype} ({dense / 1e6:,.4g} MB)",
-            lines[0].keys(),
-            [line.values() for line in lines],
+            lines,
             text=("call", "kernel"),
             spare=("p20", "p80", "of add_", "GB/s", "bits/position", "kernel", "memory", "of floor"),
         )

@@ -1,8 +1,8 @@
 """Turns the options, or the defaults for every registered compressor, into a list of cases to measure."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 
@@ -30,28 +30,23 @@ OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A compressor on tensors of one size, dtype and device."""
+class Case(NamedTuple):
+    """Tensors of one size and dtype on a device, and what is measured on them."""
 
-    label: str
-    """The spec as the user wrote it."""
-    compressor: Compressor
     numel: int
     dtype: torch.dtype
     device: torch.device
+    compressors: dict[str, Compressor]
+    """By the spec as the user wrote it."""
 
     @property
-    def tensors(self) -> str:
+    def title(self) -> str:
         """Return the number and dtype of the elements, as text."""
         return f"{self.numel:,} x {str(self.dtype).removeprefix('torch.')}"
 
 
 def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), device: str = "cpu") -> list[Case]:
-    """Return the cases, with those on the same tensors next to each other.
-
-    Raises ValueError for options that cannot be run.
-    """
+    """Return the cases. Raises ValueError for options that cannot be run."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device")
     if not sizes:
@@ -62,17 +57,13 @@ def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (),
         names = dict.fromkeys(dtypes or GPU_DTYPES)
         tensors = [(numel, getattr(torch, name)) for numel in numels for name in names]
     built = {spec: compressors.compressor(spec) for spec in specs or default_specs(device)}
-    place = torch.device(device)
-    cases = [
-        Case(label=spec, compressor=c, numel=numel, dtype=dtype, device=place)
-        for numel, dtype in tensors
-        for spec, c in built.items()
-    ]
-    for case in cases:
-        if not case.compressor.contracts:
-            raise ValueError(f"{case.label} takes no residual, expected compressors that do")
+    cases = [Case(numel, dtype, torch.device(device), built) for numel, dtype in tensors]
+    for label, given in built.items():
+        if not given.contracts:
+            raise ValueError(f"{label} takes no residual, expected compressors that do")
         try:
-            kernels.select(case.compressor.layout(case.numel, case.dtype), case.device)
+            for case in cases:
+                kernels.select(given.layout(case.numel, case.dtype), case.device)
         except RuntimeError as error:  # the kernels cannot be loaded
             raise ValueError(str(error)) from error
     return cases
@@ -94,10 +85,11 @@ def parse_size(text: str) -> int:
 def default_specs(device: str = "cpu") -> list[str]:
     """Return several specs for each built-in compressor and one for each compressor registered by other code."""
     known = GPU_SPECS if device == "cuda" else DEFAULT_SPECS
-    others = (name for name in compressors.registered() if name not in known)
-    return [spec for specs in known.values() for spec in specs] + [_plain_spec(name) for name in others]
-
-
-def _plain_spec(name: str) -> str:
-    fields = {field.name for field in dataclasses.fields(compressors.registered()[name]) if field.init}
-    return f"{name}:ratio=1/64" if "ratio" in fields else name
+    others = {name: kind for name, kind in compressors.registered().items() if name not in known}
+    return [
+        *(spec for specs in known.values() for spec in specs),
+        *(
+            f"{name}:ratio=1/64" if "ratio" in {field.name for field in fields(kind)} else name
+            for name, kind in others.items()
+        ),
+    ]
