@@ -24,7 +24,7 @@ from thinwire.tools.bench.harness import Progress, Row, run
 from thinwire.tools.bench.measure import Clock
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
 
-PAYLOADS = 8
+NUMEL, CALLS, PAYLOADS = 1 << 28, 50, 8
 COMPRESS = [
     {"_ELEMENTS_PER_LANE": elements, "_REGISTERS": registers, "_CHUNKS_PER_PROGRAM": chunks}
     for elements, registers, chunks in (
@@ -42,8 +42,6 @@ FACTS = {"kernel": "cuda"}
 @dataclass(frozen=True)
 class Options:
     tune: tuple[str, ...] = ("compress", "decode", "quantize")
-    numel: int = 1 << 28
-    calls: int = 50
     out: Path | None = None
 
 
@@ -82,18 +80,16 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", nargs="*", choices=Options.tune, default=Options.tune, help="which kernels")
-    parser.add_argument("--numel", type=int, default=Options.numel)
-    parser.add_argument("--calls", type=int, default=Options.calls, help="timed calls of each")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    options = Options(tuple(given.tune), given.numel, given.calls, given.out)
+    options = Options(tuple(given.tune), given.out)
     os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
 
     def measure(progress: Progress) -> Iterator[Row]:
         device = torch.device("cuda")
-        bench = Bench(options.numel, torch.float32, device, Clock(device), options.calls)
+        bench = Bench(NUMEL, torch.float32, device, Clock(device), CALLS)
         yield from bench.baselines()
         for name in options.tune:
             progress.start(name)
@@ -101,7 +97,7 @@ def main() -> None:
             progress.finish("done")
 
     under = describe_device("cuda", "cuda")
-    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=options.calls, **under)
+    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=CALLS, **under)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,6 @@ class Method:
     """Number of steps in a round of local steps; 1 for all other methods."""
 
     @property
-    def is_dense(self) -> bool:
-        """Return whether the method is uncompressed."""
-        return self.name == "dense"
-
-    @property
     def is_ours(self) -> bool:
         """Return whether thinwire exchanges."""
         return self.name in COMPRESSING or self.is_local

@@ -18,7 +18,8 @@ from .methods import BY_STEP, parse
 if TYPE_CHECKING:
     from thinwire.tools.workers import Workers
 
-_WARM_UP_STEPS, _STEPS_IN_TURN = 12, 3
+_RANKS, _BATCH, _WARM_UP_STEPS, _STEPS_IN_TURN = 2, 4, 12, 3
+"""The batch is that of a rank and step, for the time."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,6 @@ class Options:
     """Model whose step is timed."""
     large_model: Model = "gpt:layers=6,width=512,heads=8,context=16"
     """Model whose memory is measured, with one sample in a step: parameters outweigh what else there is."""
-    workers: int = 2
-    """Ranks."""
-    batch: int = 4
-    """Samples for each rank and step, for the time."""
     rounds: int = 30
     """In each, every method takes three steps."""
     out: File = None
@@ -89,14 +86,18 @@ def run(options: Options) -> int:
         if not isinstance(config, GPTConfig):
             raise ValueError(f"{option} {config.name}, expected a gpt: this benchmark has text alone")
     small, large = (sum(parameter.numel() for parameter in config.build(0).parameters()) for config in configs)
-    at_least(options, workers=2, batch=1, rounds=1)
+    at_least(options, rounds=1)
     return run_benchmark(
         options,
         lambda progress: _measure(options, small=small, large=large, progress=progress),
         _show,
         name="bench step",
         progress_steps=1 + len(BY_STEP),
-        **{name: value for name, value in vars(options).items() if name != "out"},
+        workers=_RANKS,
+        batch=_BATCH,
+        model=options.model,
+        large_model=options.large_model,
+        rounds=options.rounds,
     )
 
 
@@ -109,15 +110,15 @@ def _measure(options: Options, small: int, large: int, progress: Progress) -> It
     from thinwire.tools.workers import Workers
 
     progress.start("time, all in turns")
-    with Workers(options.workers) as workers:
-        workers.form(options.workers, Stepper, options.model, options.batch, list(BY_STEP))
+    with Workers(_RANKS) as workers:
+        workers.form(_RANKS, Stepper, options.model, _BATCH, list(BY_STEP))
         times = _times(workers, options.rounds)
     progress.finish(f"{small:,} parameters")
     peaks: dict[str, float] = {}
     for text in BY_STEP:
         progress.start(f"memory, {text}")
-        with Workers(options.workers) as workers:
-            workers.form(options.workers, Stepper, options.large_model, 1, [text])
+        with Workers(_RANKS) as workers:
+            workers.form(_RANKS, Stepper, options.large_model, 1, [text])
             peaks[text] = max(workers.ask("peak")) / (4 * large)
         dense = f"{parse(text).family} dense"
         progress.finish(f"{peaks[text]:.2f} copies of the parameters")

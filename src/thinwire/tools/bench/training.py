@@ -137,7 +137,7 @@ def build(method: Method, setup: Setup) -> Training:
         return _local(method, setup)
     if method.in_optimizer:
         return _with_our_optimizer(method, setup)
-    if method.name == "attach" or (method.is_dense and setup.group is not None):
+    if method.name == "attach" or (method.name == "dense" and setup.group is not None):
         return _attached(method, setup)
     if method.name.startswith("powersgd rank "):
         return _powersgd(method, setup, int(method.name.split()[-1]))

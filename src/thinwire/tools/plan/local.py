@@ -143,7 +143,7 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
 
     Return nothing if it is hopeless here, or never.
     """
-    if not predict_local(case, made):
+    if case.shard > 1 or not made:
         return []
     methods = [one.method for one in predictions if one.is_usable]
 

@@ -48,8 +48,6 @@ class Options:
     """Where the tensors are."""
     repeats: int = 15
     """Samples of each time; calls of seconds get three, on a GPU those that a CUDA graph cannot hold an eighth."""
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """CPU threads. Default: as torch chooses."""
     out: File = None
     """Write JSON lines to this file: the conditions, then the rows."""
 
@@ -80,11 +78,6 @@ def run(options: Options) -> int:
 
     at_least(options, repeats=1)
     cuda = options.device == "cuda"
-    if options.threads is not None:
-        if cuda:
-            raise ValueError(f"--threads {options.threads} with --device cuda, expected none: the CPU only waits")
-        at_least(options, threads=1)
-        torch.set_num_threads(options.threads)
     chosen = os.environ.get(kernels.ENVIRONMENT_VARIABLE) or ("cuda" if cuda else None)
     with kernels.force(chosen):
         cases = plan(options.specs, sizes=options.sizes, dtypes=options.dtypes, device=options.device)

@@ -26,6 +26,8 @@ GPU_SPECS = {
     "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=2,chunk=none"],
     **{name: DEFAULT_SPECS[name] for name in ("quantize", "randomk", "none")},
 }
+LARGEST = 1 << 40
+"""Elements of a tensor."""
 OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = ("float32", "bfloat16")
 
@@ -51,7 +53,7 @@ def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (),
         raise ValueError("--device cuda, but torch finds no CUDA device")
     if not sizes:
         raise ValueError("--sizes without a size, expected one or more")
-    numels = sorted({parse_size(text) for text in sizes})
+    numels = sorted({parse_count("--sizes", text, LARGEST) for text in sizes})
     tensors = [(numel, torch.float32) for numel in numels] + [(numels[0], dtype) for dtype in OTHER_DTYPES]
     if dtypes or device == "cuda":
         names = dict.fromkeys(dtypes or GPU_DTYPES)
@@ -67,19 +69,6 @@ def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (),
         except RuntimeError as error:  # the kernels cannot be loaded
             raise ValueError(str(error)) from error
     return cases
-
-
-def parse_size(text: str) -> int:
-    """Return the number of elements that a text such as "25M" stands for.
-
-    >>> parse_size("25M"), parse_size("1e6"), parse_size("25_000_000"), parse_size("1.5k")
-    (25000000, 1000000, 25000000, 1500)
-    """
-    try:
-        return parse_count("size", text, largest=1 << 40)
-    except ValueError:
-        expected = "a whole number of elements, such as 1e6, 25_000_000 or 25M"
-        raise ValueError(f"size {text!r}, expected {expected}") from None
 
 
 def default_specs(device: str = "cpu") -> list[str]:

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from thinwire.collectives import cost
 from thinwire.collectives.local import LocalGroup
@@ -21,8 +20,8 @@ from thinwire.tools.workers import Workers
 
 from ..harness import Progress, Row
 from ..methods import Method
-from ..training import Setup, Training, build
-from .gradients import Gradients, Threads
+from ..training import Setup, Training, build, take_step
+from .gradients import Gradients, Threads, cross_entropy
 from .options import Options
 
 Ranks = Workers | Threads
@@ -194,20 +193,16 @@ class Trainer:
         for group, lr in zip(training.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * factor
         size, first = self._options.batch, self._step * self._size * self._options.batch
-        if self._group is not None:
+        if self._group is None:
+            assert self._data is not None
+            batch = self._data.batch(first + self._rank * size, size, self._seed)
+            inputs, targets = (part.to(self._device) for part in batch)
+            take_step(training, lambda module: cross_entropy(module(inputs), targets))
+        else:
             self._group.barrier()  # no rank needs the gradients of the last step any more
             if self.gradients is not None and self._data is not None:
                 self.gradients.compute(self._data.batch(first, self._size * size, self._seed))
             self._group.barrier()
-        else:
-            assert self._data is not None
-            inputs, targets = (
-                part.to(self._device) for part in self._data.batch(first + self._rank * size, size, self._seed)
-            )
-            scores = training.module(inputs)
-            loss = F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
-            training.optimizer.zero_grad()
-            loss.backward()
-        training.after_backward()
-        training.optimizer.step()
+            training.after_backward()
+            training.optimizer.step()
         self._step += 1
