@@ -84,14 +84,19 @@ class Trained:
 
         self.optimizer.add_bucket, self.optimizer.step = timed_bucket, timed_step
 
-    def step(self, tokens: torch.Tensor) -> None:
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        """Take a step, and return when the forward pass, the backward pass and `step()` ended."""
         silent: Any = self.module
         with silent.no_sync() if self.name == NO_SYNC else nullcontext():
             self.optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
                 scores = self.module(tokens[:, :-1])
-            F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss = F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+            forward = time.perf_counter()
+            loss.backward()
+        backward = time.perf_counter()
         self.optimizer.step()
+        return {"forward": forward, "backward": backward, "step": time.perf_counter()}
 
 
 def join(rank: int, rendezvous: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from thinwire.kernels.reference import topk as reference_topk
 from thinwire.tools import cli
 from thinwire.tools.bench.codec.cases import DEFAULT_SPECS, default_specs, plan
 from thinwire.tools.bench.codec.check import check
-from thinwire.tools.bench.codec.measurement import ADD, ADVANCE, WRITE, positions, select, select_per_chunk
+from thinwire.tools.bench.codec.measurement import ADD, ADVANCE, WRITE, select, select_per_chunk
 from thinwire.tools.bench.measure import BURST, interleave, peak_memory
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
@@ -279,16 +279,6 @@ def test_peak_memory_sees_what_a_job_frees_again() -> None:
     assert nothing is not None
     assert 0.9 * 4 * numel < peak < 1.2 * 4 * numel
     assert nothing < 0.1 * 4 * numel
-
-
-@pytest.mark.parametrize(
-    ("k", "bits", "bound"), [(16, 10.00, 9.23), (41, 8.56, 7.98), (64, 8.00, 7.36), (256, 6.00, 5.38)]
-)
-def test_position_bits_stand_beside_their_entropy(k: int, bits: float, bound: float) -> None:
-    kept, measured, entropy = positions(thinwire.TopK(ratio=f"{k}/4096", bits=2).layout(3 * 4096, torch.float32))
-    assert kept == 3 * k
-    assert measured == pytest.approx(bits, abs=0.05)
-    assert entropy == pytest.approx(bound, abs=0.005)
 
 
 def test_baselines_select_and_clear() -> None:

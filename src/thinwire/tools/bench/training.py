@@ -133,26 +133,30 @@ def check(text: str) -> Method:
 
 def build(method: Method, setup: Setup) -> Training:
     """Build the objects for the training loop of one rank."""
-    if method.is_local:
-        return _local(method, setup)
     if method.in_optimizer:
         return _with_our_optimizer(method, setup)
-    if method.name == "attach" or (method.name == "dense" and setup.group is not None):
-        return _attached(method, setup)
-    if method.name.startswith("powersgd rank "):
-        return _powersgd(method, setup, int(method.name.split()[-1]))
-    if method.name == POWERSGD_PACKAGE:
-        return _powersgd_package(method, setup)
-    step = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(method.name, 2) * setup.numel)
-    made = partial(Training, optimizer=_make(method, setup, setup.model.parameters()), torch_bytes=lambda n: n * step)
+    name, optimizer = method.name, _make(method, setup, setup.model.parameters())
+    if method.is_local:
+        return _local(method, setup, optimizer)
+    if name == "attach" or (name == "dense" and setup.group is not None):
+        return _attached(method, setup, optimizer)
+    if name.startswith("powersgd rank "):
+        return _powersgd(method, setup, optimizer)
+    if name == POWERSGD_PACKAGE:
+        return _powersgd_package(setup, optimizer)
+    nbytes = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(name, 2) * setup.numel)
     if setup.group is not None:
-        assert method.name == "fp16 hook", f"{method.text} between threads"
-        return made(setup.model, after_backward=lambda: _all_reduce_in_fp16(setup))
+        assert name == "fp16 hook", f"{method.text} between threads"
+        return Training(
+            setup.model,
+            optimizer,
+            torch_bytes=lambda steps: steps * nbytes,
+            after_backward=lambda: _all_reduce_in_fp16(setup),
+        )
     module = DDP(setup.model, **setup.ddp)
-    hooks = {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_compress_hook, "bf16": bf16_hook}
-    if method.name in hooks:
-        module.register_comm_hook(None, hooks[method.name])
-    return made(module)
+    if hook := {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_compress_hook, "bf16": bf16_hook}.get(name):
+        module.register_comm_hook(None, hook)
+    return Training(module, optimizer, torch_bytes=lambda steps: steps * nbytes)
 
 
 def _optimizer(method: Method) -> Callable[..., Any]:
@@ -187,9 +191,8 @@ def _with_our_optimizer(method: Method, setup: Setup) -> Training:
     return Training(module, optimizer, optimizer.sync, after_backward=send)
 
 
-def _local(method: Method, setup: Setup) -> Training:
+def _local(method: Method, setup: Setup, inner: Any) -> Training:
     """Build local steps around torch's optimizer, without DDP."""
-    inner = _make(method, setup, setup.model.parameters())
     outer: dict[str, Any] = {key: value for key, value in method.options.items() if key in OPTIONS}
     optimizer = thinwire.LocalSteps(
         inner.optimizers if isinstance(inner, Several) else inner,
@@ -202,12 +205,11 @@ def _local(method: Method, setup: Setup) -> Training:
     return Training(setup.model, optimizer, optimizer.sync, before_evaluation=optimizer.synchronize)
 
 
-def _attached(method: Method, setup: Setup) -> Training:
+def _attached(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build torch's optimizer on gradients that thinwire compresses, or averages as they are between threads."""
     warmup = method.warmup(setup.warmup_steps)
     policy = thinwire.Policy(method.spec or "none", warmup=[(warmup, EIGHT_BITS)] if warmup else [])
     algorithm: Any = method.options.get("algorithm", "auto")
-    optimizer = _make(method, setup, setup.model.parameters())
     if setup.group is None:
         module = DDP(setup.model, **setup.ddp)
         return Training(module, optimizer, thinwire.attach(module, policy, algorithm=algorithm))
@@ -221,10 +223,9 @@ def _attached(method: Method, setup: Setup) -> Training:
     return Training(setup.model, optimizer, sync, after_backward=reduce)
 
 
-def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
+def _powersgd(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build PowerSGD: torch's hook if ranks are processes."""
-    dense_steps = method.warmup(setup.warmup_steps)
-    optimizer = _make(method, setup, setup.model.parameters())
+    rank, dense_steps = int(method.name.split()[-1]), method.warmup(setup.warmup_steps)
     if setup.group is not None:
         mean = partial(thinwire.all_reduce_compressed, compressor="none", op=dist.ReduceOp.AVG, group=setup.group)
         own = PowerSGD(setup.model.parameters(), mean, rank=rank, dense_steps=dense_steps)
@@ -245,7 +246,7 @@ def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
     return Training(module, optimizer, torch_bytes=torch_bytes)
 
 
-def _powersgd_package(method: Method, setup: Setup) -> Training:
+def _powersgd_package(setup: Setup, optimizer: Any) -> Training:
     """Build the package of PowerSGD's authors, without DDP.
 
     It exchanges after the backward pass. It keeps what it has not sent in the gradients, so these are not cleared.
@@ -253,7 +254,6 @@ def _powersgd_package(method: Method, setup: Setup) -> Training:
     package: Any = importlib.import_module("powersgd")
     config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregator = package.PowerSGD(list(setup.model.parameters()), config=config)
-    optimizer = _make(method, setup, setup.model.parameters())
     step = partial(package.optimizer_step, optimizer, aggregator)
     return Training(setup.model, SimpleNamespace(zero_grad=lambda: None, step=step))
 

@@ -172,8 +172,7 @@ def _show_bytes(rows: list[Row]) -> None:
         f"ok: reported within {LIMIT:.0%} of the formula; on the loopback interface within {LIMIT:.0%} and "
         f"{FRAMING_LIMIT} bytes of framing for each message.\n"
         "framing/message: what gloo and TCP put around it, headers of further packets and acknowledgements included.\n"
-        f"interface: the least of {COUNTS} counts or more, each between moments without traffic.\n"
-        "torch: none without a residual is torch's own all-reduce; its report is the formula, not a count."
+        f"interface: the least of {COUNTS} counts or more, each between moments without traffic."
     )
     if missing := sum(row["interface_bytes"] is None for row in rows):
         print(f"n/a: {missing} of {len(rows)} rows not counted: the interface was never quiet, or the system has none.")

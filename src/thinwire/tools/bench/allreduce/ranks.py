@@ -39,8 +39,6 @@ VALUES_SPEC = "randomk:ratio=1/64"
 
 The algorithm `values` needs a compressor that draws the same positions on all ranks.
 """
-TORCH = "torch"
-"""Name used for `none` without a residual, which runs torch's own all-reduce."""
 LIMIT = 0.02
 """Largest relative difference between a count and the formula."""
 FRAMING_LIMIT = 700
@@ -96,7 +94,7 @@ def cases(spec: str, numel: int, world: int) -> list[Case]:
     found = [case(spec, algorithm) for algorithm in ("gather", flat_algorithm, "dense", "auto")]
     if flat_algorithm != "values" and flat(thinwire.compressor(VALUES_SPEC), numel) == "values":
         found += [case(VALUES_SPEC, algorithm) for algorithm in ("values", "auto")]
-    return [*found, case("none", "dense")._replace(algorithm=TORCH)]
+    return found
 
 
 def planned(
@@ -144,11 +142,11 @@ class Reducer:
 
     def set_case(self, case: Case) -> None:
         """Set the operation that `reduce` runs, and run it once, so that all ranks are connected and agree on it."""
-        self._algorithm = "dense" if case.algorithm == TORCH else case.algorithm
+        self._algorithm = case.algorithm
         self._compressor = thinwire.compressor(case.spec)
         self._gradient = torch.randn(case.numel, generator=torch.Generator().manual_seed(self._rank))
         self._tensor = torch.empty_like(self._gradient)
-        kept = case.algorithm != TORCH and takes_residual(self._compressor)
+        kept = takes_residual(self._compressor)
         self._residual = torch.zeros_like(self._gradient) if kept else None
         self._state = ShardState() if kept else None
         self.reduce()

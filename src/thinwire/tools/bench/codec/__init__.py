@@ -135,8 +135,8 @@ NOTES = """
 GB/s: bytes that must be moved, each read and write counted once. x add_: time over that of residual.add_(grad),
 measured in turns with it. of floor: the time that its bytes take at the speed of the float32 residual.add_(grad), over
 its own; for decode that of writing the result once. of add_: the same with residual.add_(grad) of these dtypes.
-x torch: speed-up over add, topk, gather, a cast to float16 and clear in torch operations, as many kept. bits/position:
-spent on each kept element (log2 C(n,k)/k). memory: peak beyond tensors and payload, as a share of the tensor."""
+x torch: speed-up over add, topk, gather, a cast to float16 and clear in torch operations, as many kept. memory: peak
+beyond tensors and payload, as a share of the tensor."""
 
 
 def show(rows: list[Row], under: Line) -> None:
@@ -149,7 +149,7 @@ def show(rows: list[Row], under: Line) -> None:
             f"{numel:,} x {dtype} ({dense / 1e6:,.4g} MB)",
             lines,
             text=("call", "kernel"),
-            spare=("p20", "p80", "of add_", "GB/s", "bits/position", "kernel", "memory", "of floor"),
+            spare=("p20", "p80", "of add_", "GB/s", "kernel", "memory", "of floor"),
         )
         if under["device"] == "cuda" and 3 * dense * 2 <= 2 * under["device_cache"]:
             print("So few elements stay in the device's cache: these times are not those of its memory.")
@@ -159,7 +159,7 @@ def show(rows: list[Row], under: Line) -> None:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    ms, bits = row["ms"], row.get("position_bits")
+    ms = row["ms"]
     return {
         "call": row["name"] + ("" if row["graph"] or row["device"] == "cpu" else " *"),
         "p20": short(ms["p20"]),
@@ -171,7 +171,6 @@ def _cells(row: Row) -> dict[str, str]:
         "of add_": _percent(row["of_add"]),
         "x torch": short(row["speedup"]),
         "ratio": short(row["ratio"]),
-        "bits/position": "" if bits is None else f"{bits:.2f} ({row['position_bound']:.2f})",
         "memory": _percent(row["working_share"]),
         "kernel": row["kernel"].removeprefix("thinwire.kernels."),
     }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from math import ceil, lgamma, log
+from math import ceil
 from typing import Any
 
 import torch
@@ -214,22 +214,14 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     _, kernel = kernels.select(layout, bench.device)
     few = gradients[0][:ELEMENTS]
     check(given.layout(few.numel(), bench.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
-    kept, bits, bound = positions(layout)
-    share = ""
-    if kept is not None:
+    kept, share = kept_elements(layout), ""
+    if kept:
         share = f"1/{bench.numel / kept:.3g}"
         yield Timed(f"{TOPK}, {share}", width, lambda i: residuals[i].abs().topk(kept, sorted=False), graph=False)
         yield Timed(
             f"{SELECT}, {share}", read + 2 * width, lambda i: select(gradients[i], residuals[i], kept), graph=False
         )
-    facts = {
-        "spec": label,
-        "kernel": _name(kernel),
-        "payload_bytes": layout.nbytes,
-        "kept": kept,
-        "position_bits": bits,
-        "position_bound": bound,
-    }
+    facts = {"spec": label, "kernel": _name(kernel), "payload_bytes": layout.nbytes}
     timed = partial(Timed, graph=kernels.is_recordable(kernel, layout), facts=facts)
     size, payloads = layout.nbytes / bench.numel, bench.payloads(layout, PAYLOADS if in_parts else 1)
     for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
@@ -305,24 +297,11 @@ def select_per_chunk(gradient: Tensor, residual: Tensor, density: float) -> list
     return selected
 
 
-def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, None]:
-    """Return the number of kept elements, the bits spent on the position of each, and the entropy bound of these bits.
-
-    The bound is log2 C(n, k) / k. All three are None if the layout selects nothing.
-    """
-    if isinstance(layout, RandomKLayout):
-        return layout.k, 0.0, _log2_choices(layout.numel, layout.k) / layout.k
-    if not isinstance(layout, TopKLayout):
-        return None, None, None
-    records = [(layout.rows, layout.record)] + ([(1, layout.tail)] if layout.tail else [])
-    kept = sum(rows * record.k for rows, record in records)
-    bits = sum(rows * 8 * (record.nbytes - record.low_at) for rows, record in records)
-    bound = sum(rows * _log2_choices(record.n, record.k) for rows, record in records)
-    return kept, bits / kept, bound / kept
-
-
-def _log2_choices(n: int, k: int) -> float:
-    return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
+def kept_elements(layout: Layout) -> int:
+    """Return the number of elements that a layout keeps, 0 if it selects nothing."""
+    if isinstance(layout, TopKLayout):
+        return layout.rows * layout.record.k + (layout.tail.k if layout.tail else 0)
+    return layout.k if isinstance(layout, RandomKLayout) else 0
 
 
 def _name(kernel: object) -> str:

@@ -164,10 +164,7 @@ class Trainer:
     def checksum(self) -> int:
         """Return a checksum of all weights."""
         assert self._model is not None
-        total = 0
-        for parameter in self._model.parameters():
-            total = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), total)
-        return total
+        return zlib.crc32(b"".join(one.detach().cpu().numpy().tobytes() for one in self._model.parameters()))
 
     def _take_gradients(self, group: LocalGroup, *, is_local: bool) -> Bucket:
         """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks.

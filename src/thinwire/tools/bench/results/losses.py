@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import multimode
+from statistics import fmean, multimode
 from typing import Any, NamedTuple
 
 from thinwire.tools.record import Line
@@ -214,7 +214,7 @@ def _row(file: Path, line: dict[str, Any], metric: str) -> Row:
     except ValueError:
         raise ValueError(f"{file}: learning rate {rates[-1]!r} of {line['method']!r}, expected a number") from None
     others = "; ".join(part for part in options if part.partition("=")[0].strip() != "lr")
-    value = math.nan if line["loss"] is None else float(line[metric])
+    value = math.nan if None in (line["loss"], line[metric]) else float(line[metric])
     return Row(
         method=Method(name, others, line["warmup_steps"]),
         ranks=given["workers"],
@@ -246,9 +246,9 @@ def _summarize(one: Comparison) -> None:
             method=method,
             ranks=ranks,
             lr=lr,
-            value=_mean([_mean(values) for values in by_seed.values()]),
+            value=fmean([fmean(values) for values in by_seed.values()]),
             seeds=len(by_seed),
-            bytes_total=_mean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
+            bytes_total=fmean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
             dense_total=dense_totals[ranks],
         )
         one.results.append(result)
@@ -259,10 +259,6 @@ def _summarize(one: Comparison) -> None:
             f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
             f"run thinwire bench recipe --methods '{one.family} dense' with the same model, steps and samples"
         )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def section(comparisons: Sequence[Comparison], plot: str, link: Callable[[Path], str]) -> list[str]:
@@ -400,7 +396,7 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
         evaluations = zip(*(row.curve for row in one.rows if row.method == method), strict=True)
-        points = [[_mean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
+        points = [[fmean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
         seconds, losses = zip(*points, strict=True)
         axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
         label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
