@@ -13,8 +13,7 @@ from thinwire.tools import cli, record
 from thinwire.tools.bench.link import rounds
 from thinwire.tools.bench.link.settings import Options
 from thinwire.tools.bench.methods import BY_LINK, BY_ROUND_TRIP, TOPK, parse
-from thinwire.tools.bench.others import split_for_muon
-from thinwire.tools.bench.training import check
+from thinwire.tools.bench.training import check, split_for_muon
 from thinwire.tools.train.models import model_config
 
 TINY = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--simulate"]

@@ -16,7 +16,7 @@ end, gloo and NCCL at each addition; and a value that is not finite makes all el
 import importlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 import thinwire
 from thinwire.collectives import cost
@@ -36,7 +37,6 @@ from thinwire.sync.buckets import Bucket
 from thinwire.sync.policy import AUTO, DEFAULT
 
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
-from .others import OPTIONS, Several, bf16_hook, send_nothing, split_for_muon
 from .powersgd import PowerSGD, gradient_of, write_gradients
 
 _ONE_BUCKET_MB = 1 << 14
@@ -46,6 +46,26 @@ With several buckets, torch's PowerSGD issues its collectives in an order that d
 """
 MOMENTUM = 0.9
 """Momentum of SGD, torch's and thinwire's."""
+OPTIONS = ("outer_lr", "outer_momentum", "nesterov", "decay", "fragments", "delay")
+"""Options of LocalSteps that a method may have. All others are those of the optimizer inside."""
+
+
+class Several:
+    """Several optimizers that step together, each with parameters of its own."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Take a step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Reset the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,25 @@ def check(text: str) -> Method:
     return method
 
 
+def send_nothing(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Send nothing: what is left is DDP itself, which copies gradients into buckets and calls Python for each."""
+    buffer = bucket.buffer()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+def bf16_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Send bfloat16 by torch's own hook, which DDP refuses by its name where there is no NCCL."""
+    return bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+
+
 def build(method: Method, setup: Setup) -> Training:
     """Build the objects for the training loop of one rank."""
     if method.in_optimizer:
@@ -164,6 +203,22 @@ def _optimizer(method: Method) -> Callable[..., Any]:
         ours: Callable[..., Any] = getattr(thinwire, method.name.removeprefix("thinwire."))
         return ours
     return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.optim.Muon}[method.family]
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the hidden matrices of a model, which Muon is for, and all other parameters.
+
+    Embeddings are not hidden, nor is a linear layer that is the last child of the model: its head. Raises ValueError if
+    there is no hidden matrix.
+    """
+    outer: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer += [child for child in list(model.children())[-1:] if isinstance(child, nn.Linear)]
+    apart = {id(parameter) for module in outer for parameter in module.parameters()}
+    hidden = [one for one in model.parameters() if one.ndim == 2 and id(one) not in apart]
+    if not hidden:
+        raise ValueError(f"{type(model).__name__} has no hidden matrix, which Muon is for: use adamw")
+    taken = {id(one) for one in hidden}
+    return hidden, [one for one in model.parameters() if id(one) not in taken]
 
 
 def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:

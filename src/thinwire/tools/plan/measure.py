@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,8 +101,7 @@ class Taken(NamedTuple):
     processor: float
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """Latency of a wire, and its costs per byte, in seconds."""
 
     latency: float
@@ -118,11 +117,8 @@ def measure_codecs(
     """Return the costs of each compressor, and those of the cast to 16 bits and back."""
     device = bench.device
     tensors = [torch.randn(numel, device=device) for _ in range(3)]
-    turns = iter(range(1 << 30))
+    gradient, gradients = tensors[0], cycle(tensors)
     out = torch.empty(numel, device=device)
-
-    def gradient() -> Tensor:
-        return tensors[next(turns) % len(tensors)]
 
     def seconds(job: Job) -> float:
         return bench.work(job) / numel
@@ -130,17 +126,17 @@ def measure_codecs(
     def costs(given: Compressor) -> Costs:
         residual = torch.zeros(numel, device=device) if given.contracts else None
         key = 1 if given.draws else None
-        sent = given.encode(tensors[0], residual, key=key)
+        sent = given.encode(gradient, residual, key=key)
         rows = torch.stack([sent.payload] * _PAYLOADS)
-        encode = seconds(lambda: given.encode(gradient(), residual, key=key))
-        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, tensors[0], residual, finite=True))
+        encode = seconds(lambda: given.encode(next(gradients), residual, key=key))
+        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, gradient, residual, finite=True))
         one = seconds(lambda: given.decompress(sent, out))
         many = seconds(lambda: given.decompress(sent, out, payloads=rows))
         return Costs(encode=encode, commit=commit, write=one, add=max(0.0, many - one) / (_PAYLOADS - 1))
 
     found = {given: costs(given) for given in made}
-    half = tensors[0].to(torch.float16)
-    cast = seconds(lambda: gradient().to(torch.float16).div_(2))
+    half = gradient.to(torch.float16)
+    cast = seconds(lambda: next(gradients).to(torch.float16).div_(2))
     return found, Costs(cast, 0.0, seconds(lambda: out.copy_(half)))
 
 

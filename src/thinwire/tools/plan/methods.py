@@ -6,7 +6,7 @@ consists of a few phases, one after the other: compute, transfer, compute, trans
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.collectives.transport.wire import AT_ONCE
-from thinwire.compressors import Compressor, NoCompression, RandomK, compressor
+from thinwire.compressors import Compressor, NoCompression, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
 from thinwire.tools.bench.methods import COMPRESSING
 
@@ -53,13 +53,6 @@ class Method:
         return choose(
             self.given, first=self.compressor, second=second, numel=numel, dtype=dtype, ranks=world, can_shard=True
         )[0]
-
-    def alternatives(self) -> list["Method"]:
-        """Return the same method with other algorithms than the one that "auto" chooses."""
-        if self.compressor is None:
-            return []
-        names = ("gather",) if isinstance(self.compressor, RandomK) else ("gather", "sharded")
-        return [replace(self, given=name) for name in names]
 
 
 def method_of(name: str, world: int) -> Method | None:

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from thinwire.collectives.plan import given_max_bytes
+from thinwire.compressors import RandomK
 
 from .cluster import Cluster, Transfer
 from .costs import Bucket, Costs, Speeds, Work
@@ -71,10 +72,10 @@ class Case:
         """
         first = self.predict(method)
         most, limit = 2 * (first.residual + first.buffers), _CLEARLY * first.seconds
-        others = [self.predict(other) for other in method.alternatives()]
+        names = ("gather",) if isinstance(method.compressor, RandomK) else ("gather", "sharded")
         faster = [
             one
-            for one in others
+            for one in (self.predict(replace(method, given=name)) for name in names if method.compressor is not None)
             if one.seconds <= limit and one.residual + one.buffers <= most and one.is_usable >= first.is_usable
         ]
         return min(faster, key=lambda one: one.seconds, default=first)

@@ -13,6 +13,7 @@ If ranks end with different weights, the exit code is 1. Losses never change the
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from statistics import fmean
 
 from thinwire.tools.links.network import network, prepare
 from thinwire.tools.units import parse_link
@@ -110,8 +111,7 @@ def _cells(text: str, rows: list[Row], dense: dict[str, float], with_range: bool
 
 def _mean(rows: Sequence[Row], key: str) -> float:
     """Return the mean of a field, NaN if one is None: a loss that diverged, or a reduction of nothing sent."""
-    values = [math.nan if row[key] is None else row[key] for row in rows]
-    return sum(values) / len(values)
+    return fmean(math.nan if row[key] is None else row[key] for row in rows)
 
 
 def _or_diverged(loss: float) -> str:
