@@ -15,14 +15,8 @@ from thinwire.tools.units import LinkSpeed
 from ..harness import Row, print_table
 from ..harness import run as run_benchmark
 from ..methods import INSTALL_POWERSGD, POWERSGD_PACKAGE
+from ..results.links import LINKS
 from .settings import Options, check, has_powersgd_package
-
-_LINKS = {
-    False: "network namespaces, both ends of each link shaped by tc; bytes are those of the rank's interface, with the "
-    "headers of TCP and Ethernet",
-    True: "a relay on the loopback interface; bytes are those that it carried, without headers of TCP",
-}
-"""How links are made, by whether there is a relay."""
 
 
 def run(options: Options) -> int:
@@ -76,7 +70,7 @@ def _show(options: Options, rows: list[Row]) -> None:
             text=("method",),
         )
     print("speed-up: over dense. MB/step: at the slowest rate; over faster links packets have fewer headers.")
-    print(f"Links: {_LINKS[options.relay]}.")
+    print(f"Links: {LINKS['relay' if options.relay else 'namespaces']}.")
     if any(speed.round_trip for speed in speeds.values()):
         what = "byte" if options.relay else "packet"
         print(f"Round-trip times, behind the comma: thinwire delivers each {what} half of it after it was sent.")

@@ -23,17 +23,16 @@ class LinkRank:
         self._rank = rank
         # The time is measured here, and not the loss.
         warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
-        self._training: Training | None = None
 
     def start(self, name: str, model: Model) -> None:
         """Build the model and start to train it by the method of this name."""
-        self._training = None
+        vars(self).pop("_training", None)  # frees its memory
         gc.collect()
         torch.manual_seed(0)
         # All ranks have the same weights. Sending them would take longer than the steps.
         method = parse(name)
         self._every = method.every
-        self._training = build(method, Setup(build_model(model), lr=1e-5, ddp={"init_sync": False}))
+        self._training: Training = build(method, Setup(build_model(model), lr=1e-5, ddp={"init_sync": False}))
         torch.manual_seed(1 + self._rank)
         self._loss = make_loss(model)
 
@@ -42,7 +41,6 @@ class LinkRank:
 
         "auto" chooses at the same step on all ranks. With local steps it is the mean over the last round.
         """
-        assert self._training is not None
         sync, taken = self._training.sync, self.steps(count)
         while sync is not None and sync.policy.auto and sync.choice is None:
             taken = self.steps(1)
@@ -50,7 +48,6 @@ class LinkRank:
 
     def steps(self, count: int) -> list[float]:
         """Take `count` steps and return the milliseconds of each."""
-        assert self._training is not None
         marks = [take_step(self._training, self._loss) for _ in range(count)]
         return [1e3 * (one.end - one.begin) for one in marks]
 
@@ -59,7 +56,6 @@ class LinkRank:
 
         Return None if torch's own all-reduce was used, which is not recorded.
         """
-        assert self._training is not None
         assert self._training.sync is not None
         dist.barrier()
         marks, step = take_step(self._training, self._loss), self._training.sync.last_step

@@ -116,36 +116,35 @@ class Trainer:
             warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
         # Rank 0 loads the batches of all threads.
         self._data = options.load_data() if group is None or rank == 0 else None
-        self._model: nn.Module | None = None
-        self._training: Training | None = None
         self.gradients: Gradients | None = None
         """Gradients of all ranks that are threads. Only rank 0 has them."""
 
     def start(self, method: Method, seed: int) -> None:
         """Build the model and what the method needs."""
-        self._model = self._training = self.gradients = None  # free their memory before the next ones are built
+        self.gradients = None
+        for name in ("_model", "_training"):  # frees their memory before the next ones are built
+            vars(self).pop(name, None)
         gc.collect()
         options = self._options
-        model = options.config.build(seed).to(self._device)
         self._seed, self._step = seed, 0
-        self._model = model
+        self._model: nn.Module = options.config.build(seed).to(self._device)
         bucket = None if self._group is None else self._take_gradients(self._group, is_local=method.is_local)
-        self._training = build(
+        self._training: Training = build(
             method,
-            Setup(model, options.rates[method.family], warmup_steps=options.warmup, group=self._group, bucket=bucket),
+            Setup(
+                self._model, options.rates[method.family], warmup_steps=options.warmup, group=self._group, bucket=bucket
+            ),
         )
         self._base_lr = [group["lr"] for group in self._training.optimizer.param_groups]
 
     def advance(self, until: int) -> float:
         """Train up to step `until` and return the bytes that this rank has sent so far."""
-        assert self._training is not None
         while self._step < until:
-            self._train_step(self._training)
+            self._train_step()
         return self._training.bytes_sent(self._step)
 
     def synchronize(self) -> float:
         """Make the weights of all ranks the same, and return the bytes that this rank has sent so far."""
-        assert self._training is not None
         self._training.before_evaluation()
         return self._training.bytes_sent(self._step)
 
@@ -153,7 +152,6 @@ class Trainer:
         """Return loss and accuracy on validation data on rank 0, None on others: all ranks have the same weights."""
         if self._rank:
             return None
-        assert self._model is not None
         assert self._data is not None
         self._model.eval()
         parts = [evaluate_batch(self._model, batch, self._device) for batch in self._data.validation(64)]
@@ -163,8 +161,10 @@ class Trainer:
 
     def checksum(self) -> int:
         """Return a checksum of all weights."""
-        assert self._model is not None
-        return zlib.crc32(b"".join(one.detach().cpu().numpy().tobytes() for one in self._model.parameters()))
+        total = 0
+        for parameter in self._model.parameters():
+            total = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), total)
+        return total
 
     def _take_gradients(self, group: LocalGroup, *, is_local: bool) -> Bucket:
         """Make the gradient of every parameter a view of this rank's row of the gradients of all ranks.
@@ -173,19 +173,19 @@ class Trainer:
         """
         group.barrier()  # all ranks have their models
         if self._rank == 0:
-            models = [rank._model for rank in (self._ranks if is_local else self._ranks[:1]) if rank._model is not None]
+            models = [rank._model for rank in (self._ranks if is_local else self._ranks[:1])]
             self.gradients = Gradients(models, self._size, bf16=self._options.bf16)
         group.barrier()
-        gradients, model = self._ranks[0].gradients, self._model
+        gradients = self._ranks[0].gradients
         assert gradients is not None
-        assert model is not None
         bucket = gradients.bucket(self._rank)
         for name, part in bucket.parts().items():
-            parameter = model.get_parameter(name)
+            parameter = self._model.get_parameter(name)
             parameter.grad = shaped(part, parameter)
         return bucket
 
-    def _train_step(self, training: Training) -> None:
+    def _train_step(self) -> None:
+        training = self._training
         factor = schedule(self._step, self._options.steps)
         for group, lr in zip(training.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * factor

@@ -17,7 +17,7 @@ CONDITIONS = (
 )  # fmt: skip
 ROW = ("world", "method", "rate", "ms", "bytes_per_step")
 _MODELS = {"gpt": "the linear layers of a GPT", "cnn": "a convolutional network"}
-_LINKS = {
+LINKS = {
     "namespaces": "ranks in network namespaces, both ends of each link shaped by `tc tbf`; bytes are those of the "
     "interface, headers included",
     "relay": "ranks on the loopback interface behind a token-bucket relay; bytes are those that it carried, without "
@@ -79,7 +79,7 @@ def section(runs: Sequence[Sequence[World]], plot: str, link: Callable[[Path], s
             *(f"**{world.ranks} ranks**\n\n{table(world)}" for world in worlds),
             f"{given['cpu']}, {given['cores']} cores, {given['worker_threads']} thread for each rank, torch "
             f"{given['torch']}, gloo, {given['date'][:10]}, load {given['load_average']:.1f} at the start; "
-            f"{_LINKS[given['links']]}{delayed}. Rows: [{file}]({file}), made by `{given['command']}`.",
+            f"{LINKS[given['links']]}{delayed}. Rows: [{file}]({file}), made by `{given['command']}`.",
         ]
     return parts
 
