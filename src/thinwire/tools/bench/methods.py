@@ -38,7 +38,7 @@ TORCH = (
 )  # fmt: skip
 """Methods without thinwire."""
 COMPRESSING = ("attach", "thinwire.AdamW", "thinwire.SGD")
-"""Methods that are followed by the spec of a compressor."""
+"""Methods that are followed by the spec of a compressor. A step by one of them has a timeline."""
 LOCAL = "local steps"
 FAMILIES = ("adamw", "sgd", "muon")
 _SHORT = {"textbook topk": f"attach {TOPK}", "thinwire 8-bit": f"attach {EIGHT_BITS}"}
@@ -83,11 +83,6 @@ class Method:
     def is_local(self) -> bool:
         """Return whether ranks take local steps."""
         return self.name == LOCAL
-
-    @property
-    def is_recorded(self) -> bool:
-        """Return whether a step has a timeline: few local steps exchange, and other methods record nothing."""
-        return self.name in COMPRESSING
 
     def whole_rounds(self, steps: int) -> int:
         """Return the number of steps, rounded up to whole rounds of local steps."""

@@ -14,7 +14,7 @@ from thinwire.tools.links.network import Network, network
 from thinwire.tools.workers import WorkerError, Workers
 
 from ..harness import Progress, Row
-from ..methods import NO_COMMUNICATION, Method
+from ..methods import COMPRESSING, NO_COMMUNICATION, Method
 from .rank import LinkRank
 from .settings import Options
 from .timeline import Timeline
@@ -83,13 +83,13 @@ def measure(options: Options, progress: Progress, timelines: dict[str, Timeline]
             for rate, speed in options.speeds.items():
                 net.shape(*speed)
                 yield from measure_methods(rate, world, options, net, workers, progress)
-                for method in options.chosen if timelines is not None else ():
-                    if not method.is_recorded:
+                for method in options.chosen:
+                    if timelines is None or method.name not in COMPRESSING:
                         continue
                     workers.ask("start", method.text, options.size, limit=limit)
                     workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)
                     found = workers.ask("timeline", limit=limit)[0]
-                    if found is not None and timelines is not None:
+                    if found is not None:
                         timelines[f"{method.text}, {rate}, {world} ranks"] = found
 
 

@@ -10,7 +10,7 @@ from thinwire.tools.links.carrier import FASTEST
 from thinwire.tools.units import LinkSpeed, parse_link
 
 from ..harness import File, Names, Numbers, arg, at_least, check_file, check_world
-from ..methods import BY_LINK, BY_ROUND_TRIP, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
+from ..methods import BY_LINK, BY_ROUND_TRIP, COMPRESSING, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
 
 RATES = ("100mbit", "1gbit", "10gbit")
 
@@ -102,7 +102,7 @@ def check(options: Options) -> None:
     check_file("timeline", options.timeline)
     if POWERSGD_PACKAGE in options.methods and not has_powersgd_package():
         raise ValueError(f"--methods {POWERSGD_PACKAGE!r}, which is not installed: {INSTALL_POWERSGD}")
-    if not any(method.is_recorded for method in options.chosen) and options.timeline is not None:
+    if not any(method.name in COMPRESSING for method in options.chosen) and options.timeline is not None:
         raise ValueError(f"--timeline {options.timeline}, expected one of thinwire's --methods: others record nothing")
 
 
