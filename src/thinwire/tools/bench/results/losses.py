@@ -129,11 +129,9 @@ class Comparison:
         """Format the difference from a dense result: relative for a loss, in percentage points for an accuracy."""
         if dense is None:
             return "-"
-        return (
-            f"{100 * (value / dense.value - 1):+.1f} %"
-            if self.metric == "loss"
-            else f"{100 * (value - dense.value):+.1f}"
-        )
+        if self.metric == "loss":
+            return f"{100 * (value / dense.value - 1):+.1f} %"
+        return f"{100 * (value - dense.value):+.1f}"
 
     @property
     def model(self) -> str:
@@ -147,11 +145,6 @@ class Comparison:
         """Return all methods: dense first, thinwire's last."""
         methods = dict.fromkeys(result.method for result in self.results)
         return sorted(methods, key=lambda method: (not method.is_dense, method.is_ours))
-
-    @property
-    def rates(self) -> list[float]:
-        """Return learning rates that have rows."""
-        return sorted({row.lr for row in self.rows})
 
     @property
     def worlds(self) -> list[int]:
@@ -275,7 +268,8 @@ def section(comparisons: Sequence[Comparison], plot: str, link: Callable[[Path],
 
 def table(one: Comparison) -> str:
     """Return a table with a line for each method and world size, a column for each learning rate, and the reduction."""
-    heads = ["", "ranks", *(f"lr {lr:g}" for lr in one.rates), "seeds", "reduction"]
+    rates = sorted({row.lr for row in one.rows})
+    heads = ["", "ranks", *(f"lr {lr:g}" for lr in rates), "seeds", "reduction"]
     lines = [heads, ["---"] * len(heads)]
     for method in one.methods:
         title = f"**{one.title(method)}**" if method.is_ours else one.title(method)
@@ -283,7 +277,7 @@ def table(one: Comparison) -> str:
             found = {result.lr: result for result in one.results if (result.method, result.ranks) == (method, ranks)}
             if not found:
                 continue
-            cells = [_cell(one, found[lr]) if lr in found else "" for lr in one.rates]
+            cells = [_cell(one, found[lr]) if lr in found else "" for lr in rates]
             counts = sorted({result.seeds for result in found.values()})
             seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
             # The bytes of few methods depend on the learning rate.
