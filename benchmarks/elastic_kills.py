@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import time
 import warnings
@@ -28,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import thinwire
+from thinwire.tools.record import Writer, read_lines
 
 EVERY, BATCH, INPUTS, CLASSES = 8, 32, 64, 10
 FEWEST, MOST = 4, 6
@@ -56,7 +56,7 @@ def train(port: int, rank: int | None, size: int, steps: int, folder: str) -> No
     founder: dict[str, Any] = {} if rank is None else {"rank": rank, "size": size}
     group = thinwire.ElasticGroup(store, timeout=120, **founder)
     optimizer = thinwire.LocalSteps(torch.optim.AdamW(model.parameters(), lr=2e-3), EVERY, group=group, model=model)
-    with (Path(folder) / f"{group.number}-{os.getpid()}.jsonl").open("w", buffering=1) as log:
+    with Writer(Path(folder) / f"{group.number}-{os.getpid()}.jsonl") as log:
         while optimizer.steps < steps:
             for each in optimizer.param_groups:
                 each["lr"] = 1e-3 * (1 + math.cos(math.pi * optimizer.steps / steps))
@@ -66,12 +66,12 @@ def train(port: int, rank: int | None, size: int, steps: int, folder: str) -> No
             optimizer.step()
             if optimizer.steps % EVERY == 0:
                 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-                row = {"step": optimizer.steps, "digest": hashlib.sha256(weights).hexdigest()[:16], "ranks": group.size}
-                log.write(json.dumps(row) + "\n")
+                digest = hashlib.sha256(weights).hexdigest()[:16]
+                log.write({"kind": "round", "step": optimizer.steps, "digest": digest, "ranks": group.size})
                 store.set("reached", str(optimizer.steps))
         with torch.no_grad():
             x, y = batch(0, 8192)
-            log.write(json.dumps({"loss": F.cross_entropy(model(x), y).item(), "events": group.events}) + "\n")
+            log.write({"kind": "end", "loss": F.cross_entropy(model(x), y).item(), "events": group.events})
 
 
 def run(events: int, steps: int, seed: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def run(events: int, steps: int, seed: int) -> dict[str, Any]:
             process.start()
             return process
 
-        alive, kills, joins, failed = [start(rank) for rank in range(5)], 0, 0, []
+        alive, kills = [start(rank) for rank in range(5)], 0
         for number in range(events):
             due = (number + 1) * steps // (events + 8)
             while int(store.get("reached")) < due and all(process.is_alive() for process in alive):
@@ -95,34 +95,28 @@ def run(events: int, steps: int, seed: int) -> dict[str, Any]:
             time.sleep(draw.random() * 0.2)
             kill = len(alive) > FEWEST and (len(alive) == MOST or draw.random() < 0.5)
             if kill:
-                victim = alive.pop(draw.randrange(len(alive)))
-                os.kill(victim.pid or 0, signal.SIGKILL)
+                alive.pop(draw.randrange(len(alive))).kill()
                 kills += 1
             else:
                 alive.append(start(None))
-                joins += 1
         for process in alive:
             process.join(600)
-            if process.exitcode != 0:
-                failed.append(process.exitcode)
-        rows = [json.loads(line) for path in Path(folder).glob("*.jsonl") for line in whole_lines(path)]
+        failed = [process.exitcode for process in alive if process.exitcode != 0]
+        paths = Path(folder).glob("*.jsonl")
+        rows = [row for path in paths for _, row in read_lines(path, may_be_cut_off=True)]
     digests: dict[int, set[str]] = {}
     for row in rows:
-        if "digest" in row:
+        if row["kind"] == "round":
             digests.setdefault(row["step"], set()).add(row["digest"])
-    ends = [row for row in rows if "loss" in row]
+    ends = [row for row in rows if row["kind"] == "end"]
     return {
-        "events": events, "kills": kills, "joins": joins, "steps": steps, "rounds": len(digests),
+        "events": events, "kills": kills, "joins": events - kills, "steps": steps, "rounds": len(digests),
         "rounds_with_different_replicas": sum(len(found) > 1 for found in digests.values()),
         "ranks_that_failed": failed, "ranks_at_the_end": len(ends),
         "lost_seen": max((sum("lost" in e for e in row["events"]) for row in ends), default=0),
         "joined_seen": max((sum("joined" in e for e in row["events"]) for row in ends), default=0),
         "loss": sorted({row["loss"] for row in ends}), "seconds": round(time.monotonic() - started),
     }  # fmt: skip
-
-
-def whole_lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def main() -> None:

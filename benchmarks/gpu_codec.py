@@ -9,11 +9,9 @@ Measured as `thinwire bench codec --device cuda` does, whose parts these are. Wh
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,12 +19,12 @@ import thinwire
 from thinwire import kernels
 from thinwire.kernels.cuda import quantize, topk
 from thinwire.tools.bench.codec import describe_device, show
-from thinwire.tools.bench.codec.measurement import Bench, Buffers, Timed
+from thinwire.tools.bench.codec.measurement import Bench, Timed
 from thinwire.tools.bench.harness import Progress, Row, run
 from thinwire.tools.bench.measure import Clock
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
 
-PAYLOADS = 8
+NUMEL, CALLS, PAYLOADS = 1 << 28, 50, 8
 COMPRESS = [
     {"_ELEMENTS_PER_LANE": elements, "_REGISTERS": registers, "_CHUNKS_PER_PROGRAM": chunks}
     for elements, registers, chunks in (
@@ -44,46 +42,34 @@ FACTS = {"kernel": "cuda"}
 @dataclass(frozen=True)
 class Options:
     tune: tuple[str, ...] = ("compress", "decode", "quantize")
-    numel: int = 1 << 28
-    calls: int = 50
     out: Path | None = None
-
-
-@contextmanager
-def settings(module: ModuleType, values: dict[str, Any]) -> Iterator[str]:
-    """The module with these values of its own names; yields them as words."""
-    before = {name: getattr(module, name) for name in values}  # an AttributeError tells of a name that is gone
-    vars(module).update(values)
-    shown = {name: value(4096) if callable(value) else value for name, value in values.items()}
-    try:
-        yield " ".join(f"{name.strip('_').lower()}={value}" for name, value in shown.items())
-    finally:
-        vars(module).update(before)
 
 
 def tune(name: str, bench: Bench) -> Iterator[Row]:
     """The rows of one kernel with all its settings."""
-    buffers, kernel = bench.buffers, quantize if name == "quantize" else topk
+    kernel = quantize if name == "quantize" else topk
     spec = EIGHT_BITS if name == "quantize" else TOPK
-    layout = thinwire.compressor(spec).layout(buffers.numel, torch.float32)
-    payloads = buffers.payloads(layout, PAYLOADS if name == "decode" else 1)
+    layout = thinwire.compressor(spec).layout(bench.numel, torch.float32)
+    payloads = bench.payloads(layout, PAYLOADS if name == "decode" else 1)
 
     def compress(i: int, number: int = 0) -> None:
-        kernel.compress(buffers.gradients[i], buffers.residuals[i], layout, 0, payloads[i][number], buffers.flag)
+        kernel.compress(bench.gradients[i], bench.residuals[i], layout, 0, payloads[i][number], bench.flag)
 
     for number in range(len(payloads[0])):
-        buffers.reset()
-        for i in range(buffers.sets):
+        bench.reset()
+        for i in range(bench.sets):
             compress(i, number)
     for values in {"compress": COMPRESS, "decode": DECODE, "quantize": QUANTIZED}[name]:
-        with settings(kernel, values) as words:
-            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / buffers.numel, compress, facts=FACTS)]
+        shown = {key.strip("_").lower(): value(4096) if callable(value) else value for key, value in values.items()}
+        words = " ".join(f"{key}={value}" for key, value in shown.items())
+        with patch.multiple(kernel, **values):  # an AttributeError tells of a name that is gone
+            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / bench.numel, compress, facts=FACTS)]
             if name == "decode":
                 calls = [
                     Timed(
                         f"decode {count} x {words}", 4,
                         lambda i, count=count: topk.decode(
-                            payloads[i][:count], layout, 0, buffers.outs[i], 1 / count, False
+                            payloads[i][:count], layout, 0, bench.outs[i], 1 / count, False
                         ), facts=FACTS,
                     )
                     for count in (1, PAYLOADS)
@@ -94,18 +80,16 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", nargs="*", choices=Options.tune, default=Options.tune, help="which kernels")
-    parser.add_argument("--numel", type=int, default=Options.numel)
-    parser.add_argument("--calls", type=int, default=Options.calls, help="timed calls of each")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    options = Options(tuple(given.tune), given.numel, given.calls, given.out)
+    options = Options(tuple(given.tune), given.out)
     os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
 
     def measure(progress: Progress) -> Iterator[Row]:
         device = torch.device("cuda")
-        bench = Bench(Buffers(options.numel, torch.float32, device), Clock(device), options.calls)
+        bench = Bench(NUMEL, torch.float32, device, Clock(device), CALLS)
         yield from bench.baselines()
         for name in options.tune:
             progress.start(name)
@@ -113,7 +97,7 @@ def main() -> None:
             progress.finish("done")
 
     under = describe_device("cuda", "cuda")
-    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=options.calls, **under)
+    run(options, measure, show, name="gpu_codec", progress_steps=len(options.tune), repeats=CALLS, **under)
 
 
 if __name__ == "__main__":

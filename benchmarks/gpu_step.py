@@ -31,10 +31,12 @@ from recipe_gpu import multi_process_service
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
+from thinwire.tools.bench.harness import print_table, short
+from thinwire.tools.bench.measure import timing
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK, parse
 from thinwire.tools.bench.training import Setup, build
 from thinwire.tools.loopback import sent_bytes
-from thinwire.tools.record import Writer
+from thinwire.tools.record import Writer, conditions
 from thinwire.tools.train.models.gpt import GPTConfig
 
 CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
@@ -82,14 +84,19 @@ class Trained:
 
         self.optimizer.add_bucket, self.optimizer.step = timed_bucket, timed_step
 
-    def step(self, tokens: torch.Tensor) -> None:
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        """Take a step, and return when the forward pass, the backward pass and `step()` ended."""
         silent: Any = self.module
         with silent.no_sync() if self.name == NO_SYNC else nullcontext():
             self.optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
                 scores = self.module(tokens[:, :-1])
-            F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss = F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+            forward = time.perf_counter()
+            loss.backward()
+        backward = time.perf_counter()
         self.optimizer.step()
+        return {"forward": forward, "backward": backward, "step": time.perf_counter()}
 
 
 def join(rank: int, rendezvous: str) -> torch.Tensor:
@@ -106,7 +113,7 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
     tokens = join(rank, rendezvous)
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, float] = {}
-    python: dict[str, tuple[float, float]] = {}
+    python: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for name in names:  # one at a time is in memory; each makes its own model anew
             trained = Trained(name)
@@ -128,10 +135,8 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
             dist.barrier()
             sent[name] = (sent_bytes() - before) / 2 / steps
             if trained.buckets:
-                python[name] = (
-                    1e3 * trained.hook_seconds / trained.buckets,
-                    1e3 * trained.step_seconds / trained.buckets,
-                )
+                seconds = {"hook_ms": trained.hook_seconds, "step_ms": trained.step_seconds}
+                python[name] = {key: 1e3 * value / trained.buckets for key, value in seconds.items()}
             del trained
             torch.cuda.empty_cache()
     if rank == 0:
@@ -140,35 +145,26 @@ def rank_main(rank: int, rendezvous: str, rounds: int, steps: int, names: list[s
 
 
 def report(
-    times: dict[str, list[float]],
-    sent: dict[str, float],
-    python: dict[str, tuple[float, float]],
-    shares_by: str,
-    out: str,
+    times: dict[str, list[float]], sent: dict[str, float], python: dict[str, dict[str, float]], shares_by: str, out: str
 ) -> None:
-    conditions = {
-        "kind": "conditions", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": 2,
-        "backend": "gloo, loopback", "gpu shared by": shares_by,
-        "parameters": sum(p.numel() for p in CONFIG.build(0).parameters()), "batch": BATCH, "config": str(CONFIG),
-        "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-    rows = []
-    print(f"{conditions}\n{'method':56} {'p20':>9} {'p50 ms':>9} {'p80':>9} {'x dense':>8} {'x alone':>7} "
-          f"{'MB/step':>9} {'hook ms':>8} {'step ms':>8}")  # fmt: skip
+    under = conditions(
+        device=torch.cuda.get_device_name(), ranks=2, backend="gloo, loopback", batch=BATCH, config=str(CONFIG),
+        parameters=sum(p.numel() for p in CONFIG.build(0).parameters()), **{"gpu shared by": shares_by},
+    )  # fmt: skip
     dense, none = (statistics.median(times.get(name, [float("nan")])) for name in ("dense", NO_SYNC))
-    for name, taken in times.items():
-        fifths = statistics.quantiles(taken, n=5)
-        ms = {"p20": fifths[0], "p50": statistics.median(taken), "p80": fifths[3]}
-        row = {"kind": "gpu step", "method": name, "ms": ms, "bytes_per_step": sent[name]}
-        if name in python:
-            row |= {"hook_ms": python[name][0], "step_ms": python[name][1]}
-        rows.append(row)
-        each = "".join(f" {ms:8.3f}" for ms in python.get(name, ()))
-        print(f"{name:56} {ms['p20']:9.1f} {ms['p50']:9.1f} {ms['p80']:9.1f} {dense / ms['p50']:8.2f} "
-              f"{ms['p50'] / none:7.2f} {sent[name] / 1e6:9.2f}{each}", flush=True)  # fmt: skip
+    cells = []
     with Writer(out or None) as writer:
-        for line in [conditions, *rows]:
-            writer.write(line)
+        writer.write(under)
+        for name, taken in times.items():
+            ms, of_python = timing(taken), python.get(name, {})
+            writer.write({"kind": "gpu step", "method": name, "ms": ms, "bytes_per_step": sent[name], **of_python})
+            cells.append({
+                "method": name, "p20": f"{ms['p20']:.1f}", "p50 ms": f"{ms['p50']:.1f}", "p80": f"{ms['p80']:.1f}",
+                "x dense": f"{dense / ms['p50']:.2f}", "x alone": f"{ms['p50'] / none:.2f}",
+                "MB/step": f"{sent[name] / 1e6:.2f}",
+                "hook ms": short(of_python.get("hook_ms")), "step ms": short(of_python.get("step_ms")),
+            })  # fmt: skip
+    print_table(str(under), cells, text=("method",))
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from gpu_step import LARGE_BUCKETS, TOPK, Trained, join
 from torch.multiprocessing.spawn import spawn
-from torch.nn import functional as F
 
 STEPS_BEFORE, STEPS = 20, 8
 """By then everything is recorded, and second moments are not averaged again before step 32."""
@@ -25,15 +24,7 @@ STEPS_BEFORE, STEPS = 20, 8
 
 def timed_step(trained: Trained, tokens: torch.Tensor) -> dict[str, Any]:
     started = time.perf_counter()
-    trained.optimizer.zero_grad()
-    with torch.autocast("cuda", torch.bfloat16):
-        scores = trained.module(tokens[:, :-1])
-    loss = F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
-    times = {"forward": time.perf_counter()}
-    loss.backward()
-    times["backward"] = time.perf_counter()
-    trained.optimizer.step()
-    times["step"] = time.perf_counter()
+    times = trained.step(tokens)
     torch.cuda.synchronize()
     times["device"] = time.perf_counter()
     last = trained.optimizer.sync.last_step

@@ -33,7 +33,6 @@ class Keeper(LinkRank):
         """What was chosen."""
         self.start(name, MODEL)
         self.warm_up(5)
-        assert self._training is not None
         self._kept[name] = self._training
         choice = None if self._training.sync is None else self._training.sync.choice
         return "" if choice is None else choice.reason

@@ -21,7 +21,7 @@ from thinwire.collectives import cost
 from thinwire.collectives.cost import Cost
 from thinwire.tools import cli, loopback, record
 from thinwire.tools.bench.allreduce import ranks, simulate
-from thinwire.tools.bench.allreduce.ranks import FRAMING_LIMIT, Case, byte_row, ratio_row
+from thinwire.tools.bench.allreduce.ranks import FRAMING_LIMIT, Case, byte_row
 from thinwire.tools.bench.harness import Row
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
@@ -58,7 +58,6 @@ def test_the_installed_command_counts_times_and_simulates(tmp_path: Path) -> Non
             (TOPK, "auto", "gather"),
             (RANDOMK, "values", "values"),
             (RANDOMK, "auto", "values"),
-            ("none", "torch", "dense"),
         ]
     ]
     for line in counted:
@@ -86,7 +85,7 @@ def test_the_installed_command_counts_times_and_simulates(tmp_path: Path) -> Non
     simulated = lines_of(path, "simulation")
     assert {line["world"] for line in simulated} == {2**power for power in range(1, 13)}
     assert all(line["conditions"]["spec"] == TOPK for line in [*counted, *simulated])
-    for text in ("Bytes sent per rank, 200,000 x float32", "auto -> gather", "limit 1.10", "4,096  sharded"):
+    for text in ("Bytes sent per rank, 200,000 x float32", "auto -> gather", "sum of its parts ", "4,096  sharded"):
         assert text in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
 
@@ -97,7 +96,7 @@ def test_any_compressor(spec: str, tmp_path: Path) -> None:
     """One whose values are summed, one that takes no residual, and none."""
     path = tmp_path / "rows.jsonl"
     assert cli.main(["bench", "allreduce", *SMALL, "--worlds", "2", "--spec", spec, "--out", str(path)]) == 0
-    assert {line["spec"] for line in lines_of(path, "bytes")} == {spec, RANDOMK, "none"}
+    assert {line["spec"] for line in lines_of(path, "bytes")} == {spec, RANDOMK}
     flat = "values" if spec == RANDOMK else "sharded"
     assert flat in {line["name"] for line in lines_of(path, "time")}
     assert flat in {line["algorithm"] for line in lines_of(path, "simulation")}
@@ -133,8 +132,8 @@ def test_bytes_that_are_off_their_formula_end_in_1(
         (["--worlds"], "--worlds without a number of ranks"),
         (["--worlds", "4", "1"], "--worlds 1, expected 2 to 64 ranks"),
         (["--ranks", "1000"], "--ranks 1000, expected 2 to 64 ranks"),
-        (["--bytes-size", "many"], "size 'many', expected a whole number of elements"),
-        (["--size", "0"], "size '0', expected a whole number of elements"),
+        (["--bytes-size", "many"], "--bytes-size 'many', expected a whole number"),
+        (["--size", "0"], "--size '0', expected a whole number"),
         (["--repeats", "0"], "--repeats 0, expected 1 or more"),
         (["--out", "/nonexistent/rows.jsonl"], "/nonexistent/rows.jsonl"),
     ],
@@ -168,6 +167,7 @@ class FailingReducer:
 def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
     given = ["bench", "allreduce", *SMALL, "--worlds", "2", "--repeats", "1000000", "--parts", "time"]
     err = tmp_path / "err"
+    err.touch()  # it is read before the copy has opened it
     with start_command(*given, out=os.devnull, err=err) as process:
         deadline = time.monotonic() + 100
         while "ready" not in err.read_text():
@@ -240,13 +240,6 @@ def test_a_loopback_interface_that_is_never_quiet(monkeypatch: pytest.MonkeyPatc
     assert loopback.wait_until_quiet() == (False, next(counts) - 1)
     monkeypatch.setattr(loopback, "sent_bytes", lambda: 7)
     assert loopback.wait_until_quiet() == (True, 7)
-
-
-def test_the_ratio_of_parts_too_short_to_time() -> None:
-    assert ratio_row(11.0, 10.0)["ok"]
-    assert not ratio_row(11.1, 10.0)["ok"]
-    assert ratio_row(1.0, -0.1)["ratio"] is None
-    assert not ratio_row(1.0, -0.1)["ok"]
 
 
 def simulated(numel: int, spec: str = TOPK) -> dict[tuple[int, str], SimpleNamespace]:

@@ -17,9 +17,6 @@ from support.processes import living
 from thinwire.tools import cli, record
 from thinwire.tools.bench.harness import Progress, command_line
 from thinwire.tools.bench.link import Options, rounds
-from thinwire.tools.bench.link.settings import Model, Settings
-from thinwire.tools.bench.methods import Method, parse
-from thinwire.tools.units import LinkSpeed
 from thinwire.tools.workers import WorkerError
 
 OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"
@@ -93,15 +90,13 @@ def test_rounds_and_what_auto_chooses(tmp_path: Path) -> None:
 def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """dense was done after one round, but yielded after the method before it, which fails in its second."""
 
-    def take(method: Method, taken: rounds.Taken, **_: object) -> None:
+    def take(taken: rounds.Taken, *_: object) -> None:
         if taken.steps:
             raise WorkerError("rank 1 of 2 was killed")
-        taken.samples, taken.steps, taken.left = [1.0], 1, int(method.text != "dense")
+        taken.samples, taken.steps, taken.left = [1.0], 1, int(taken.method.text != "dense")
 
     monkeypatch.setattr(rounds, "take_steps", take)
-    given = Settings(
-        {"1gbit": LinkSpeed(1e9)}, (2,), (parse("no communication"), parse("dense")), (), Model("gpt", 4e5, 4), 2, False
-    )
+    given = Options(methods=("no communication", "dense"), steps=2)
     nobody: Any = None
     rows = rounds.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
     assert [next(rows)["method"], next(rows)["method"]] == ["no communication", "dense"]

@@ -255,16 +255,6 @@ def test_rows_of_both_benchmarks(files: list[Path], tmp_path: Path, capsys: pyte
     assert f"has rows of bench recipe and {link} rows of bench link, expected one of both: call it twice" in error
 
 
-def test_a_readme_without_marks_stays_as_it_is(
-    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{BEGIN}\n{END}\n")
-    assert results(*files, "--readme", readme) == 2
-    assert f"has no line {LOSS_BEGIN}" in capsys.readouterr().err
-    assert readme.read_text() == f"{BEGIN}\n{END}\n"
-
-
 def test_rows_as_bench_recipe_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "rows.jsonl")
     small = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "4", "--simulate"]

@@ -33,9 +33,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         assert (row["times_dense"] == 1.0) == row["method"].endswith(" dense")
 
 
-@pytest.mark.parametrize(
-    "option", [["--workers", "1"], ["--rounds", "0"], ["--model", "mlp"], ["--large-model", "cnn"]]
-)
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--model", "mlp"], ["--large-model", "cnn"]])
 def test_wrong_arguments_are_one_line(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", *option]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

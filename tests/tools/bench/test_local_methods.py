@@ -11,12 +11,10 @@ import thinwire
 from support.loaded import run_command
 from thinwire.tools import cli, record
 from thinwire.tools.bench.link import rounds
-from thinwire.tools.bench.link.settings import Model, Options, Settings, settings
-from thinwire.tools.bench.methods import BY_LINK, BY_ROUND_TRIP, TOPK, Method, parse
-from thinwire.tools.bench.others import split_for_muon
-from thinwire.tools.bench.training import check
+from thinwire.tools.bench.link.settings import Options
+from thinwire.tools.bench.methods import BY_LINK, BY_ROUND_TRIP, TOPK, parse
+from thinwire.tools.bench.training import check, split_for_muon
 from thinwire.tools.train.models import model_config
-from thinwire.tools.units import LinkSpeed
 
 TINY = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--simulate"]
 LARGE, SMALL = 256 * 64 + 12 * 64 * 64, 16 * 64 + 3 * 64
@@ -50,10 +48,9 @@ def test_unknown_names(text: str, message: str) -> None:
 
 
 def test_a_round_trip_time_adds_local_steps_to_all() -> None:
-    plain, delayed = (settings(Options(rates=(rate,))) for rate in ("1gbit", "1gbit,20ms"))
-    texts = [method.text for method in delayed.methods]
-    assert [method.text for method in plain.methods] == [text for text in BY_LINK if text in texts]
-    assert texts == [*[method.text for method in plain.methods], *BY_ROUND_TRIP]
+    plain, delayed = ([one.text for one in Options(rates=(rate,)).chosen] for rate in ("1gbit", "1gbit,20ms"))
+    assert plain == [text for text in BY_LINK if text in delayed]
+    assert delayed == [*plain, *BY_ROUND_TRIP]
 
 
 def test_muon_gets_hidden_matrices() -> None:
@@ -132,11 +129,10 @@ def test_steps_are_rounded_to_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> N
         def sent_bytes(self) -> list[int]:
             return [0]
 
-    method: Method = parse("local steps 8")
-    given = Settings({"1gbit": LinkSpeed(1e9)}, (2,), (method,), (), Model("gpt", 4e5, 4), 20, False)
-    taken, net, ranks = rounds.Taken(20), Net(), Ranks()
+    given = Options(rates=("1gbit",))
+    taken, net, ranks = rounds.Taken(parse("local steps 8"), "1gbit", 2, 20), Net(), Ranks()
     while taken.left:
-        rounds.take_steps(method, taken, given, net, ranks)  # type: ignore[arg-type]
+        rounds.take_steps(taken, given, net, ranks)  # type: ignore[arg-type]
     assert [count for name, count in asked if name == "warm_up"] == [16, 16, 16]
     assert [count for name, count in asked if name == "steps"] == [8, 8, 8]
-    assert taken.row("1gbit", 2, method)["steps"] == 24
+    assert taken.row()["steps"] == 24

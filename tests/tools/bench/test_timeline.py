@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.collectives.handle import Span
-from thinwire.tools.bench.link.timeline import Marks, Timeline, timeline, write_trace
+from thinwire.tools.bench.link.timeline import Timeline, timeline, write_trace
+from thinwire.tools.bench.training import Marks
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def test_work_beside_the_backward_pass_is_not_waiting(known: Timeline) -> None:
     assert known.whole == pytest.approx(60)
     assert known.beside == pytest.approx(25 + 2)
     assert known.waited == pytest.approx(30)
-    assert [lane.name for lane in known.lanes] == ["compute", "bucket 1, 10 elements", "bucket 2, 20 elements"]
-    assert [bar.label for bar in known.lanes[0].bars] == ["forward", "backward", "optimizer"]
-    assert [bar.phase for bar in known.lanes[1].bars] == ["compute", "compress", "exchange"]
+    assert [name for name, _ in known.lanes] == ["compute", "bucket 1, 10 elements", "bucket 2, 20 elements"]
+    assert [bar.label for bar in known.lanes[0][1]] == ["forward", "backward", "optimizer"]
+    assert [bar.phase for bar in known.lanes[1][1]] == ["compute", "compress", "exchange"]
 
 
 def test_the_trace_names_every_lane_and_what_was_waited_for(known: Timeline, tmp_path: Path) -> None:

@@ -189,8 +189,3 @@ def test_buckets_are_those_of_ddp() -> None:
 def test_buckets_of_a_number() -> None:
     assert sum(bucket.numel for bucket in of_count(123_456_789)) == 123_456_789
     assert of_count(5) == (Bucket(5, 5),)
-
-
-def test_a_world_has_two_ranks_at_least() -> None:
-    with pytest.raises(AssertionError):
-        Cluster(1, 1e9, 0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinwire.testing import RankPool
-from thinwire.tools.bench.recipe import Options, settings
+from thinwire.tools.bench.recipe import Options, check
 from thinwire.tools.bench.recipe.gradients import Threads
 from thinwire.tools.bench.recipe.trainer import Trainer
 from thinwire.tools.train.data import Batch, Data, Digits, Text, sources
@@ -146,10 +146,10 @@ SMALL_GPT = "gpt:layers=1,width=16,heads=1,context=8"
 
 
 def taken_by(rank: int, world_size: int) -> list[tuple[int, int, int]]:
-    given = settings(Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT))
+    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT)
     trainer = RecordingTrainer(rank, world_size, given)
     trainer.record()
-    trainer.start(given.methods[0], 5)
+    trainer.start(given.chosen[0], 5)
     trainer.advance(3)
     return trainer.taken()
 
@@ -161,11 +161,11 @@ def test_ranks_of_the_benchmark_share_the_stream(ranks: RankPool) -> None:
 
 
 def test_of_ranks_that_are_threads_the_first_takes_the_batches_of_all() -> None:
-    given = settings(Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT, simulate=True))
+    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=SMALL_GPT, simulate=True)
     with Threads() as threads:
         threads.form(2, RecordingTrainer, given)
         threads.ask("record")
-        threads.ask("start", given.methods[0], 5)
+        threads.ask("start", given.chosen[0], 5)
         threads.ask("advance", 3)
         first, second = threads.ask("taken")
     assert first == [(0, 6, 5), (6, 6, 5), (12, 6, 5)]
@@ -175,4 +175,4 @@ def test_of_ranks_that_are_threads_the_first_takes_the_batches_of_all() -> None:
 @pytest.mark.parametrize("model", ["resnet18", "cnn:size=28", "cnn:channels=3"])
 def test_the_benchmark_refuses_models_for_other_images(model: str) -> None:
     with pytest.raises(ValueError, match="and digits has 1 x 8 x 8: use model cnn:size=8"):
-        settings(Options(model=model))
+        check(Options(model=model))

@@ -7,11 +7,12 @@ Importing this needs neither torch nor the packages of the command line. Benchma
 """
 
 import io
+import math
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -117,41 +118,27 @@ def run(
 
 
 def print_table(
-    title: str,
-    headers: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    *,
-    text: Collection[str] = (),
-    spare: Sequence[str] = (),
+    title: str, rows: Sequence[Mapping[str, str]], *, text: Collection[str] = (), spare: Sequence[str] = ()
 ) -> None:
-    """Print a table to stdout.
+    """Print a table to stdout. All rows have the same keys, which are the headers.
 
     text    headers of columns that are left-aligned. All others are right-aligned.
     spare   headers of columns that are left out, from the first on, until the table fits the terminal.
     """
-    table = [list(headers), *map(list, rows)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    left_out = 0
-    for name in spare:
-        if room is None or sum(_widths(table)) + 2 * len(table[0]) <= room:
-            break
-        position = table[0].index(name)
-        for line in table:
-            del line[position]
-        left_out += 1
-    widths = _widths(table)
-    aligned = [str.ljust if header in text else str.rjust for header in table[0]]
-    lines = [
-        "  ".join(align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    print("\n".join(["", title, lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]))
-    if left_out:
-        print(f"{left_out} columns do not fit this terminal; --out writes all columns.")
+    widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in rows[0]}
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    waiting = list(spare)
+    while waiting and sum(widths.values()) + 2 * len(widths) > room:
+        del widths[waiting.pop(0)]
 
+    def line(cells: Mapping[str, str]) -> str:
+        aligned = (f"{cells[name]:{'<' if name in text else '>'}{width}}" for name, width in widths.items())
+        return "  ".join(aligned).rstrip()
 
-def _widths(table: list[list[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*table, strict=True)]
+    heading = line({header: header for header in widths})
+    print("\n".join(["", title, heading, "-" * (sum(widths.values()) + 2 * len(widths) - 2), *map(line, rows)]))
+    if len(waiting) < len(spare):
+        print(f"{len(spare) - len(waiting)} columns do not fit this terminal; --out writes all columns.")
 
 
 def short(value: float | None, digits: int = 3) -> str:

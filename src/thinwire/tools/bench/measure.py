@@ -70,7 +70,7 @@ def peak_memory(job: Job, device: torch.device) -> int | None:
     if device.type == "cpu" and not (sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)):
         return None
     job()
-    return int(median(_peak_on_cuda(job) if device.type == "cuda" else _peak_on_linux(job) for _ in range(3)))
+    return int(median(_peak(job, device) for _ in range(3)))
 
 
 def peak_resident(job: Job) -> int:
@@ -89,18 +89,16 @@ def _unfinished(taken: list[float], repeats: int) -> bool:
     return len(taken) < repeats and (len(taken) < 3 or sum(taken) < 1e3 * PATIENCE_SECONDS)
 
 
-def _peak_on_cuda(job: Job) -> int:
+def _peak(job: Job, device: torch.device) -> int:
+    if device.type == "cpu":
+        before = peak_resident(lambda: None)
+        return max(0, peak_resident(job) - before)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     job()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_on_linux(job: Job) -> int:
-    before = peak_resident(lambda: None)
-    return max(0, peak_resident(job) - before)
 
 
 class Clock:

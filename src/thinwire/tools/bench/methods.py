@@ -38,7 +38,7 @@ TORCH = (
 )  # fmt: skip
 """Methods without thinwire."""
 COMPRESSING = ("attach", "thinwire.AdamW", "thinwire.SGD")
-"""Methods that are followed by the spec of a compressor."""
+"""Methods that are followed by the spec of a compressor. A step by one of them has a timeline."""
 LOCAL = "local steps"
 FAMILIES = ("adamw", "sgd", "muon")
 _SHORT = {"textbook topk": f"attach {TOPK}", "thinwire 8-bit": f"attach {EIGHT_BITS}"}
@@ -73,11 +73,6 @@ class Method:
     options: dict[str, object] = field(default_factory=dict)
     every: int = 1
     """Number of steps in a round of local steps; 1 for all other methods."""
-
-    @property
-    def is_dense(self) -> bool:
-        """Return whether the method is uncompressed."""
-        return self.name == "dense"
 
     @property
     def is_ours(self) -> bool:

@@ -16,11 +16,11 @@ Gram-Schmidt for ranks 1 and 2: signs differ, which cancel in P Q^T, and a colum
 NaN. Dense tensors have no error here. That of torch cancels in the next mean.
 
 All P of a step are one tensor, as are all Q and all dense tensors, so a step has three all-reduces. Matrices of the
-same shape are multiplied as one batch. All matrices are orthogonalized as one batch, padded with rows of zeros.
+same shape are one batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ MIN_COMPRESSION_RATE = 2
 """Same as torch's default."""
 
 
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     """All matrices of one shape."""
 
     parameters: list[nn.Parameter]
@@ -59,50 +58,48 @@ class PowerSGD:
         self._mean, self._dense_steps, self._step = mean, dense_steps, 0
         self.numel_sent = 0
         """Number of elements that were all-reduced so far."""
-        matrices = [one for one in self._parameters if _pays(one, rank)]
-        compressed = {id(one) for one in matrices}
-        self._dense = [one for one in self._parameters if id(one) not in compressed]
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
-        for one in matrices:
-            by_shape.setdefault(_shape(one), []).append(one)
-        shapes = [(len(group), n, m) for (n, m), group in by_shape.items()]
+        for one in self._parameters:
+            if _pays(one, rank):
+                by_shape.setdefault(_shape(one), []).append(one)
+        compressed = {id(one) for group in by_shape.values() for one in group}
+        self._dense = [one for one in self._parameters if id(one) not in compressed]
         like = self._parameters[0]
-        self._p = _LowRank([(count, n) for count, n, _ in shapes], rank, like)
-        self._q = _LowRank([(count, m) for count, _, m in shapes], rank, like)
-        self._q.draw()
-        self._batches = [
-            _Batch(parameters=group, p=p, q=q, m=like.new_zeros(len(group), n, m))
-            for ((n, m), group), p, q in zip(by_shape.items(), self._p.batches, self._q.batches, strict=True)
-        ]
+        shapes = [(len(group), n, m) for (n, m), group in by_shape.items()]
+        self._p, self._q = (like.new_zeros(rank * sum(count * rows[i] for count, *rows in shapes)) for i in (0, 1))
+        ps = self._p.split([rank * count * n for count, n, _ in shapes])
+        qs = self._q.split([rank * count * m for count, _, m in shapes])
+        generator = torch.Generator().manual_seed(int(np.random.RandomState(0).randint(1_000_000_000)))
+        self._batches = []
+        for group, (count, n, m), p, q in zip(by_shape.values(), shapes, ps, qs, strict=True):
+            batch = _Batch(group, p.view(count, n, rank), q.view(count, m, rank), like.new_zeros(count, n, m))
+            self._batches.append(batch)
+            for matrix in batch.q:  # as torch's hook draws them, by its default seed
+                matrix.copy_(torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype))
 
     @torch.no_grad()
     def all_reduce_gradients(self) -> None:
         """Replace the gradients of all parameters by their mean. Call it once in each step, on all ranks."""
         compresses = self._step >= self._dense_steps
         self._step += 1
-        self._all_reduce_dense(self._dense if compresses else self._parameters)
-        if compresses and self._batches:
-            self._all_reduce_matrices()
-
-    def _all_reduce_dense(self, parameters: Sequence[nn.Parameter]) -> None:
-        if parameters:
-            flat = torch.cat([gradient_of(one).flatten() for one in parameters])
+        if whole := self._dense if compresses else self._parameters:
+            flat = torch.cat([gradient_of(one).flatten() for one in whole])
             self._all_reduce(flat)
-            write_gradients(parameters, flat.split([one.numel() for one in parameters]))
-
-    def _all_reduce_matrices(self) -> None:
-        self._q.orthogonalize()
+            write_gradients(whole, flat.split([one.numel() for one in whole]))
+        if not compresses or not self._batches:
+            return
         for batch in self._batches:
-            batch.m += torch.stack([gradient_of(one).flatten(1) for one in batch.parameters])
+            orthogonalize(batch.q)
+            batch.m.add_(torch.stack([gradient_of(one).flatten(1) for one in batch.parameters]))
             torch.bmm(batch.m, batch.q, out=batch.p)
-        self._all_reduce(self._p.flat)
-        self._p.orthogonalize()
+        self._all_reduce(self._p)
         for batch in self._batches:
+            orthogonalize(batch.p)
             torch.bmm(batch.m.mT, batch.p, out=batch.q)
-        self._all_reduce(self._q.flat)
+        self._all_reduce(self._q)
         for batch in self._batches:
             approximation = torch.bmm(batch.p, batch.q.mT)
-            batch.m -= approximation
+            batch.m.sub_(approximation)
             write_gradients(batch.parameters, approximation)
 
     def _all_reduce(self, flat: Tensor) -> None:
@@ -110,48 +107,21 @@ class PowerSGD:
         self._mean(flat)
 
 
-class _LowRank:
-    """All P, or all Q: one tensor, and a view of it for each batch."""
+def orthogonalize(matrices: Tensor) -> None:
+    """Give a batch of tall matrices orthonormal columns that span the same space.
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], rank: int, like: Tensor) -> None:
-        """Allocate the tensor. `shapes` holds the number of matrices and the number of rows of each batch."""
-        self.flat = like.new_zeros(sum(count * rows for count, rows in shapes) * rank)
-        parts = self.flat.split([count * rows * rank for count, rows in shapes])
-        self.batches = [part.view(count, rows, rank) for part, (count, rows) in zip(parts, shapes, strict=True)]
-        height = max((rows for _, rows in shapes), default=0)
-        heights = torch.tensor([rows for count, rows in shapes for _ in range(count)], dtype=torch.long)
-        self._shape = len(heights), height, rank
-        real = torch.arange(height).unsqueeze(0) < heights.unsqueeze(1)
-        self._index = real.unsqueeze(-1).expand(self._shape).flatten().nonzero().flatten().to(like.device)
-        """Positions of the elements if each matrix were padded to the rows of the tallest."""
-
-    def draw(self) -> None:
-        """Fill the matrices with the random numbers that torch's hook would draw, by its default seed."""
-        generator = torch.Generator().manual_seed(int(np.random.RandomState(0).randint(1_000_000_000)))
-        for batch in self.batches:
-            for matrix in batch:
-                matrix.copy_(torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype))
-
-    def orthogonalize(self) -> None:
-        padded = self.flat.new_zeros(self._shape).flatten()
-        padded.index_copy_(0, self._index, self.flat)
-        torch.index_select(orthogonalize(padded.view(self._shape)).flatten(), 0, self._index, out=self.flat)
-
-
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return a batch of tall matrices with orthonormal columns that span those of `matrices`, which are overwritten.
-
-    >>> orthogonalize(torch.tensor([[[3.0], [4.0]], [[0.0], [0.0]]])).squeeze(-1)
+    >>> matrices = torch.tensor([[[3.0], [4.0]], [[0.0], [0.0]]])
+    >>> orthogonalize(matrices)
+    >>> matrices.squeeze(-1)
     tensor([[0.6000, 0.8000],
             [1.0000, 0.0000]])
     """
     if matrices.shape[2] > 1:
-        q: Tensor = torch.linalg.qr(matrices)[0]
-        return q
+        matrices.copy_(torch.linalg.qr(matrices)[0])
+        return
     norms = matrices.norm(dim=1, keepdim=True)
     matrices /= torch.where(norms > 0, norms, 1)
     matrices[:, :1] += norms == 0
-    return matrices
 
 
 def _shape(parameter: Tensor) -> tuple[int, int]:

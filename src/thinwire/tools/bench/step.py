@@ -6,7 +6,6 @@ memory before the model was built, in units of the model's float32 parameters.
 """
 
 import gc
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +18,8 @@ from .methods import BY_STEP, parse
 if TYPE_CHECKING:
     from thinwire.tools.workers import Workers
 
-_WARM_UP_STEPS, _STEPS_IN_TURN = 12, 3
+_RANKS, _BATCH, _WARM_UP_STEPS, _STEPS_IN_TURN = 2, 4, 12, 3
+"""The batch is that of a rank and step, for the time."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,6 @@ class Options:
     """Model whose step is timed."""
     large_model: Model = "gpt:layers=6,width=512,heads=8,context=16"
     """Model whose memory is measured, with one sample in a step: parameters outweigh what else there is."""
-    workers: int = 2
-    """Ranks."""
-    batch: int = 4
-    """Samples for each rank and step, for the time."""
     rounds: int = 30
     """In each, every method takes three steps."""
     out: File = None
@@ -47,6 +43,7 @@ class Stepper:
         import warnings
 
         import torch
+        from torch.nn import functional as F
 
         from thinwire.tools.train.models import model_config
 
@@ -55,7 +52,9 @@ class Stepper:
         warnings.simplefilter("ignore")
         self._before = _loaded()
         config: Any = model_config(spec)
-        self._tokens = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(256, (batch, config.context + 1), generator=torch.Generator().manual_seed(rank))
+        targets = tokens[:, 1:].flatten()
+        self._loss = lambda module: F.cross_entropy(module(tokens[:, :-1]).flatten(0, -2), targets)
         self._trainings = {
             text: build(parse(text), Setup(config.build(0), lr=1e-4, ddp={"gradient_as_bucket_view": True}))
             for text in methods
@@ -63,17 +62,10 @@ class Stepper:
 
     def step(self, method: str, times: int) -> list[float]:
         """Take `times` training steps and return the milliseconds of each."""
-        from torch.nn import functional as F
+        from .training import take_step
 
-        training, taken = self._trainings[method], []
-        for _ in range(times):
-            started = time.perf_counter()
-            training.optimizer.zero_grad()
-            scores = training.module(self._tokens[:, :-1])
-            F.cross_entropy(scores.flatten(0, -2), self._tokens[:, 1:].flatten()).backward()
-            training.optimizer.step()
-            taken.append(1e3 * (time.perf_counter() - started))
-        return taken
+        marks = [take_step(self._trainings[method], self._loss) for _ in range(times)]
+        return [1e3 * (one.end - one.begin) for one in marks]
 
     def peak(self) -> int:
         """Return the peak resident memory over a few steps in bytes, beyond the memory before the model was built."""
@@ -94,14 +86,18 @@ def run(options: Options) -> int:
         if not isinstance(config, GPTConfig):
             raise ValueError(f"{option} {config.name}, expected a gpt: this benchmark has text alone")
     small, large = (sum(parameter.numel() for parameter in config.build(0).parameters()) for config in configs)
-    at_least(options, workers=2, batch=1, rounds=1)
+    at_least(options, rounds=1)
     return run_benchmark(
         options,
         lambda progress: _measure(options, small=small, large=large, progress=progress),
         _show,
         name="bench step",
         progress_steps=1 + len(BY_STEP),
-        **{name: value for name, value in vars(options).items() if name != "out"},
+        workers=_RANKS,
+        batch=_BATCH,
+        model=options.model,
+        large_model=options.large_model,
+        rounds=options.rounds,
     )
 
 
@@ -114,15 +110,15 @@ def _measure(options: Options, small: int, large: int, progress: Progress) -> It
     from thinwire.tools.workers import Workers
 
     progress.start("time, all in turns")
-    with Workers(options.workers) as workers:
-        workers.form(options.workers, Stepper, options.model, options.batch, list(BY_STEP))
+    with Workers(_RANKS) as workers:
+        workers.form(_RANKS, Stepper, options.model, _BATCH, list(BY_STEP))
         times = _times(workers, options.rounds)
     progress.finish(f"{small:,} parameters")
     peaks: dict[str, float] = {}
     for text in BY_STEP:
         progress.start(f"memory, {text}")
-        with Workers(options.workers) as workers:
-            workers.form(options.workers, Stepper, options.large_model, 1, [text])
+        with Workers(_RANKS) as workers:
+            workers.form(_RANKS, Stepper, options.large_model, 1, [text])
             peaks[text] = max(workers.ask("peak")) / (4 * large)
         dense = f"{parse(text).family} dense"
         progress.finish(f"{peaks[text]:.2f} copies of the parameters")
@@ -164,8 +160,7 @@ def _show(rows: list[Row], under: Line) -> None:
     print_table(
         f"{under['workers']} ranks; time with {rows[0]['parameters']:,} parameters, memory with "
         f"{rows[0]['large_parameters']:,}",
-        cells[0].keys(),
-        [line.values() for line in cells],
+        cells,
         text=("method",),
     )
     print("dense: DDP and torch's optimizer. Ratios are medians over rounds in which the methods take turns.")

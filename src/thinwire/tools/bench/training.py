@@ -15,18 +15,20 @@ end, gloo and NCCL at each addition; and a value that is not finite makes all el
 
 import importlib
 import inspect
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 import thinwire
 from thinwire.collectives import cost
@@ -35,7 +37,6 @@ from thinwire.sync.buckets import Bucket
 from thinwire.sync.policy import AUTO, DEFAULT
 
 from .methods import EIGHT_BITS, NO_COMMUNICATION, POWERSGD_PACKAGE, Method, parse
-from .others import OPTIONS, Several, bf16_hook, send_nothing, split_for_muon
 from .powersgd import PowerSGD, gradient_of, write_gradients
 
 _ONE_BUCKET_MB = 1 << 14
@@ -45,6 +46,26 @@ With several buckets, torch's PowerSGD issues its collectives in an order that d
 """
 MOMENTUM = 0.9
 """Momentum of SGD, torch's and thinwire's."""
+OPTIONS = ("outer_lr", "outer_momentum", "nesterov", "decay", "fragments", "delay")
+"""Options of LocalSteps that a method may have. All others are those of the optimizer inside."""
+
+
+class Several:
+    """Several optimizers that step together, each with parameters of its own."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Take a step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Reset the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,29 @@ class Training:
     def bytes_sent(self, steps: int) -> float:
         """Return the bytes that this rank has sent. `steps` is the number of steps done so far."""
         return self.torch_bytes(steps) if self.sync is None else float(self.sync.stats.bytes_sent)
+
+
+class Marks(NamedTuple):
+    """Times of a step: its start, that of the backward pass and of the optimizer, and its end."""
+
+    begin: float
+    backward: float
+    optimizer: float
+    end: float
+
+
+def take_step(
+    training: Training, loss: Callable[[nn.Module], Tensor], clock: Callable[[], float] = time.perf_counter
+) -> Marks:
+    """Take a training step between processes, and return its times by this clock."""
+    begin = clock()
+    training.optimizer.zero_grad()
+    found = loss(training.module)
+    backward = clock()
+    found.backward()
+    optimizer = clock()
+    training.optimizer.step()
+    return Marks(begin=begin, backward=backward, optimizer=optimizer, end=clock())
 
 
 @dataclass(frozen=True)
@@ -107,28 +151,51 @@ def check(text: str) -> Method:
     return method
 
 
+def send_nothing(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Send nothing: what is left is DDP itself, which copies gradients into buckets and calls Python for each."""
+    buffer = bucket.buffer()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+def bf16_hook(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Send bfloat16 by torch's own hook, which DDP refuses by its name where there is no NCCL."""
+    return bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+
+
 def build(method: Method, setup: Setup) -> Training:
     """Build the objects for the training loop of one rank."""
-    if method.is_local:
-        return _local(method, setup)
     if method.in_optimizer:
         return _with_our_optimizer(method, setup)
-    if method.name == "attach" or (method.is_dense and setup.group is not None):
-        return _attached(method, setup)
-    if method.name.startswith("powersgd rank "):
-        return _powersgd(method, setup, int(method.name.split()[-1]))
-    if method.name == POWERSGD_PACKAGE:
-        return _powersgd_package(method, setup)
-    step = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(method.name, 2) * setup.numel)
-    made = partial(Training, optimizer=_make(method, setup, setup.model.parameters()), torch_bytes=lambda n: n * step)
+    name, optimizer = method.name, _make(method, setup, setup.model.parameters())
+    if method.is_local:
+        return _local(method, setup, optimizer)
+    if name == "attach" or (name == "dense" and setup.group is not None):
+        return _attached(method, setup, optimizer)
+    if name.startswith("powersgd rank "):
+        return _powersgd(method, setup, optimizer)
+    if name == POWERSGD_PACKAGE:
+        return _powersgd_package(setup, optimizer)
+    nbytes = setup.ring({NO_COMMUNICATION: 0, "dense": 4}.get(name, 2) * setup.numel)
     if setup.group is not None:
-        assert method.name == "fp16 hook", f"{method.text} between threads"
-        return made(setup.model, after_backward=lambda: _all_reduce_in_fp16(setup))
+        assert name == "fp16 hook", f"{method.text} between threads"
+        return Training(
+            setup.model,
+            optimizer,
+            torch_bytes=lambda steps: steps * nbytes,
+            after_backward=lambda: _all_reduce_in_fp16(setup),
+        )
     module = DDP(setup.model, **setup.ddp)
-    hooks = {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_compress_hook, "bf16": bf16_hook}
-    if method.name in hooks:
-        module.register_comm_hook(None, hooks[method.name])
-    return made(module)
+    if hook := {NO_COMMUNICATION: send_nothing, "fp16 hook": fp16_compress_hook, "bf16": bf16_hook}.get(name):
+        module.register_comm_hook(None, hook)
+    return Training(module, optimizer, torch_bytes=lambda steps: steps * nbytes)
 
 
 def _optimizer(method: Method) -> Callable[..., Any]:
@@ -136,6 +203,22 @@ def _optimizer(method: Method) -> Callable[..., Any]:
         ours: Callable[..., Any] = getattr(thinwire, method.name.removeprefix("thinwire."))
         return ours
     return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.optim.Muon}[method.family]
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the hidden matrices of a model, which Muon is for, and all other parameters.
+
+    Embeddings are not hidden, nor is a linear layer that is the last child of the model: its head. Raises ValueError if
+    there is no hidden matrix.
+    """
+    outer: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer += [child for child in list(model.children())[-1:] if isinstance(child, nn.Linear)]
+    apart = {id(parameter) for module in outer for parameter in module.parameters()}
+    hidden = [one for one in model.parameters() if one.ndim == 2 and id(one) not in apart]
+    if not hidden:
+        raise ValueError(f"{type(model).__name__} has no hidden matrix, which Muon is for: use adamw")
+    taken = {id(one) for one in hidden}
+    return hidden, [one for one in model.parameters() if id(one) not in taken]
 
 
 def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
@@ -163,9 +246,8 @@ def _with_our_optimizer(method: Method, setup: Setup) -> Training:
     return Training(module, optimizer, optimizer.sync, after_backward=send)
 
 
-def _local(method: Method, setup: Setup) -> Training:
+def _local(method: Method, setup: Setup, inner: Any) -> Training:
     """Build local steps around torch's optimizer, without DDP."""
-    inner = _make(method, setup, setup.model.parameters())
     outer: dict[str, Any] = {key: value for key, value in method.options.items() if key in OPTIONS}
     optimizer = thinwire.LocalSteps(
         inner.optimizers if isinstance(inner, Several) else inner,
@@ -178,12 +260,11 @@ def _local(method: Method, setup: Setup) -> Training:
     return Training(setup.model, optimizer, optimizer.sync, before_evaluation=optimizer.synchronize)
 
 
-def _attached(method: Method, setup: Setup) -> Training:
+def _attached(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build torch's optimizer on gradients that thinwire compresses, or averages as they are between threads."""
     warmup = method.warmup(setup.warmup_steps)
     policy = thinwire.Policy(method.spec or "none", warmup=[(warmup, EIGHT_BITS)] if warmup else [])
     algorithm: Any = method.options.get("algorithm", "auto")
-    optimizer = _make(method, setup, setup.model.parameters())
     if setup.group is None:
         module = DDP(setup.model, **setup.ddp)
         return Training(module, optimizer, thinwire.attach(module, policy, algorithm=algorithm))
@@ -197,10 +278,9 @@ def _attached(method: Method, setup: Setup) -> Training:
     return Training(setup.model, optimizer, sync, after_backward=reduce)
 
 
-def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
+def _powersgd(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build PowerSGD: torch's hook if ranks are processes."""
-    dense_steps = method.warmup(setup.warmup_steps)
-    optimizer = _make(method, setup, setup.model.parameters())
+    rank, dense_steps = int(method.name.split()[-1]), method.warmup(setup.warmup_steps)
     if setup.group is not None:
         mean = partial(thinwire.all_reduce_compressed, compressor="none", op=dist.ReduceOp.AVG, group=setup.group)
         own = PowerSGD(setup.model.parameters(), mean, rank=rank, dense_steps=dense_steps)
@@ -221,7 +301,7 @@ def _powersgd(method: Method, setup: Setup, rank: int) -> Training:
     return Training(module, optimizer, torch_bytes=torch_bytes)
 
 
-def _powersgd_package(method: Method, setup: Setup) -> Training:
+def _powersgd_package(setup: Setup, optimizer: Any) -> Training:
     """Build the package of PowerSGD's authors, without DDP.
 
     It exchanges after the backward pass. It keeps what it has not sent in the gradients, so these are not cleared.
@@ -229,7 +309,6 @@ def _powersgd_package(method: Method, setup: Setup) -> Training:
     package: Any = importlib.import_module("powersgd")
     config = package.Config(rank=1, min_compression_rate=10, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregator = package.PowerSGD(list(setup.model.parameters()), config=config)
-    optimizer = _make(method, setup, setup.model.parameters())
     step = partial(package.optimizer_step, optimizer, aggregator)
     return Training(setup.model, SimpleNamespace(zero_grad=lambda: None, step=step))
 

@@ -33,7 +33,7 @@ def run(options: Options) -> int:
         from .measured import plan_measured
 
         return plan_measured(options)
-    numbers = parse_numbers(options)
+    cluster, numel, seconds, origin = parse_numbers(options)
     import torch
 
     from .costs import Work, of_count, parse_specs
@@ -43,7 +43,6 @@ def run(options: Options) -> int:
 
     made = parse_specs(options.specs)
     dtype = getattr(torch, options.gradients)
-    work = Work.of_step(of_count(numbers.params, dtype), numbers.step_seconds, dtype=dtype)
-    speeds = speeds_of(options.codec, made, options.cores)
-    show(Case(work, numbers.cluster, speeds, options.shard, numbers.step_origin), made, options.plot)
+    work = Work.of_step(of_count(numel, dtype), seconds, dtype=dtype)
+    show(Case(work, cluster, speeds_of(options.codec, made, options.cores), options.shard, origin), made, options.plot)
     return 0

@@ -15,11 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from thinwire.tools.bench.harness import print_table
-from thinwire.tools.bench.link.rank import build_model, make_batch
+from thinwire.tools.bench.link.rank import build_model, make_loss
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.methods import NO_COMMUNICATION
 from thinwire.tools.record import cores, cpu_model, read
@@ -60,29 +58,29 @@ def check(path: Path) -> None:
         found += _check_run(some, world, path)
     if not found:
         raise ValueError(f"--check {path} has no row that can be predicted, expected dense, or a method of thinwire's")
+    errors = [1e3 * one.seconds / row["ms"] - 1 for row, one in found]
     print_table(
         f"{path}: predicted and measured",
-        ("ranks", "rate", "method", "predicted, ms", "measured, ms", "error", "MB predicted", "MB measured"),
         [
-            [
-                str(row["world"]),
-                row["rate"],
-                row["method"],
-                f"{1e3 * one.seconds:,.1f}",
-                f"{row['ms']:,.1f}",
-                f"{_error(row, one):+.1%}",
-                f"{one.sent / 1e6:,.3f}",
-                f"{row['bytes_per_step'] / 1e6:,.3f}",
-            ]
-            for row, one in found
+            {
+                "ranks": str(row["world"]),
+                "rate": row["rate"],
+                "method": row["method"],
+                "predicted, ms": f"{1e3 * one.seconds:,.1f}",
+                "measured, ms": f"{row['ms']:,.1f}",
+                "error": f"{error:+.1%}",
+                "MB predicted": f"{one.sent / 1e6:,.3f}",
+                "MB measured": f"{row['bytes_per_step'] / 1e6:,.3f}",
+            }
+            for (row, one), error in zip(found, errors, strict=True)
         ],
         text=("rate", "method"),
     )
-    errors = [abs(_error(row, one)) for row, one in found]
-    within = sum(error < _GOAL for error in errors)
+    sizes = sorted(map(abs, errors))
+    within = sum(size < _GOAL for size in sizes)
     print(
-        f"{within} of {len(errors)} rows within {_GOAL:.0%}; error of the median row {median(errors):.1%}, "
-        f"of the worst {max(errors):.1%}. Bytes were measured with headers."
+        f"{within} of {len(sizes)} rows within {_GOAL:.0%}; error of the median row {median(sizes):.1%}, "
+        f"of the worst {sizes[-1]:.1%}. Bytes were measured with headers."
     )
     load = max((row["conditions"].get("load_average") or 0.0) / row["conditions"]["cores"] for row in rows)
     if load > _BUSY:
@@ -118,24 +116,17 @@ def read_rows(path: Path) -> list[Row]:
                 f"--check {path}: {row['ms']} ms with {row['world']} ranks, expected times above 0, 2 or more"
             )
         parse_link(row["rate"])
-        _check_machine(row["conditions"], path)
+        under, here = row["conditions"], (cpu_model(), cores())
+        if under.get("links") == "relay":
+            raise ValueError(
+                f"--check {path} is of links by a relay, whose own work is not predicted: leave out --relay"
+            )
+        if (under["cpu"], under["cores"]) != here:
+            raise ValueError(
+                f"--check {path} is of a machine with {under['cores']} cores of {under['cpu']}, this one has {here[1]} "
+                f"of {here[0]}: its codec cannot be measured here; run both on one machine"
+            )
     return rows
-
-
-def _check_machine(under: Row, path: Path) -> None:
-    if under.get("links") == "relay":
-        raise ValueError(f"--check {path} is of links by a relay, whose own work is not predicted: leave out --relay")
-    here = (cpu_model(), cores())
-    if (under["cpu"], under["cores"]) != here:
-        raise ValueError(
-            f"--check {path} is of a machine with {under['cores']} cores of {under['cpu']}, this one has {here[1]} of "
-            f"{here[0]}: its codec cannot be measured here; run both on one machine"
-        )
-
-
-def _error(row: Row, predicted: Prediction) -> float:
-    """Return the relative error of the predicted time."""
-    return 1e3 * predicted.seconds / float(row["ms"]) - 1
 
 
 def _check_run(rows: Sequence[Row], world: int, path: Path) -> list[tuple[Row, Prediction]]:
@@ -181,13 +172,10 @@ class Probe:
         """Measure the codecs and the steps of this rank."""
         made = dict.fromkeys(method.compressor for method in self._methods if method.compressor is not None)
         codecs, halves = measure_codecs(made, self._bench)
-        inputs = make_batch(self._model)
-
-        def loss(module: nn.Module) -> Tensor:
-            return F.mse_loss(module(inputs), torch.zeros(()).expand_as(inputs))
-
         with alone("gloo"):
-            compute, more = measure_steps(lambda: (build_model(self._model), loss), self._methods, self._bench)
+            compute, more = measure_steps(
+                lambda: (build_model(self._model), make_loss(self._model)), self._methods, self._bench
+            )
         return RankCosts(codecs=codecs, halves=halves, compute=compute, more=more)
 
 

@@ -1,7 +1,7 @@
 """The ranks of a case and their links: how long the wire is busy with a transfer. This module needs no torch."""
 
-import math
 from dataclasses import dataclass
+from math import hypot
 from typing import Literal, NamedTuple
 
 PEER_SHARE, SPREAD_SHARE = 0.89, 0.75
@@ -47,15 +47,6 @@ class Cluster:
     """Whether all links are one half-duplex channel, as with Wi-Fi: it carries the bytes of all ranks one after the
     other, and each twice, to the access point and from there. Without it links are full duplex."""
 
-    def __post_init__(self) -> None:
-        assert self.world >= 2
-
-    @property
-    def ring_rounds(self) -> int:
-        """Return the number of messages of a dense all-reduce that wait for each other."""
-        ring = 2 * (self.world - 1)
-        return min(ring, 2 * math.ceil(math.log2(self.world))) if self.nccl else ring
-
     def wire_seconds(self, transfer: Transfer) -> tuple[float, float]:
         """Return the seconds in which the wire is busy with a transfer, and those from then until all has arrived.
 
@@ -65,5 +56,5 @@ class Cluster:
         """
         share = self.spread_share if transfer.route == "spread" and self.world > 2 else self.peer_share
         link = 8 * transfer.nbytes / (share * self.rate) * (2 * self.world if self.is_shared else 1)
-        whole, latency = math.hypot(link, transfer.handling), transfer.rounds * self.latency
+        whole, latency = hypot(link, transfer.handling), transfer.rounds * self.latency
         return (whole, latency) if self.wire_slows else (link, whole - link + latency)

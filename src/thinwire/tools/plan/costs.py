@@ -223,19 +223,9 @@ def parse_specs(specs: tuple[str, ...]) -> dict[str, Compressor]:
     return made
 
 
-def per_core(made: Iterable[Compressor]) -> Speeds:
-    """Return the costs on one core of an AMD EPYC."""
-    return replace(ONE_CORE, codecs=_of_table(PER_CORE, made, ONE_CORE.origin))
-
-
-def accelerator(made: Iterable[Compressor]) -> Speeds:
-    """Return the costs on an H200, with those of messages as measured with gloo."""
-    origin = "as measured on an H200"
-    codecs = _of_table(ACCELERATOR, made, origin)
-    return replace(ONE_CORE, origin=origin, codecs=codecs, halves=_HALVES_ACCELERATOR).by_accelerator()
-
-
-def _of_table(table: Mapping[str, Costs], made: Iterable[Compressor], origin: str) -> dict[Compressor, Costs]:
+def known_speeds(made: Iterable[Compressor], *, on_gpu: bool) -> Speeds:
+    """Return the costs on one core of an AMD EPYC, or on an H200, with those of messages as measured with gloo."""
+    table, origin = (ACCELERATOR, "as measured on an H200") if on_gpu else (PER_CORE, ONE_CORE.origin)
     codecs = {}
     for given in made:
         if given.name not in table:
@@ -245,7 +235,8 @@ def _of_table(table: Mapping[str, Costs], made: Iterable[Compressor], origin: st
             )
         costs = table[given.name]
         codecs[given] = costs._replace(add=costs.add * density(given))
-    return codecs
+    found = replace(ONE_CORE, origin=origin, codecs=codecs)
+    return replace(found, halves=_HALVES_ACCELERATOR).by_accelerator() if on_gpu else found
 
 
 def density(given: Compressor) -> float:

@@ -89,24 +89,22 @@ def predict_local(case: Case, made: Mapping[str, Compressor]) -> list[LocalPredi
 
 def print_local(found: Sequence[LocalPrediction], dense: float) -> None:
     """Print a table of local steps, of their own since their loss differs. `dense` is the time of a dense step."""
-    if not found:
-        return
+    title = f"Local steps, another algorithm whose loss differs ({PAGE}): mean of a step over a round"
     lines = [
-        [
-            f"{LOCAL} {one.every} {one.spec}",
-            format_seconds(one.waiting),
-            f"delay={one.delay}",
-            format_seconds(one.overlapped),
-            f"{format_number(dense / one.overlapped)}x",
-            format_bytes(one.sent),
-            format_bytes(one.memory),
-            "" if one.fits else "does not fit",
-        ]
+        {
+            "method": f"{LOCAL} {one.every} {one.spec}",
+            "step": format_seconds(one.waiting),
+            "overlapped": f"delay={one.delay}",
+            "step, overlapped": format_seconds(one.overlapped),
+            "speed-up": f"{format_number(dense / one.overlapped)}x",
+            "sent": format_bytes(one.sent),
+            "memory": format_bytes(one.memory),
+            "": "" if one.fits else "does not fit",
+        }
         for one in found
     ]
-    headers = ("method", "step", "overlapped", "step, overlapped", "speed-up", "sent", "memory", "")
-    title = f"Local steps, another algorithm whose loss differs ({PAGE}): mean of a step over a round"
-    print_table(title, headers, lines, text=("method", "overlapped", ""))
+    if lines:
+        print_table(title, lines, text=("method", "overlapped", ""))
 
 
 def choose_local(
@@ -145,7 +143,7 @@ def pays_from(case: Case, predictions: Sequence[Prediction], made: Mapping[str, 
 
     Return nothing if it is hopeless here, or never.
     """
-    if not predict_local(case, made):
+    if case.shard > 1 or not made:
         return []
     methods = [one.method for one in predictions if one.is_usable]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
-from thinwire.collectives import Handle
 from thinwire.collectives.cost import ring
 from thinwire.compressors import Compressor
 from thinwire.sync.buckets import BUCKET_BYTES
 from thinwire.tools.bench.methods import NO_COMMUNICATION, parse
-from thinwire.tools.bench.training import Setup, Training, build
+from thinwire.tools.bench.training import Setup, Training, build, take_step
 from thinwire.tools.record import cores
 from thinwire.tools.units import format_count, parse_count
 
-from .costs import ONE_CORE, Costs, Speeds, accelerator, per_core
+from .costs import ONE_CORE, Costs, Speeds, known_speeds
 from .methods import HALVES, Method
 
 LARGEST = BUCKET_BYTES // 4
@@ -102,8 +101,7 @@ class Taken(NamedTuple):
     processor: float
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """Latency of a wire, and its costs per byte, in seconds."""
 
     latency: float
@@ -119,11 +117,8 @@ def measure_codecs(
     """Return the costs of each compressor, and those of the cast to 16 bits and back."""
     device = bench.device
     tensors = [torch.randn(numel, device=device) for _ in range(3)]
-    turns = iter(range(1 << 30))
+    gradient, gradients = tensors[0], cycle(tensors)
     out = torch.empty(numel, device=device)
-
-    def gradient() -> Tensor:
-        return tensors[next(turns) % len(tensors)]
 
     def seconds(job: Job) -> float:
         return bench.work(job) / numel
@@ -131,17 +126,17 @@ def measure_codecs(
     def costs(given: Compressor) -> Costs:
         residual = torch.zeros(numel, device=device) if given.contracts else None
         key = 1 if given.draws else None
-        sent = given.encode(tensors[0], residual, key=key)
+        sent = given.encode(gradient, residual, key=key)
         rows = torch.stack([sent.payload] * _PAYLOADS)
-        encode = seconds(lambda: given.encode(gradient(), residual, key=key))
-        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, tensors[0], residual, finite=True))
+        encode = seconds(lambda: given.encode(next(gradients), residual, key=key))
+        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, gradient, residual, finite=True))
         one = seconds(lambda: given.decompress(sent, out))
         many = seconds(lambda: given.decompress(sent, out, payloads=rows))
         return Costs(encode=encode, commit=commit, write=one, add=max(0.0, many - one) / (_PAYLOADS - 1))
 
     found = {given: costs(given) for given in made}
-    half = tensors[0].to(torch.float16)
-    cast = seconds(lambda: gradient().to(torch.float16).div_(2))
+    half = gradient.to(torch.float16)
+    cast = seconds(lambda: next(gradients).to(torch.float16).div_(2))
     return found, Costs(cast, 0.0, seconds(lambda: out.copy_(half)))
 
 
@@ -154,9 +149,18 @@ def measure_wire(bench: Bench) -> Wire:
 
     def exchange(tensor: Tensor) -> Taken:
         """Return the wall-clock time of the transfer alone, and the CPU time without that of the codec."""
-        transfers: list[float] = []
-        taken = bench.both(lambda: transfers.append(_gather(tensor).report.seconds["exchange"]))
-        return Taken(median(transfers[2:]), taken.processor - bench.both(lambda: _codec(tensor, size)).processor)
+        given, out, transfers = thinwire.compressor(_PROBE), tensor.clone(), list[float]()
+
+        def gather() -> None:
+            report = thinwire.all_reduce_compressed(tensor.clone(), given, algorithm="gather").report
+            transfers.append(report.seconds["exchange"])
+
+        def encode_and_decode() -> None:
+            sent = given.compress(out.copy_(tensor))
+            given.decompress(sent, out, payloads=sent.payload.expand(size, -1).contiguous())
+
+        whole, codec = bench.both(gather), bench.both(encode_and_decode)
+        return Taken(median(transfers[2:]), whole.processor - codec.processor)
 
     def reduce(tensor: Tensor) -> Taken:
         return bench.both(lambda: dist.all_reduce(tensor))
@@ -197,7 +201,7 @@ class Split(NamedTuple):
 
 
 class RankCosts(NamedTuple):
-    """Measurements of one rank without communication."""
+    """Measurements of one rank: without communication, and under torchrun with it."""
 
     codecs: dict[Compressor, Costs]
     halves: Costs
@@ -205,6 +209,9 @@ class RankCosts(NamedTuple):
     """Seconds of a step without communication."""
     more: dict[str, float]
     """Additional seconds of a step of each method, by its name."""
+    memory: float = 0.0
+    """Bytes of memory of this rank."""
+    wire: Wire | None = None
 
 
 @contextmanager
@@ -228,9 +235,15 @@ def measure_steps(subject: Subject, methods: Iterable[Method], bench: Bench) -> 
     Steps of a method alternate with steps without communication, because the speed of a shared machine changes over
     time.
     """
+
+    def start(name: str) -> tuple[Training, Loss]:
+        torch.manual_seed(0)
+        model, loss = subject()
+        return build(parse(name), Setup(model, lr=1e-5, ddp={"init_sync": False})), loss
+
     nothings, more = [], {}
     for name in [method.name for method in methods]:
-        nothing, mine = (_start(subject, each) for each in (NO_COMMUNICATION, name))
+        nothing, mine = (start(each) for each in (NO_COMMUNICATION, name))
         differences = []
         for turn in range(1 + _TURNS):
             both = _burst(*nothing, bench), _burst(*mine, bench)
@@ -270,12 +283,10 @@ def combine(
 def speeds_of(codec: str, specs: Mapping[str, Compressor], on_cores: int | None) -> Speeds:
     """Return the costs for the option `--codec`, on this number of cores, or on an accelerator if it is None."""
     made = list(specs.values())
+    base = known_speeds(made, on_gpu=codec == "auto" and on_cores is None)
     if codec == "auto":
-        if on_cores is None:
-            return accelerator(made)
-        base = per_core(made)
-        return base.faster(on_cores, f"{base.origin}, times {on_cores}")
-    base = per_core(made) if on_cores else per_core(made).by_accelerator()
+        return base if on_cores is None else base.faster(on_cores, f"{base.origin}, times {on_cores}")
+    base = base if on_cores else base.by_accelerator()
     if codec != "here":
         wanted = parse_count("--codec", codec, 1e15)
         first = next(iter(base.codecs.values()), None)
@@ -299,41 +310,14 @@ def speeds_of(codec: str, specs: Mapping[str, Compressor], on_cores: int | None)
     return replace(base, origin=f"measured here, {name}", codecs=codecs, halves=halves)
 
 
-def _start(subject: Subject, name: str) -> tuple[Training, Loss]:
-    torch.manual_seed(0)
-    model, loss = subject()
-    return build(parse(name), Setup(model, lr=1e-5, ddp={"init_sync": False})), loss
-
-
 def _burst(made: Training, loss: Loss, bench: Bench) -> Split:
     """Return the median times of a few steps.
 
     The first step does not count, because the other method ran before it and changed the state of memory and caches.
     """
-    splits = []
-    for _ in range(_STEPS):
-        made.optimizer.zero_grad()
-        at = [bench.now()]
-        found = loss(made.module)
-        at.append(bench.now())
-        found.backward()
-        at.append(bench.now())
-        made.optimizer.step()
-        at.append(bench.now())
-        splits.append(Split(*(end - begin for begin, end in pairwise(at))))
-    return _middle(splits[1:])
+    marks = [take_step(made, loss, bench.now) for _ in range(_STEPS)]
+    return _middle([Split(*(end - begin for begin, end in pairwise(each))) for each in marks[1:]])
 
 
 def _middle(found: Sequence[T]) -> T:
     return type(found[0])(*map(median, zip(*found, strict=True)))
-
-
-def _gather(tensor: Tensor) -> Handle:
-    return thinwire.all_reduce_compressed(tensor.clone(), _PROBE, algorithm="gather")
-
-
-def _codec(tensor: Tensor, ranks: int) -> None:
-    """Encode and decode as `_gather` does, without the exchange."""
-    given, out = thinwire.compressor(_PROBE), tensor.clone()
-    sent = given.compress(out)
-    given.decompress(sent, out, payloads=sent.payload.expand(ranks, -1).contiguous())

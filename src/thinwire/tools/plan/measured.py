@@ -10,7 +10,6 @@ from datetime import timedelta
 from math import sqrt
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ from .measure import (
     Loss,
     RankCosts,
     Subject,
-    Wire,
     alone,
     combine,
     measure_codecs,
@@ -47,15 +45,6 @@ _TIMEOUT = timedelta(seconds=300)
 _CONSEQUENCE_SECONDS = 15.0
 _BATCH = 32
 """Samples per rank and step for models of thinwire train; the same as its default."""
-
-
-class Answer(NamedTuple):
-    """All measurements of one rank under torchrun."""
-
-    costs: RankCosts
-    wire: Wire
-    memory: float
-    """Bytes of memory of this rank."""
 
 
 def plan_measured(options: Options) -> int:
@@ -89,18 +78,18 @@ def plan_measured(options: Options) -> int:
         return RankCosts(*measure_codecs(made.values(), bench, min(LARGEST, largest)), *steps)
 
     if given is not None:
-        answers, ranks = [], [costs(bench)]
+        answers = [costs(bench)]
     else:
         with process_group(backend, timeout=_TIMEOUT):
             bench = replace(bench, barrier=dist.barrier)
-            mine = Answer(costs(bench), measure_wire(bench), _memory(device, place))
+            mine = costs(bench)._replace(wire=measure_wire(bench), memory=_memory(device, place))
             answers = [mine] * place.world_size
             dist.all_gather_object(answers, mine)
-        ranks = [answer.costs for answer in answers]
     if place.rank != 0:
         return 0
-    origin = f"measured here, {_device_name(device)}{' per rank' if torchrun else ''}"
-    speeds, compute = combine(ranks, methods, numel=sum(sizes), origin=origin, crowd=bench.crowd)
+    name = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} thread(s)"
+    origin = f"measured here, {name}{' per rank' if torchrun else ''}"
+    speeds, compute = combine(answers, methods, numel=sum(sizes), origin=origin, crowd=bench.crowd)
     if given is None:
         cluster, speeds = _measured_cluster(answers, speeds, on_gpu)
     else:
@@ -111,10 +100,6 @@ def plan_measured(options: Options) -> int:
     show(Case(work, cluster, speeds, origin="measured" if torchrun else "measured here"), made, options.plot)
     sys.stdout.flush()
     return 0
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} thread(s)"
 
 
 def _gradients(subject: Subject) -> tuple[list[int], torch.dtype]:
@@ -128,12 +113,12 @@ def _gradients(subject: Subject) -> tuple[list[int], torch.dtype]:
     return [parameter.numel() for parameter in trained], max(numels, key=numels.__getitem__)
 
 
-def _measured_cluster(answers: Sequence[Answer], speeds: Speeds, on_gpu: bool) -> tuple[Cluster, Speeds]:
+def _measured_cluster(answers: Sequence[RankCosts], speeds: Speeds, on_gpu: bool) -> tuple[Cluster, Speeds]:
     """Return the cluster by the answers of all ranks, and `speeds` with the costs of the bytes that they sent.
 
     All ranks measured their links at the same time, so the rates are those of ranks that may share a node's link.
     """
-    wires = [answer.wire for answer in answers]
+    wires = [answer.wire for answer in answers if answer.wire is not None]
     ring, spread = median(wire.ring.clock for wire in wires), median(wire.spread.clock for wire in wires)
     ring_work = min(ring, median(wire.ring.processor for wire in wires))
     spread_work = min(spread, median(wire.spread.processor for wire in wires))

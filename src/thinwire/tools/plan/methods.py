@@ -6,7 +6,8 @@ consists of a few phases, one after the other: compute, transfer, compute, trans
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil, log2
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from thinwire.collectives import cost
 from thinwire.collectives.plan import choose
 from thinwire.collectives.transport.wire import AT_ONCE
-from thinwire.compressors import Compressor, NoCompression, RandomK, compressor
+from thinwire.compressors import Compressor, NoCompression, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
 from thinwire.tools.bench.methods import COMPRESSING
 
@@ -52,13 +53,6 @@ class Method:
         return choose(
             self.given, first=self.compressor, second=second, numel=numel, dtype=dtype, ranks=world, can_shard=True
         )[0]
-
-    def alternatives(self) -> list["Method"]:
-        """Return the same method with other algorithms than the one that "auto" chooses."""
-        if self.compressor is None:
-            return []
-        names = ("gather",) if isinstance(self.compressor, RandomK) else ("gather", "sharded")
-        return [replace(self, given=name) for name in names]
 
 
 def method_of(name: str, world: int) -> Method | None:
@@ -112,7 +106,9 @@ def exchanges(
 
 
 def _ring(method: Method, numel: int, *, cluster: Cluster, speeds: Speeds, dtype: torch.dtype) -> Exchange:
-    is_half, rounds = method.name in HALVES, cluster.ring_rounds
+    is_half, rounds = method.name in HALVES, 2 * (cluster.world - 1)  # messages that wait for each other
+    if cluster.nccl:  # it may use trees
+        rounds = min(rounds, 2 * ceil(log2(cluster.world)))
     nbytes = cost.ring(numel * (2 if is_half else dtype.itemsize), cluster.world)
     byte = speeds.fp16_byte if method.name == FP16 else speeds.ring_byte
     sent = Transfer(route="ring", nbytes=nbytes, rounds=rounds, handling=byte * nbytes + speeds.round * rounds)

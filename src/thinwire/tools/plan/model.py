@@ -13,9 +13,11 @@ CPU, each slows down the other.
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from thinwire.collectives.plan import given_max_bytes
+from thinwire.compressors import RandomK
 
 from .cluster import Cluster, Transfer
 from .costs import Bucket, Costs, Speeds, Work
@@ -70,10 +72,10 @@ class Case:
         """
         first = self.predict(method)
         most, limit = 2 * (first.residual + first.buffers), _CLEARLY * first.seconds
-        others = [self.predict(other) for other in method.alternatives()]
+        names = ("gather",) if isinstance(method.compressor, RandomK) else ("gather", "sharded")
         faster = [
             one
-            for one in others
+            for one in (self.predict(replace(method, given=name)) for name in names if method.compressor is not None)
             if one.seconds <= limit and one.residual + one.buffers <= most and one.is_usable >= first.is_usable
         ]
         return min(faster, key=lambda one: one.seconds, default=first)
@@ -181,7 +183,7 @@ class Case:
 
 
 class Lane:
-    """Busy intervals of a resource that does one thing at a time. Adjacent intervals are merged.
+    """Busy intervals of a resource that does one thing at a time.
 
     >>> lane = Lane()
     >>> lane.take(0.0, 2.0), lane.take(5.0, 2.0), lane.take(1.0, 3.0), lane.take(1.0, 3.0)
@@ -205,20 +207,14 @@ class Lane:
         while index < len(self._taken) and self._taken[index][0] - start < seconds:
             start = self._taken[index][1]
             index += 1
-        stop = end = start + seconds
-        if index < len(self._taken) and self._taken[index][0] == end:
-            end = self._taken.pop(index)[1]
-        if index and self._taken[index - 1][1] == start:
-            index -= 1
-            start = self._taken.pop(index)[0]
-        self._taken.insert(index, (start, end))
-        return stop
+        self._taken.insert(index, (start, start + seconds))
+        return start + seconds
 
     def busy(self, start: float, stop: float) -> float:
         """Return the busy seconds between `start` and `stop`."""
-        index = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
+        first = max(0, bisect_left(self._taken, (start, 0.0)) - 1)
         total = 0.0
-        for begin, end in self._taken[index:]:
+        for begin, end in islice(self._taken, first, None):
             if begin >= stop:
                 break
             total += max(0.0, min(end, stop) - max(begin, start))

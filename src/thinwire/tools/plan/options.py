@@ -3,7 +3,7 @@
 import importlib.util
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -28,20 +28,10 @@ _FLOPS_PER_TOKEN = 6
 """Operations for each parameter and token: two in the forward pass, four in the backward pass."""
 
 
-class Link(NamedTuple):
-    """The link of a rank."""
-
-    rate: float
-    """Bits per second."""
-    latency: float
-    is_shared: bool = False
-    """Whether the link is half duplex, and one channel for all ranks, as with Wi-Fi."""
-
-
-PRESETS = {
-    "wifi": Link(300e6, 3e-3, is_shared=True),
-    "wan": Link(100e6, 30e-3),
-    "home": Link(20e6, 20e-3),
+PRESETS: dict[str, dict[str, Any]] = {
+    "wifi": {"rate": 300e6, "latency": 3e-3, "is_shared": True},
+    "wan": {"rate": 100e6, "latency": 30e-3},
+    "home": {"rate": 20e6, "latency": 20e-3},
 }
 """Links by name: one access point of Wi-Fi 5 or 6 for all ranks (what arrives, not what it says on the box); a leased
 line or cloud regions; the uplink of a home. Your own may differ by a factor of three."""
@@ -101,29 +91,30 @@ class Options:
     """Predict what is in this file of thinwire bench link --out, and print predicted beside measured."""
 
 
-class Numbers(NamedTuple):
-    """Parsed options of a plan by numbers."""
-
-    cluster: Cluster
-    params: int
-    """Parameters of a rank: a share of the model if it is sharded."""
-    step_seconds: float
-    step_origin: str
-    """Where `step_seconds` comes from, as text for the user."""
-
-
 def parse_cluster(options: Options) -> Cluster:
     """Parse the options of ranks and links; raise ValueError if one is missing or invalid."""
-    world = options.world or 0
+    world, text = options.world or 0, str(options.bandwidth)
     if not 2 <= world <= LARGEST_WORLD:
         raise ValueError(f"--world {world}, expected 2 to {LARGEST_WORLD:,} ranks: one has nobody to exchange with")
-    rate, latency, is_shared = _parse_link(str(options.bandwidth), options.latency)
+    link = PRESETS.get(text.strip().lower().replace("-", ""))
+    if link is None:
+        try:
+            rate = parse_rate(text)
+        except ValueError as error:
+            raise ValueError(f"--bandwidth: {error}; or one of {', '.join(PRESETS)}") from None
+        link = {"rate": rate, "latency": WIRED_LATENCY if rate >= SLOW_RATE else SLOW_LATENCY}
+    if options.latency is not None:
+        link = {**link, "latency": parse_seconds("--latency", options.latency, zero=True)}
     memory = None if options.gpu_memory is None else parse_bytes("--gpu-memory", options.gpu_memory)
-    return Cluster(world, rate, latency, memory=memory, is_shared=is_shared)
+    return Cluster(world, memory=memory, **link)
 
 
-def parse_numbers(options: Options) -> Numbers:
-    """Parse the options of a plan by numbers; raise ValueError if one is missing or invalid."""
+def parse_numbers(options: Options) -> tuple[Cluster, int, float, str]:
+    """Parse the options of a plan by numbers; raise ValueError if one is missing or invalid.
+
+    Return the cluster, the parameters of a rank, which are a share of the model if it is sharded, the seconds of a step
+    without communication, and where they come from, as text for the user.
+    """
     missing = missing_options(options, ("params", "world", "bandwidth"))
     if options.step_compute is None and (options.tokens is None or options.device is None):
         missing.append("--step-compute (or --tokens and --device)")
@@ -139,23 +130,12 @@ def parse_numbers(options: Options) -> Numbers:
         raise ValueError(f"--shard {options.shard}, expected 1 to {1 << 16:,} ranks of a replica")
     params = parse_count("--params", str(options.params))
     cluster = replace(cluster, codec_slows=0.0, nccl=True) if cores is None else replace(cluster, wire_slows=1 / cores)
-    return Numbers(cluster, -(-params // options.shard), *_parse_step(options, params))
+    return cluster, -(-params // options.shard), *_parse_step(options, params)
 
 
 def missing_options(options: Options, names: tuple[str, ...]) -> list[str]:
     """Return those of the options that are not given, as they are written on the command line."""
     return [_flag(name) for name in names if getattr(options, name) is None]
-
-
-def _parse_link(text: str, latency: str | None) -> Link:
-    link = PRESETS.get(text.strip().lower().replace("-", ""))
-    if link is None:
-        try:
-            rate = parse_rate(text)
-        except ValueError as error:
-            raise ValueError(f"--bandwidth: {error}; or one of {', '.join(PRESETS)}") from None
-        link = Link(rate, WIRED_LATENCY if rate >= SLOW_RATE else SLOW_LATENCY)
-    return link if latency is None else link._replace(latency=parse_seconds("--latency", latency, zero=True))
 
 
 def _parse_step(options: Options, params: int) -> tuple[float, str]:

@@ -41,9 +41,25 @@ def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
     codecs = case.speeds.codecs
     rates = (f"{spec} {format_count(1 / (codecs[c].encode + codecs[c].commit))}" for spec, c in made.items())
     print(f"codec: {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
-    _print_table(case, predictions)
+    dense = predictions[0].seconds
+    lines = [
+        {
+            "method": one.method.name,
+            "algorithm": one.algorithm,
+            "step": format_seconds(one.seconds),
+            "speed-up": f"{format_number(dense / one.seconds)}x",
+            "limited by": case.limited_by(one.method),
+            "sent": format_bytes(one.sent),
+            "messages": format_number(one.messages),
+            "residual": format_bytes(one.residual),
+            "buffers": format_bytes(one.buffers),
+            "": ", ".join(["DDP only"] * one.is_ddp_only + ["does not fit"] * (not one.fits)),
+        }
+        for one in predictions
+    ]
+    print_table("Predicted for one step of a rank", lines, text=("method", "algorithm", "limited by", ""))
     local = predict_local(case, made)
-    print_local(local, predictions[0].seconds)
+    print_local(local, dense)
     for line in (
         *advise_local(case, predictions, local),
         *advise(case, predictions),
@@ -53,29 +69,6 @@ def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
     if plot is not None:
         draw(case, made, plot)
         print(f"{plot}: speed-up against bandwidth and world size")
-
-
-def _print_table(case: Case, predictions: Sequence[Prediction]) -> None:
-    dense = predictions[0].seconds
-    headers = (
-        "method", "algorithm", "step", "speed-up", "limited by", "sent", "messages", "residual", "buffers", "",
-    )  # fmt: skip
-    lines = [
-        [
-            one.method.name,
-            one.algorithm,
-            format_seconds(one.seconds),
-            f"{format_number(dense / one.seconds)}x",
-            case.limited_by(one.method),
-            format_bytes(one.sent),
-            format_number(one.messages),
-            format_bytes(one.residual),
-            format_bytes(one.buffers),
-            ", ".join(["DDP only"] * one.is_ddp_only + ["does not fit"] * (not one.fits)),
-        ]
-        for one in predictions
-    ]
-    print_table("Predicted for one step of a rank", headers, lines, text=("method", "algorithm", "limited by", ""))
 
 
 def advise(case: Case, predictions: Sequence[Prediction]) -> list[str]:

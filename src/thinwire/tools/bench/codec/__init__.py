@@ -48,8 +48,6 @@ class Options:
     """Where the tensors are."""
     repeats: int = 15
     """Samples of each time; calls of seconds get three, on a GPU those that a CUDA graph cannot hold an eighth."""
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """CPU threads. Default: as torch chooses."""
     out: File = None
     """Write JSON lines to this file: the conditions, then the rows."""
 
@@ -80,20 +78,15 @@ def run(options: Options) -> int:
 
     at_least(options, repeats=1)
     cuda = options.device == "cuda"
-    if options.threads is not None:
-        if cuda:
-            raise ValueError(f"--threads {options.threads} with --device cuda, expected none: the CPU only waits")
-        at_least(options, threads=1)
-        torch.set_num_threads(options.threads)
     chosen = os.environ.get(kernels.ENVIRONMENT_VARIABLE) or ("cuda" if cuda else None)
     with kernels.force(chosen):
         cases = plan(options.specs, sizes=options.sizes, dtypes=options.dtypes, device=options.device)
-        parts = {case.label for case in (cases if options.specs or not cuda else cases[:1])}
+        labels = list(cases[0].compressors)
+        parts = set(labels if options.specs or not cuda else labels[:1])
 
         def measured(progress: Progress) -> Iterator[Row]:
-            for _, group in groupby(cases, lambda case: case.tensors):
-                clock = Clock(torch.device(options.device))
-                yield from measure(list(group), in_parts=parts, clock=clock, samples=options.repeats, progress=progress)
+            for case in cases:
+                yield from measure(case, parts, Clock(case.device), options.repeats, progress)
                 if cuda:
                     torch.cuda.empty_cache()
 
@@ -102,7 +95,7 @@ def run(options: Options) -> int:
             measured,
             show,
             name="bench codec",
-            progress_steps=len(cases) + 2 * len({case.tensors for case in cases}),
+            progress_steps=len(cases) * (len(labels) + 2),
             repeats=options.repeats,
             **describe_device(options.device, chosen),
         )
@@ -142,8 +135,8 @@ NOTES = """
 GB/s: bytes that must be moved, each read and write counted once. x add_: time over that of residual.add_(grad),
 measured in turns with it. of floor: the time that its bytes take at the speed of the float32 residual.add_(grad), over
 its own; for decode that of writing the result once. of add_: the same with residual.add_(grad) of these dtypes.
-x torch: speed-up over add, topk, gather, a cast to float16 and clear in torch operations, as many kept. bits/position:
-spent on each kept element (log2 C(n,k)/k). memory: peak beyond tensors and payload, as a share of the tensor."""
+x torch: speed-up over add, topk, gather, a cast to float16 and clear in torch operations, as many kept. memory: peak
+beyond tensors and payload, as a share of the tensor."""
 
 
 def show(rows: list[Row], under: Line) -> None:
@@ -154,10 +147,9 @@ def show(rows: list[Row], under: Line) -> None:
         lines = list(map(_cells, group))
         print_table(
             f"{numel:,} x {dtype} ({dense / 1e6:,.4g} MB)",
-            lines[0].keys(),
-            [line.values() for line in lines],
+            lines,
             text=("call", "kernel"),
-            spare=("p20", "p80", "of add_", "GB/s", "bits/position", "kernel", "memory", "of floor"),
+            spare=("p20", "p80", "of add_", "GB/s", "kernel", "memory", "of floor"),
         )
         if under["device"] == "cuda" and 3 * dense * 2 <= 2 * under["device_cache"]:
             print("So few elements stay in the device's cache: these times are not those of its memory.")
@@ -167,7 +159,7 @@ def show(rows: list[Row], under: Line) -> None:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    ms, bits = row["ms"], row.get("position_bits")
+    ms = row["ms"]
     return {
         "call": row["name"] + ("" if row["graph"] or row["device"] == "cpu" else " *"),
         "p20": short(ms["p20"]),
@@ -179,7 +171,6 @@ def _cells(row: Row) -> dict[str, str]:
         "of add_": _percent(row["of_add"]),
         "x torch": short(row["speedup"]),
         "ratio": short(row["ratio"]),
-        "bits/position": "" if bits is None else f"{bits:.2f} ({row['position_bound']:.2f})",
         "memory": _percent(row["working_share"]),
         "kernel": row["kernel"].removeprefix("thinwire.kernels."),
     }

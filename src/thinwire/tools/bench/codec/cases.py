@@ -1,8 +1,8 @@
 """Turns the options, or the defaults for every registered compressor, into a list of cases to measure."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 
@@ -26,78 +26,59 @@ GPU_SPECS = {
     "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=2,chunk=none"],
     **{name: DEFAULT_SPECS[name] for name in ("quantize", "randomk", "none")},
 }
+LARGEST = 1 << 40
+"""Elements of a tensor."""
 OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A compressor on tensors of one size, dtype and device."""
+class Case(NamedTuple):
+    """Tensors of one size and dtype on a device, and what is measured on them."""
 
-    label: str
-    """The spec as the user wrote it."""
-    compressor: Compressor
     numel: int
     dtype: torch.dtype
     device: torch.device
+    compressors: dict[str, Compressor]
+    """By the spec as the user wrote it."""
 
     @property
-    def tensors(self) -> str:
+    def title(self) -> str:
         """Return the number and dtype of the elements, as text."""
         return f"{self.numel:,} x {str(self.dtype).removeprefix('torch.')}"
 
 
 def plan(specs: Sequence[str], sizes: Sequence[str], dtypes: Sequence[str] = (), device: str = "cpu") -> list[Case]:
-    """Return the cases, with those on the same tensors next to each other.
-
-    Raises ValueError for options that cannot be run.
-    """
+    """Return the cases. Raises ValueError for options that cannot be run."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device")
     if not sizes:
         raise ValueError("--sizes without a size, expected one or more")
-    numels = sorted({parse_size(text) for text in sizes})
+    numels = sorted({parse_count("--sizes", text, LARGEST) for text in sizes})
     tensors = [(numel, torch.float32) for numel in numels] + [(numels[0], dtype) for dtype in OTHER_DTYPES]
     if dtypes or device == "cuda":
         names = dict.fromkeys(dtypes or GPU_DTYPES)
         tensors = [(numel, getattr(torch, name)) for numel in numels for name in names]
     built = {spec: compressors.compressor(spec) for spec in specs or default_specs(device)}
-    place = torch.device(device)
-    cases = [
-        Case(label=spec, compressor=c, numel=numel, dtype=dtype, device=place)
-        for numel, dtype in tensors
-        for spec, c in built.items()
-    ]
-    for case in cases:
-        if not case.compressor.contracts:
-            raise ValueError(f"{case.label} takes no residual, expected compressors that do")
+    cases = [Case(numel, dtype, torch.device(device), built) for numel, dtype in tensors]
+    for label, given in built.items():
+        if not given.contracts:
+            raise ValueError(f"{label} takes no residual, expected compressors that do")
         try:
-            kernels.select(case.compressor.layout(case.numel, case.dtype), case.device)
+            for case in cases:
+                kernels.select(given.layout(case.numel, case.dtype), case.device)
         except RuntimeError as error:  # the kernels cannot be loaded
             raise ValueError(str(error)) from error
     return cases
 
 
-def parse_size(text: str) -> int:
-    """Return the number of elements that a text such as "25M" stands for.
-
-    >>> parse_size("25M"), parse_size("1e6"), parse_size("25_000_000"), parse_size("1.5k")
-    (25000000, 1000000, 25000000, 1500)
-    """
-    try:
-        return parse_count("size", text, largest=1 << 40)
-    except ValueError:
-        expected = "a whole number of elements, such as 1e6, 25_000_000 or 25M"
-        raise ValueError(f"size {text!r}, expected {expected}") from None
-
-
 def default_specs(device: str = "cpu") -> list[str]:
     """Return several specs for each built-in compressor and one for each compressor registered by other code."""
     known = GPU_SPECS if device == "cuda" else DEFAULT_SPECS
-    others = (name for name in compressors.registered() if name not in known)
-    return [spec for specs in known.values() for spec in specs] + [_plain_spec(name) for name in others]
-
-
-def _plain_spec(name: str) -> str:
-    fields = {field.name for field in dataclasses.fields(compressors.registered()[name]) if field.init}
-    return f"{name}:ratio=1/64" if "ratio" in fields else name
+    others = {name: kind for name, kind in compressors.registered().items() if name not in known}
+    return [
+        *(spec for specs in known.values() for spec in specs),
+        *(
+            f"{name}:ratio=1/64" if "ratio" in {field.name for field in fields(kind)} else name
+            for name, kind in others.items()
+        ),
+    ]

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from math import ceil, lgamma, log
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.compressors import Compressor
 from thinwire.kernels.layout import Layout, RandomKLayout, TopKLayout, residual_dtype
 from thinwire.kernels.updates import AdamUpdate
 
@@ -39,16 +40,33 @@ WRITE, ADVANCE = "write Adam's update", "advance Adam's moments and the residual
 _WINDOWS, _STRIDE = 8, 1088  # in elements; keeps every gradient aligned to 128 bytes
 
 
-class Buffers:
-    """Gradients, residuals and results on which calls take turns.
+@dataclass(frozen=True)
+class Timed:
+    """A call to time, and what its row says besides the time."""
 
-    On a GPU there are `SETS` of each. On a CPU, gradients are windows of one pool of normal numbers, each shifted
-    against the previous one: the values that an element takes in successive calls are independent, and a new gradient
-    takes no time. They share one residual, which is what error feedback leaves of them.
+    name: str
+    moved: float
+    """Bytes per element that must be moved, with each read and each write counted once."""
+    call: Call
+    graph: bool = True
+    """Whether a CUDA graph can hold the call. Otherwise the time of a short call includes Python."""
+    share: str = ""
+    """The share of elements that torch selects in the calls that this one is compared with."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the row of a call of thinwire. Those of torch have none."""
+
+
+class Bench:
+    """Measures calls on tensors of one size and dtype.
+
+    Calls take turns on sets of gradients, residuals and results. On a GPU there are `SETS` of each. On a CPU, gradients
+    are windows of one pool of normal numbers, each shifted against the previous one: the values that an element takes
+    in successive calls are independent, and a new gradient takes no time. They share one residual, which is what error
+    feedback leaves of them.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numel, self.dtype, self.device = numel, dtype, device
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, clock: Clock, samples: int) -> None:
+        self.numel, self.dtype, self.device, self._clock, self._samples = numel, dtype, device, clock, samples
         self._generator = torch.Generator(device).manual_seed(0)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         if device.type == "cuda":
@@ -59,6 +77,11 @@ class Buffers:
             pool = torch.randn(numel + _WINDOWS * _STRIDE, dtype=dtype, device=device, generator=self._generator)
             self.gradients = [pool[window * _STRIDE :][:numel] for window in range(_WINDOWS)]
         self.residuals, self.outs = self.new(residual_dtype(dtype), KEPT), self.new(residual_dtype(dtype))
+        self.read, self.width = dtype.itemsize, residual_dtype(dtype).itemsize
+        """Bytes of an element of a gradient and of a residual."""
+        gradients, residuals = self.gradients, self.residuals
+        self._add = Timed(ADD, self.read + 2 * self.width, lambda i: residuals[i].add_(gradients[i], alpha=1e-3))
+        self._wide_add = self._zero = 0.0
 
     def new(self, dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:
         """Return one more random tensor for each set, on a CPU the same for all. `size` is the standard deviation."""
@@ -83,39 +106,10 @@ class Buffers:
         for tensor in dict.fromkeys(tensors):  # sets may share one
             tensor.normal_(std=size, generator=self._generator)
 
-
-@dataclass(frozen=True)
-class Timed:
-    """A call to time, and what its row says besides the time."""
-
-    name: str
-    moved: float
-    """Bytes per element that must be moved, with each read and each write counted once."""
-    call: Call
-    graph: bool = True
-    """Whether a CUDA graph can hold the call. Otherwise the time of a short call includes Python."""
-    share: str = ""
-    """The share of elements that torch selects in the calls that this one is compared with."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the row of a call of thinwire. Those of torch have none."""
-
-
-class Bench:
-    """Measures calls on tensors of one size and dtype."""
-
-    def __init__(self, buffers: Buffers, clock: Clock, samples: int) -> None:
-        self.buffers, self._clock, self._samples = buffers, clock, samples
-        self.read, self.width = buffers.dtype.itemsize, buffers.residuals[0].element_size()
-        """Bytes of an element of a gradient and of a residual."""
-        gradients, residuals = buffers.gradients, buffers.residuals
-        self._add = Timed(ADD, self.read + 2 * self.width, lambda i: residuals[i].add_(gradients[i], alpha=1e-3))
-        self._wide_add = self._zero = 0.0
-
     def baselines(self) -> list[Row]:
         """Time plain torch: the addition and the zeroing that floors are computed from, a copy, and a selection."""
-        buffers = self.buffers
-        gradients, residuals, outs = buffers.gradients, buffers.residuals, buffers.outs
-        one, other = (buffers.new(torch.float32) if buffers.dtype != torch.float32 else outs for _ in range(2))
+        gradients, residuals, outs, is_wide = self.gradients, self.residuals, self.outs, self.dtype == torch.float32
+        one, other = (outs if is_wide else self.new(torch.float32) for _ in range(2))
         calls = [
             Timed(WIDE, WIDE_ADD, lambda i: one[i].add_(other[i], alpha=1e-3)),
             Timed(ZERO, self.width, lambda i: outs[i].zero_()),
@@ -127,7 +121,7 @@ class Bench:
                 graph=False,
             ),
         ]
-        times = self._time([self._add, *(calls if buffers.dtype != torch.float32 else calls[1:])])
+        times = self._time([self._add, *calls[is_wide:]])
         self._wide_add, self._zero = times.get(WIDE, times[ADD])["p50"], times[ZERO]["p50"]
         return [self._row(one, times) for one in [self._add, *calls] if one.name in times]
 
@@ -137,23 +131,23 @@ class Bench:
         return [self._row(one, times) for one in calls]
 
     def _time(self, calls: Sequence[Timed]) -> dict[str, Timing]:
-        self.buffers.reset()
-        return self._clock.time({one.name: (one.call, one.graph) for one in calls}, self._samples, self.buffers.sets)
+        self.reset()
+        return self._clock.time({one.name: (one.call, one.graph) for one in calls}, self._samples, self.sets)
 
     def _row(self, one: Timed, times: dict[str, Timing]) -> Row:
-        buffers, ms, add = self.buffers, times[one.name]["p50"], times[ADD]["p50"]
+        ms, add = times[one.name]["p50"], times[ADD]["p50"]
         floor = self._zero if one.name.startswith("decode") else self._wide_add * one.moved / WIDE_ADD
         ours, selection, topk = bool(one.facts), times.get(f"{SELECT}, {one.share}"), times.get(f"{TOPK}, {one.share}")
-        dense, working = buffers.numel * self.read, self._clock.peak(one.call)
+        dense, working = self.numel * self.read, self._clock.peak(one.call)
         return {
             "kind": "codec",
             "name": one.name,
-            "numel": buffers.numel,
-            "dtype": str(buffers.dtype).removeprefix("torch."),
-            "device": buffers.device.type,
+            "numel": self.numel,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
             "ms": times[one.name],
             "moved_bytes": one.moved,
-            "gb_per_s": one.moved * buffers.numel / ms / 1e6,
+            "gb_per_s": one.moved * self.numel / ms / 1e6,
             "add_ms": times[ADD],
             "times_add": ms / add,
             "of_floor": floor / ms if ours else None,
@@ -171,29 +165,29 @@ class Bench:
         }
 
 
-def measure(cases: Sequence[Case], in_parts: set[str], clock: Clock, samples: int, progress: Progress) -> Iterator[Row]:
-    """Yield the rows of compressors on the same tensors, each as soon as it is measured.
+def measure(case: Case, in_parts: set[str], clock: Clock, samples: int, progress: Progress) -> Iterator[Row]:
+    """Yield the rows of a case, each as soon as it is measured.
 
     in_parts   labels of the compressors whose parts are measured besides compress.
 
     Raises `Failure` with the name of the compressor if a result differs from that of the reference.
     """
-    first, shown = cases[0], set[str]()
-    bench = Bench(Buffers(first.numel, first.dtype, first.device), clock, samples)
-    progress.start(f"{first.tensors}, plain torch")
+    shown = set[str]()
+    bench = Bench(case.numel, case.dtype, case.device, clock, samples)
+    progress.start(f"{case.title}, plain torch")
     rows = bench.baselines()
     progress.finish(f"{ADD} {rows[0]['ms']['p50']:.3g} ms")
     yield from rows
-    for case in cases:
-        progress.start(f"{case.tensors}, {case.label}")
-        with _named(f"{case.tensors}, {case.label}"):
-            rows = bench.rows(list(_compressor_calls(case, bench, in_parts=case.label in in_parts)))
+    for label, given in case.compressors.items():
+        progress.start(f"{case.title}, {label}")
+        with _named(f"{case.title}, {label}"):
+            rows = bench.rows(list(_compressor_calls(label, given, bench, in_parts=label in in_parts)))
         ours = next(row for row in rows if row["kernel"] != "torch")
         progress.finish(f"compress {ours['ms']['p50']:.3g} ms = {ours['times_add']:.3g} x add_, 1/{ours['ratio']:.4g}")
         yield from (row for row in rows if row["name"] not in shown)
         shown |= {row["name"] for row in rows}
-    progress.start(f"{first.tensors}, Adam's update")
-    with _named(f"{first.tensors}, Adam's update"):
+    progress.start(f"{case.title}, Adam's update")
+    with _named(f"{case.title}, Adam's update"):
         rows = bench.rows(list(_update_calls(bench)))
     progress.finish(f"write {rows[0]['ms']['p50']:.3g} ms")
     yield from rows
@@ -212,64 +206,48 @@ def _named(title: str) -> Iterator[None]:
         raise RuntimeError(f"{title}: {error}") from error
 
 
-def _compressor_calls(case: Case, bench: Bench, *, in_parts: bool) -> Iterator[Timed]:
+def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: bool) -> Iterator[Timed]:
     """Check a compressor and yield its calls: the same selection in torch, compress, and the parts of a collective."""
-    buffers, read, width = bench.buffers, bench.read, bench.width
-    gradients, residuals, outs, flag = buffers.gradients, buffers.residuals, buffers.outs, buffers.flag
-    key, layout = case.compressor.draw_key(1), case.compressor.layout(case.numel, case.dtype)
-    _, kernel = kernels.select(layout, case.device)
+    read, width, flag = bench.read, bench.width, bench.flag
+    gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
+    key, layout = given.draw_key(1), given.layout(bench.numel, bench.dtype)
+    _, kernel = kernels.select(layout, bench.device)
     few = gradients[0][:ELEMENTS]
-    check(case.compressor.layout(few.numel(), case.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
-    kept, bits, bound = positions(layout)
-    share = ""
-    if kept is not None:
-        share = f"1/{case.numel / kept:.3g}"
+    check(given.layout(few.numel(), bench.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
+    kept, share = kept_elements(layout), ""
+    if kept:
+        share = f"1/{bench.numel / kept:.3g}"
         yield Timed(f"{TOPK}, {share}", width, lambda i: residuals[i].abs().topk(kept, sorted=False), graph=False)
         yield Timed(
             f"{SELECT}, {share}", read + 2 * width, lambda i: select(gradients[i], residuals[i], kept), graph=False
         )
-    facts = {
-        "spec": case.label,
-        "kernel": _name(kernel),
-        "payload_bytes": layout.nbytes,
-        "kept": kept,
-        "position_bits": bits,
-        "position_bound": bound,
-    }
+    facts = {"spec": label, "kernel": _name(kernel), "payload_bytes": layout.nbytes}
     timed = partial(Timed, graph=kernels.is_recordable(kernel, layout), facts=facts)
-    size, payloads = layout.nbytes / case.numel, buffers.payloads(layout, PAYLOADS if in_parts else 1)
+    size, payloads = layout.nbytes / bench.numel, bench.payloads(layout, PAYLOADS if in_parts else 1)
     for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
         for i, stack in enumerate(payloads):
-            kernel.encode(gradients[(i + number) % buffers.sets], residuals[i], layout, key, stack[number])
-    yield timed(
-        f"compress {case.label}",
-        read + 2 * width + size,
-        lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
-        share=share,
-    )
-    if not in_parts:
-        return
-    yield timed(
-        f"encode {case.label}",
-        read + width + size,
-        lambda i: encode(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
-    )
-    yield timed(
-        f"commit {case.label}",
-        read + 2 * width + size,
-        lambda i: kernel.commit(gradients[i], outs[i], layout, key, payloads[i][0]),
-    )
+            kernel.encode(gradients[(i + number) % bench.sets], residuals[i], layout, key, stack[number])
 
     def decode(count: int) -> Call:
         return lambda i: kernel.decode(payloads[i][:count], layout, key, outs[i], weight=1 / count, add=False)
 
-    for number in (1, PAYLOADS):
-        yield timed(f"decode {number} x {case.label}", width + number * size, decode(number))
-    yield timed(
-        f"accumulate {case.label}",
-        2 * width + size,
-        lambda i: kernel.decode(payloads[i][:1], layout, key, outs[i], weight=0.5, add=True),
-    )
+    both = 2 * width + size
+    calls: dict[str, tuple[float, Call]] = {
+        "compress": (
+            read + both,
+            lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+        ),
+        "encode": (
+            read + width + size,
+            lambda i: encode(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+        ),
+        "commit": (read + both, lambda i: kernel.commit(gradients[i], outs[i], layout, key, payloads[i][0])),
+        **{f"decode {count} x": (width + count * size, decode(count)) for count in (1, PAYLOADS)},
+        "accumulate": (both, lambda i: kernel.decode(payloads[i][:1], layout, key, outs[i], weight=0.5, add=True)),
+    }
+    for part, (moved, call) in calls.items():
+        if part == "compress" or in_parts:
+            yield timed(f"{part} {label}", moved, call, share=share if part == "compress" else "")
 
 
 def _update_calls(bench: Bench) -> Iterator[Timed]:
@@ -278,14 +256,14 @@ def _update_calls(bench: Bench) -> Iterator[Timed]:
     `write` reads gradient and moments and writes the update. `advance` reads the residual too, and writes the moments
     and the residual. The moments have the dtype of the residual, which is float32 for a gradient of 16 bits too.
     """
-    buffers, read, width = bench.buffers, bench.read, bench.width
-    gradients, residuals, outs = buffers.gradients, buffers.residuals, buffers.outs
-    momenta = buffers.new(residuals[0].dtype)
-    squares = [each.square_().add_(0.1) for each in dict.fromkeys(buffers.new(residuals[0].dtype))]
+    read, width = bench.read, bench.width
+    gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
+    momenta = bench.new(residuals[0].dtype)
+    squares = [each.square_().add_(0.1) for each in dict.fromkeys(bench.new(residuals[0].dtype))]
     updates = [_adam(m, v) for m, v in zip(momenta, cycle(squares), strict=False)]
     few = slice(0, ELEMENTS)
     check_update(_adam(momenta[0][few], squares[0][few]), gradients[0][few], residuals[0][few])
-    facts = {"kernel": _name(kernels.adam(buffers.device))}
+    facts = {"kernel": _name(kernels.adam(bench.device))}
     yield Timed(WRITE, read + 3 * width, lambda i: updates[i].write(gradients[i], outs[i]), facts=facts)
     yield Timed(ADVANCE, read + 6 * width, lambda i: updates[i].advance(gradients[i], residuals[i]), facts=facts)
 
@@ -319,24 +297,11 @@ def select_per_chunk(gradient: Tensor, residual: Tensor, density: float) -> list
     return selected
 
 
-def positions(layout: Layout) -> tuple[int, float, float] | tuple[None, None, None]:
-    """Return the number of kept elements, the bits spent on the position of each, and the entropy bound of these bits.
-
-    The bound is log2 C(n, k) / k. All three are None if the layout selects nothing.
-    """
-    if isinstance(layout, RandomKLayout):
-        return layout.k, 0.0, _log2_choices(layout.numel, layout.k) / layout.k
-    if not isinstance(layout, TopKLayout):
-        return None, None, None
-    records = [(layout.rows, layout.record)] + ([(1, layout.tail)] if layout.tail else [])
-    kept = sum(rows * record.k for rows, record in records)
-    bits = sum(rows * 8 * (record.nbytes - record.low_at) for rows, record in records)
-    bound = sum(rows * _log2_choices(record.n, record.k) for rows, record in records)
-    return kept, bits / kept, bound / kept
-
-
-def _log2_choices(n: int, k: int) -> float:
-    return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2)
+def kept_elements(layout: Layout) -> int:
+    """Return the number of elements that a layout keeps, 0 if it selects nothing."""
+    if isinstance(layout, TopKLayout):
+        return layout.rows * layout.record.k + (layout.tail.k if layout.tail else 0)
+    return layout.k if isinstance(layout, RandomKLayout) else 0
 
 
 def _name(kernel: object) -> str:

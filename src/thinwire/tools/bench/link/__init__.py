@@ -12,25 +12,19 @@ from dataclasses import asdict
 
 from thinwire.tools.units import LinkSpeed
 
-from ..harness import Line, Row, print_table
+from ..harness import Row, print_table
 from ..harness import run as run_benchmark
-from ..methods import INSTALL_POWERSGD
-from .settings import Options, Settings, settings
-
-_LINKS = {
-    False: "network namespaces, both ends of each link shaped by tc; bytes are those of the rank's interface, with the "
-    "headers of TCP and Ethernet",
-    True: "a relay on the loopback interface; bytes are those that it carried, without headers of TCP",
-}
-"""How links are made, by whether there is a relay."""
+from ..methods import INSTALL_POWERSGD, POWERSGD_PACKAGE
+from ..results.links import LINKS
+from .settings import Options, check, has_powersgd_package
 
 
 def run(options: Options) -> int:
     """Measure and print the table. Return 0, or 1 if a method failed."""
     from thinwire.tools.links.network import prepare
 
-    given = settings(options)
-    if not given.relay:
+    check(options)
+    if not options.relay:
         reason = prepare()
         if reason is not None:
             raise ValueError(
@@ -38,21 +32,21 @@ def run(options: Options) -> int:
                 "loopback interface, through a relay that holds their bytes back"
             )
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
-    from ..training import check
+    from .. import training
     from .rounds import measure
     from .timeline import Timeline, write_trace
 
-    for method in given.methods:
-        check(method.text)  # raises ValueError for an unknown compressor
+    for method in options.chosen:
+        training.check(method.text)  # raises ValueError for an unknown compressor
     timelines: dict[str, Timeline] | None = None if options.timeline is None else {}
     kept = {name: value for name, value in asdict(options).items() if name not in ("out", "timeline")}
     code = run_benchmark(
         options,
-        lambda progress: measure(given, progress, timelines),
-        lambda rows, under: _show(given, rows, under),
+        lambda progress: measure(options, progress, timelines),
+        lambda rows, _: _show(options, rows),
         name="bench link",
-        progress_steps=len(given.rates) * len(given.worlds) * len(given.methods),
-        links="relay" if given.relay else "namespaces",
+        progress_steps=len(options.rates) * len(options.worlds) * len(options.chosen),
+        links="relay" if options.relay else "namespaces",
         worker_threads=1,
         **kept,
     )
@@ -62,26 +56,26 @@ def run(options: Options) -> int:
     return code
 
 
-def _show(given: Settings, rows: list[Row], under: Line) -> None:
+def _show(options: Options, rows: list[Row]) -> None:
     """Print a table for each world size."""
-    has_local = any(method.is_local for method in given.methods)
-    for world in given.worlds:
+    methods, speeds = options.chosen, options.speeds
+    statistic = "median of a step" + (
+        " (local steps: mean over whole rounds)" if any(method.is_local for method in methods) else ""
+    )
+    for world in options.worlds:
         found = {(row["method"], row["rate"]): row for row in rows if row["world"] == world}
-        cells = [_cells(method.text, found, given.rates) for method in given.methods]
         print_table(
-            f"{world} ranks, {given.model.kind}, median of a step"
-            + (" (local steps: mean over whole rounds)" if has_local else ""),
-            cells[0].keys(),
-            [line.values() for line in cells],
+            f"{world} ranks, {options.model}, {statistic}",
+            [_cells(method.text, found, speeds) for method in methods],
             text=("method",),
         )
     print("speed-up: over dense. MB/step: at the slowest rate; over faster links packets have fewer headers.")
-    print(f"Links: {_LINKS[given.relay]}.")
-    if any(speed.round_trip for speed in given.rates.values()):
-        what = "byte" if given.relay else "packet"
+    print(f"Links: {LINKS['relay' if options.relay else 'namespaces']}.")
+    if any(speed.round_trip for speed in speeds.values()):
+        what = "byte" if options.relay else "packet"
         print(f"Round-trip times, behind the comma: thinwire delivers each {what} half of it after it was sent.")
-    if given.left_out:
-        print(f"Left out: {', '.join(given.left_out)}, which is not installed ({INSTALL_POWERSGD}).")
+    if "all" in options.methods and not has_powersgd_package():
+        print(f"Left out: {POWERSGD_PACKAGE}, which is not installed ({INSTALL_POWERSGD}).")
 
 
 def _cells(method: str, found: dict[tuple[str, str], Row], rates: dict[str, LinkSpeed]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Runs on each rank behind its link: takes timed steps."""
 
 import gc
-import time
 import warnings
+from collections.abc import Callable
 from statistics import fmean
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..methods import parse
-from ..training import Setup, Training, build
+from ..training import Setup, Training, build, take_step
 from .settings import Model
-from .timeline import Marks, Timeline, timeline
+from .timeline import Timeline, timeline
 
 
 class LinkRank:
@@ -23,26 +23,24 @@ class LinkRank:
         self._rank = rank
         # The time is measured here, and not the loss.
         warnings.filterwarnings("ignore", ".*AdamW on gradients compressed by")
-        self._training: Training | None = None
 
     def start(self, name: str, model: Model) -> None:
         """Build the model and start to train it by the method of this name."""
-        self._training = None
+        vars(self).pop("_training", None)  # frees its memory
         gc.collect()
         torch.manual_seed(0)
         # All ranks have the same weights. Sending them would take longer than the steps.
         method = parse(name)
         self._every = method.every
-        self._training = build(method, Setup(build_model(model), lr=1e-5, ddp={"init_sync": False}))
+        self._training: Training = build(method, Setup(build_model(model), lr=1e-5, ddp={"init_sync": False}))
         torch.manual_seed(1 + self._rank)
-        self._batch = make_batch(model)
+        self._loss = make_loss(model)
 
     def warm_up(self, count: int) -> float:
         """Take `count` steps, then more until "auto" has chosen, and return the milliseconds of the last step.
 
         "auto" chooses at the same step on all ranks. With local steps it is the mean over the last round.
         """
-        assert self._training is not None
         sync, taken = self._training.sync, self.steps(count)
         while sync is not None and sync.policy.auto and sync.choice is None:
             taken = self.steps(1)
@@ -50,8 +48,7 @@ class LinkRank:
 
     def steps(self, count: int) -> list[float]:
         """Take `count` steps and return the milliseconds of each."""
-        assert self._training is not None
-        marks = [self._step(self._training) for _ in range(count)]
+        marks = [take_step(self._training, self._loss) for _ in range(count)]
         return [1e3 * (one.end - one.begin) for one in marks]
 
     def timeline(self) -> Timeline | None:
@@ -59,25 +56,14 @@ class LinkRank:
 
         Return None if torch's own all-reduce was used, which is not recorded.
         """
-        assert self._training is not None
         assert self._training.sync is not None
         dist.barrier()
-        marks, step = self._step(self._training), self._training.sync.last_step
+        marks, step = take_step(self._training, self._loss), self._training.sync.last_step
         assert step is not None
         if step.is_sent_by_torch:
             return None
         spans = (handle.report.spans for handle in step.handles)
         return timeline(marks, zip(step.labels, spans, strict=True), step.closed_at)
-
-    def _step(self, training: Training) -> Marks:
-        begin = time.perf_counter()
-        training.optimizer.zero_grad()
-        loss = F.mse_loss(training.module(self._batch), torch.zeros(()).expand_as(self._batch))
-        backward = time.perf_counter()
-        loss.backward()
-        optimizer = time.perf_counter()
-        training.optimizer.step()
-        return Marks(begin=begin, backward=backward, optimizer=optimizer, end=time.perf_counter())
 
 
 def build_model(model: Model) -> nn.Module:
@@ -89,9 +75,10 @@ def build_model(model: Model) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def make_batch(model: Model) -> Tensor:
-    """Return a random batch of inputs for the model."""
-    return torch.randn(model.batch_size, *([model.width] if model.kind == "gpt" else [model.width, 16, 16]))
+def make_loss(model: Model) -> Callable[[nn.Module], Tensor]:
+    """Return a function of a built model that makes its loss, of a random batch of inputs."""
+    batch = torch.randn(model.batch_size, *([model.width] if model.kind == "gpt" else [model.width, 16, 16]))
+    return lambda module: F.mse_loss(module(batch), torch.zeros(()).expand_as(batch))
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ from thinwire.tools.links.network import Network, network
 from thinwire.tools.workers import WorkerError, Workers
 
 from ..harness import Progress, Row
-from ..methods import NO_COMMUNICATION, Method
+from ..methods import COMPRESSING, NO_COMMUNICATION, Method
 from .rank import LinkRank
-from .settings import Settings
+from .settings import Options
 from .timeline import Timeline
 
 _BEFORE = 3
@@ -33,8 +33,11 @@ _ROUND_TRIPS = 500
 
 @dataclass
 class Taken:
-    """Samples of one method at one rate, collected so far."""
+    """Samples of one method at one rate and world size, collected so far."""
 
+    method: Method
+    rate: str
+    world: int
     left: int
     """Number of steps that are still to be timed."""
     samples: list[float] = field(default_factory=list)
@@ -43,96 +46,92 @@ class Taken:
     """Bytes sent by all ranks."""
     steps: int = 0
 
-    def row(self, rate: str, world: int, method: Method) -> Row:
+    def row(self) -> Row:
         """Return the row with the results of all samples: the time over steps and ranks, and the bytes of a rank.
 
         The time is the median; with local steps, of which few exchange, it is the mean over whole rounds.
         """
-        mean = fmean(self.samples)
+        mean, is_local = fmean(self.samples), self.method.is_local
         return {
             "kind": "link",
-            "rate": rate,
-            "world": world,
-            "method": method.text,
-            "ms": mean if method.is_local else median(self.samples),
+            "rate": self.rate,
+            "world": self.world,
+            "method": self.method.text,
+            "ms": mean if is_local else median(self.samples),
             "ms_mean": mean,
-            "statistic": "mean" if method.is_local else "median",
-            "bytes_per_step": self.sent / self.steps / world,
+            "statistic": "mean" if is_local else "median",
+            "bytes_per_step": self.sent / self.steps / self.world,
             "steps": self.steps,
         }
 
 
-def measure(settings: Settings, progress: Progress, timelines: dict[str, Timeline] | None = None) -> Iterator[Row]:
+def measure(options: Options, progress: Progress, timelines: dict[str, Timeline] | None = None) -> Iterator[Row]:
     """Yield the rows of each world size, in each of them all rates, and at each rate all methods.
 
     timelines   gets the timeline of one more step of each method of thinwire, by its title. None: no such step.
     """
-    first, limit = next(iter(settings.rates.values())), timeout(settings)
-    for world in settings.worlds:
+    first, limit = next(iter(options.speeds.values())), timeout(options)
+    for world in options.worlds:
         with (
-            network(world, *first, relay=settings.relay) as net,
+            network(world, *first, relay=options.relay) as net,
             Workers(world, limit=limit, links=net.links) as workers,
         ):
             workers.form(world, LinkRank)
-            workers.ask("start", NO_COMMUNICATION, settings.model, limit=limit)
+            workers.ask("start", NO_COMMUNICATION, options.size, limit=limit)
             # Otherwise fresh memory and idle cores would slow the first method down.
             workers.ask("steps", _COLD, limit=_COLD * limit)
-            for name, speed in settings.rates.items():
+            for rate, speed in options.speeds.items():
                 net.shape(*speed)
-                yield from measure_methods(
-                    name, world=world, settings=settings, net=net, workers=workers, progress=progress
-                )
-                for method in settings.methods if timelines is not None else ():
-                    if method.is_local or not method.is_ours:  # few local steps exchange; others record nothing
+                yield from measure_methods(rate, world, options, net, workers, progress)
+                for method in options.chosen:
+                    if timelines is None or method.name not in COMPRESSING:
                         continue
-                    workers.ask("start", method.text, settings.model, limit=limit)
+                    workers.ask("start", method.text, options.size, limit=limit)
                     workers.ask("warm_up", _BEFORE, limit=_TRIALS * limit)
                     found = workers.ask("timeline", limit=limit)[0]
-                    if found is not None and timelines is not None:
-                        timelines[f"{method.text}, {name}, {world} ranks"] = found
+                    if found is not None:
+                        timelines[f"{method.text}, {rate}, {world} ranks"] = found
 
 
-def timeout(settings: Settings) -> float:
+def timeout(options: Options) -> float:
     """Return the time limit of an exchange in seconds.
 
     A dense all-reduce sends at most twice the gradient of 32 bits per parameter. The limit is four times that over the
     slowest link, plus `_TIMEOUT_SECONDS` and `_ROUND_TRIPS` times the longest round-trip time.
     """
-    slowest = min(speed.rate for speed in settings.rates.values())
-    longest = max(speed.round_trip for speed in settings.rates.values())
-    return _TIMEOUT_SECONDS + 4 * 2 * 32 * settings.model.parameters / slowest + _ROUND_TRIPS * longest
+    speeds = options.speeds.values()
+    slowest, longest = min(speed.rate for speed in speeds), max(speed.round_trip for speed in speeds)
+    return _TIMEOUT_SECONDS + 4 * 2 * 32 * options.parameters / slowest + _ROUND_TRIPS * longest
 
 
 def measure_methods(
-    rate: str, world: int, settings: Settings, net: Network, workers: Workers, progress: Progress
+    rate: str, world: int, options: Options, net: Network, workers: Workers, progress: Progress
 ) -> Iterator[Row]:
     """Measure all methods at one rate, in rounds, and yield the rows in the order of the methods."""
-    taken = {method.text: Taken(settings.steps) for method in settings.methods}
-    waiting = list(settings.methods)
-    while left := [method for method in settings.methods if taken[method.text].left]:
-        for method in left:
-            progress.start(f"{world} ranks, {rate}, {method.text}")
+    waiting = [Taken(method, rate, world, options.steps) for method in options.chosen]
+    while waiting:
+        for taken in [one for one in waiting if one.left]:
+            progress.start(f"{world} ranks, {rate}, {taken.method.text}")
             try:
-                take_steps(method, taken=taken[method.text], settings=settings, net=net, workers=workers)
+                take_steps(taken, options, net, workers)
             except WorkerError:
-                yield from (taken[one.text].row(rate, world, one) for one in waiting if taken[one.text].steps)
+                yield from (one.row() for one in waiting if one.steps)
                 raise
-            if not taken[method.text].left:
-                row = taken[method.text].row(rate, world, method)
+            if not taken.left:
+                row = taken.row()
                 progress.finish(f"{row['ms']:,.1f} ms, {row['bytes_per_step'] / 1e6:,.3f} MB")
-            while waiting and not taken[waiting[0].text].left:
-                done = waiting.pop(0)
-                yield taken[done.text].row(rate, world, done)
+            while waiting and not waiting[0].left:
+                yield waiting.pop(0).row()
 
 
-def take_steps(method: Method, taken: Taken, settings: Settings, net: Network, workers: Workers) -> None:
+def take_steps(taken: Taken, options: Options, net: Network, workers: Workers) -> None:
     """Run one round of a method. Slow steps and "auto", which takes many steps to choose, get one round only.
 
     With local steps, the steps before and those that count are whole rounds of these. There are two rounds before:
     ranks connect in the first exchange, which with a delay ends in the second round.
     """
-    limit = timeout(settings)  # of one step
-    workers.ask("start", method.text, settings.model, limit=limit)
+    method, limit = taken.method, timeout(options)  # of one step
+    workers.ask("start", method.text, options.size, limit=limit)
     before = method.whole_rounds(max(_BEFORE, 2 * method.every))
     last: float = workers.ask("warm_up", before, limit=max(_TRIALS, before) * limit)[0]
     steps = method.whole_rounds(min(_PER_ROUND, taken.left))

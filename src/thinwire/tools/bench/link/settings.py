@@ -4,13 +4,13 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from thinwire.tools.links.carrier import FASTEST
 from thinwire.tools.units import LinkSpeed, parse_link
 
 from ..harness import File, Names, Numbers, arg, at_least, check_file, check_world
-from ..methods import BY_LINK, BY_ROUND_TRIP, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
+from ..methods import BY_LINK, BY_ROUND_TRIP, COMPRESSING, INSTALL_POWERSGD, POWERSGD_PACKAGE, Method, parse
 
 RATES = ("100mbit", "1gbit", "10gbit")
 
@@ -41,24 +41,38 @@ class Options:
     out: File = None
     """Write JSON lines to this file: the conditions, then a row for each rate, world and method."""
 
+    @property
+    def speeds(self) -> dict[str, LinkSpeed]:
+        """Return rates and round-trip times of links, by the text that the user gave."""
+        return {text: parse_link(text) for text in self.rates}
+
+    @property
+    def size(self) -> "Model":
+        """Return the model to build."""
+        return Model(self.model, self.parameters, self.batch)
+
+    @property
+    def chosen(self) -> list[Method]:
+        """Return the methods to run; those of "all" that cannot be run are not among them."""
+        every = (*BY_LINK, *(BY_ROUND_TRIP if any(speed.round_trip for speed in self.speeds.values()) else ()))
+        texts = [text for given in self.methods for text in (every if given == "all" else (given,))]
+        return [parse(text) for text in dict.fromkeys(texts) if text != POWERSGD_PACKAGE or has_powersgd_package()]
+
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
         """Return the defaults. With --relay they leave out the highest rate, for which a relay is too slow."""
         return cls(rates=RATES[:2]) if {"--relay", "--relay=True"} & set(arguments) else cls()
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of a given size.
-
-    kind         gpt: the linear layers of 6 GPT blocks; cnn: 8 convolutions on 16 x 16 images.
-    parameters   approximate number of parameters.
-    batch_size   samples for each rank and step.
-    """
+class Model(NamedTuple):
+    """A model of a given size."""
 
     kind: str
+    """gpt: the linear layers of 6 GPT blocks; cnn: 8 convolutions on 16 x 16 images."""
     parameters: float
+    """Approximate number of parameters."""
     batch_size: int
+    """Samples for each rank and step."""
 
     @property
     def width(self) -> int:
@@ -67,23 +81,8 @@ class Model:
         return max(8, 8 * round(math.sqrt(self.parameters / per_square) / 8))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The checked options."""
-
-    rates: dict[str, LinkSpeed]
-    """Rates and round-trip times of links, by the text that the user gave."""
-    worlds: tuple[int, ...]
-    methods: tuple[Method, ...]
-    left_out: tuple[str, ...]
-    """Methods in "all" that cannot be run."""
-    model: Model
-    steps: int
-    relay: bool
-
-
-def settings(options: Options) -> Settings:
-    """Return the checked options. Raises ValueError for options that cannot be run."""
+def check(options: Options) -> None:
+    """Raise ValueError for options that cannot be run."""
     for name in ("rates", "worlds", "methods"):
         given = getattr(options, name)
         if not given or len(set(given)) < len(given):
@@ -93,39 +92,20 @@ def settings(options: Options) -> Settings:
     at_least(options, batch=1, steps=1)
     if not 1e4 <= options.parameters <= 1e9:
         raise ValueError(f"--parameters {options.parameters:g}, expected 1e4 to 1e9")
-    rates = {text: parse_link(text) for text in options.rates}
-    for name, speed in rates.items():
+    for name, speed in options.speeds.items():
         if options.relay and speed.rate > FASTEST:
             raise ValueError(
                 f"--relay --rates {name}, expected {FASTEST / 1e9:g}gbit or less: at higher rates the relay "
                 "is measured, not the link"
             )
-    for option, path in (("out", options.out), ("timeline", options.timeline)):
-        check_file(option, path)
-    methods, left_out = _methods(options.methods, any(speed.round_trip for speed in rates.values()))
-    if options.timeline is not None and not any(method.is_ours and not method.is_local for method in methods):
+    check_file("out", options.out)
+    check_file("timeline", options.timeline)
+    if POWERSGD_PACKAGE in options.methods and not has_powersgd_package():
+        raise ValueError(f"--methods {POWERSGD_PACKAGE!r}, which is not installed: {INSTALL_POWERSGD}")
+    if not any(method.name in COMPRESSING for method in options.chosen) and options.timeline is not None:
         raise ValueError(f"--timeline {options.timeline}, expected one of thinwire's --methods: others record nothing")
-    model = Model(options.model, options.parameters, options.batch)
-    return Settings(
-        rates=rates,
-        worlds=options.worlds,
-        methods=methods,
-        left_out=left_out,
-        model=model,
-        steps=options.steps,
-        relay=options.relay,
-    )
 
 
-def _methods(texts: tuple[str, ...], has_round_trip: bool) -> tuple[tuple[Method, ...], tuple[str, ...]]:
-    """Return the methods to run, and those in "all" that cannot be run."""
-    given = [text for text in texts if text != "all"]
-    every = (*BY_LINK, *(BY_ROUND_TRIP if has_round_trip else ()))
-    wanted = list(dict.fromkeys([*(every if "all" in texts else ()), *given]))
-    left_out: tuple[str, ...] = ()
-    if POWERSGD_PACKAGE in wanted and importlib.util.find_spec("powersgd") is None:
-        if POWERSGD_PACKAGE in given:
-            raise ValueError(f"--methods {POWERSGD_PACKAGE!r}, which is not installed: {INSTALL_POWERSGD}")
-        wanted.remove(POWERSGD_PACKAGE)
-        left_out = (POWERSGD_PACKAGE,)
-    return tuple(parse(text) for text in wanted), left_out
+def has_powersgd_package() -> bool:
+    """Return whether the package of PowerSGD's authors is installed."""
+    return importlib.util.find_spec("powersgd") is not None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from thinwire.collectives.handle import Span
 
+    from ..training import Marks
+
 _PHASE_OF = {"update": "compute", "encode": "compress", "exchange": "exchange", "decode": "decode"}
 """Phase of each kind of recorded span. An update is the optimizer's computation on a bucket."""
 
@@ -26,22 +28,12 @@ class Bar(NamedTuple):
     stop: float
 
 
-class Lane(NamedTuple):
-    """A row of a timeline."""
-
-    name: str
-    bars: tuple[Bar, ...]
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of one step on one rank.
+    """The timeline of one step on one rank."""
 
-    The first lane is the computation of the rank's own thread. The other lanes are the operations in the order in which
-    they were issued.
-    """
-
-    lanes: tuple[Lane, ...]
+    lanes: list[tuple[str, list[Bar]]]
+    """Bars by name: first those of the rank's own thread, then of each operation, in the order they were issued in."""
     ms: float
     """Duration of the step."""
     whole: float
@@ -50,24 +42,19 @@ class Timeline:
     @property
     def beside(self) -> float:
         """Return the milliseconds in which operations ran while gradients were still computed."""
-        return _covered((bar.start, min(bar.stop, self.whole)) for lane in self.lanes[1:] for bar in lane.bars)
+        total = end = 0.0
+        for start, stop in sorted((bar.start, min(bar.stop, self.whole)) for _, bars in self.lanes[1:] for bar in bars):
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
 
     @property
     def waited(self) -> float:
         """Return the milliseconds from the last gradient to the step of the optimizer."""
-        return self.lanes[0].bars[-1].start - self.whole
+        return self.lanes[0][1][-1].start - self.whole
 
 
-class Marks(NamedTuple):
-    """Times of `time.perf_counter`: start of the step, of the backward pass and of the optimizer, and the end."""
-
-    begin: float
-    backward: float
-    optimizer: float
-    end: float
-
-
-def timeline(marks: Marks, operations: "Iterable[tuple[str, Iterable[Span]]]", whole: float) -> Timeline:
+def timeline(marks: "Marks", operations: "Iterable[tuple[str, Iterable[Span]]]", whole: float) -> Timeline:
     """Build the timeline of a step from its operations, by name, and the time at which the last gradient was ready.
 
     The bar of the backward pass ends with the last gradient, because the pass only waits after that.
@@ -76,32 +63,17 @@ def timeline(marks: Marks, operations: "Iterable[tuple[str, Iterable[Span]]]", w
     def bar(phase: str, label: str, start: float, stop: float) -> Bar:
         return Bar(phase=phase, label=label, start=1e3 * (start - marks.begin), stop=1e3 * (stop - marks.begin))
 
-    own = (
+    own = [
         bar("compute", label="forward", start=marks.begin, stop=marks.backward),
         bar("compute", label="backward", start=marks.backward, stop=whole),
         bar("compute", label="optimizer", start=marks.optimizer, stop=marks.end),
-    )
-    lanes = [Lane("compute", own)]
+    ]
+    lanes = [("compute", own)]
     for name, spans in operations:
-        bars = [
-            bar(_PHASE_OF[phase], label=phase if phase == "update" else _PHASE_OF[phase], start=start, stop=stop)
-            for phase, start, stop in spans
-        ]
-        lanes.append(Lane(name, tuple(bars)))
-    return Timeline(tuple(lanes), 1e3 * (marks.end - marks.begin), own[1].stop)
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans.
-
-    >>> _covered([(0, 2), (1, 3), (5, 6), (9, 8)])
-    4.0
-    """
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+        kinds = ((kind, _PHASE_OF[kind], start, stop) for kind, start, stop in spans)
+        bars = [bar(phase, kind if kind == "update" else phase, start, stop) for kind, phase, start, stop in kinds]
+        lanes.append((name, bars))
+    return Timeline(lanes, 1e3 * (marks.end - marks.begin), own[1].stop)
 
 
 def write_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
@@ -117,10 +89,10 @@ def write_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
             {"ph": "M", "pid": process, "name": "process_labels", "args": {"labels": waited}},
             {"ph": "i", "pid": process, "tid": 0, "ts": 1e3 * one.whole, "s": "p", "name": "last gradient"},
         ]
-        for thread, lane in enumerate(one.lanes):
+        for thread, (name, bars) in enumerate(one.lanes):
             place = {"pid": process, "tid": thread}
-            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": lane.name}})
-            for phase, label, start, stop in lane.bars:
+            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": name}})
+            for phase, label, start, stop in bars:
                 times = {"ts": 1e3 * start, "dur": 1e3 * (stop - start)}
                 events.append({"ph": "X", **place, "cat": phase, "name": label, **times})
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")

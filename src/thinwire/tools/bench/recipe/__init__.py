@@ -12,71 +12,15 @@ If ranks end with different weights, the exit code is 1. Losses never change the
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from contextlib import ExitStack
+from statistics import fmean
 
 from thinwire.tools.links.network import network, prepare
 from thinwire.tools.units import parse_link
 
-from ..harness import File, Line, Model, Names, Numbers, Progress, Row, arg, at_least, check_world, print_table
+from ..harness import Line, Progress, Row, print_table
 from ..harness import run as run_benchmark
-from ..methods import BY_LOSS, FAMILIES
-
-if TYPE_CHECKING:
-    from .trainer import Ranks, Settings
-
-LEARNING_RATES = {"gpt": (1e-3, 0.2), "cnn": (1e-3, 0.02), "resnet18": (1e-3, 0.1)}
-"""Learning rates of AdamW and SGD, by model.
-
-At 2e-3, the losses of dense runs of the default size differ by 0.2 between seeds, at 1e-3 by 0.01.
-"""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Train one model by many methods: loss and bytes sent.
-
-    A method is a name, or a name and options of its optimizer or compressor: "adamw thinwire;betas=0.7,0.999;lr=2e-3".
-    Besides those of "all" there are muon dense, and local steps with a compressor after adamw, sgd or muon: "muon local
-    steps 8 quantize:bits=2;delay=4".
-    """
-
-    methods: Names = ("all",)
-    """all, or some of: adamw dense, adamw fp16 hook, adamw powersgd rank 1, adamw powersgd rank 4, adamw textbook topk,
-    adamw thinwire 8-bit, adamw thinwire, sgd dense, sgd textbook topk, sgd thinwire."""
-    model: Model = "gpt:layers=2,width=128,heads=4,context=64"
-    """gpt, on bytes of Python's standard library; cnn:width=32, on noisy digits; or on other --data."""
-    data: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Other data that fits the model: mnist, fashion-mnist or cifar10."""
-    data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
-    """Where its files are; for a gpt, a file whose bytes are its text."""
-    workers: int = 2
-    """Ranks."""
-    batch: int = 4
-    """Samples for each rank and step."""
-    steps: int = 600
-    """Number of training steps."""
-    warmup_steps: int | None = None
-    """First steps, which send 8 bits; 2 by default."""
-    lr: Annotated[tuple[float, float] | None, arg(metavar="ADAMW SGD")] = None
-    """Learning rates of AdamW, which Muon has too, and of SGD, at their highest; by default 1e-3 and 0.2, for the cnn
-    1e-3 and 0.02."""
-    seeds: Numbers = (0,)
-    """Each method runs once with each: other weights, other batches."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model is."""
-    simulate: bool = False
-    """Ranks are threads of one process, so that many fit on one device. fp16 and PowerSGD follow the rules of torch's
-    hooks, which need processes."""
-    bf16: bool = False
-    """The model computes in bfloat16 (autocast); with --simulate."""
-    link: Annotated[str | None, arg(metavar="RATE[,TIME]", help_behavior_hint="")] = None
-    """Rate of each rank's link, such as 1gbit, or with a round-trip time, such as 100mbit,100ms: network namespaces, or
-    a relay if there are none."""
-    out: File = None
-    """Write JSON lines to this file: the conditions, then a row for each method and seed."""
+from .options import Options, check
 
 
 def run(options: Options) -> int:
@@ -88,91 +32,34 @@ def run(options: Options) -> int:
             raise ValueError("--link with --simulate or --device cuda, expected ranks that are processes on the CPU")
         why_relay = prepare()  # before torch is loaded
     # These load torch; --help and errors in options should not wait for that.
+    from thinwire.tools.workers import Workers
+
     from . import trainer
     from .gradients import Threads
 
-    given = settings(options)
+    check(options)
 
     def measure(progress: Progress) -> Iterator[Row]:
-        with Threads() if given.simulate else workers_behind_links(given, why_relay) as ranks:
-            yield from trainer.measure(given, ranks, progress)
+        with ExitStack() as stack:
+            ranks: Workers | Threads
+            if options.simulate:
+                ranks = stack.enter_context(Threads())
+            else:
+                links = None
+                if options.link is not None:
+                    net = network(options.workers, *parse_link(options.link), relay=why_relay is not None)
+                    stack.enter_context(net)
+                    links = net.links
+                ranks = stack.enter_context(Workers(options.workers, links=links))
+            yield from trainer.measure(options, ranks, progress)
 
     return run_benchmark(
         options,
         measure,
         show,
         name="bench recipe",
-        progress_steps=len(given.methods) * len(given.seeds),
-        **given.record(),
-    )
-
-
-@contextmanager
-def workers_behind_links(given: "Settings", why_relay: str | None) -> "Iterator[Ranks]":
-    """Start processes, behind links if the settings have a rate.
-
-    why_relay   why the links need a relay; None if they can be network namespaces.
-    """
-    from thinwire.tools.workers import Workers
-
-    relay = why_relay is not None
-    links = nullcontext() if given.link is None else network(given.workers, *parse_link(given.link), relay=relay)
-    with links as net, Workers(given.workers, links=None if net is None else net.links) as workers:
-        yield workers
-
-
-def settings(options: Options) -> "Settings":
-    """Return the checked options. Raises ValueError for options that cannot be run."""
-    import torch
-
-    from thinwire.tools.train.datasets import check_fit
-    from thinwire.tools.train.models import GPTConfig, model_config
-
-    from ..training import check
-    from .trainer import Settings
-
-    texts = BY_LOSS if options.methods == ("all",) else options.methods
-    if not texts:
-        raise ValueError("--methods without a method, expected all, or one or more names")
-    methods = tuple(check(text) for text in texts)
-    possible = ("dense", "fp16 hook", "powersgd rank 1", "powersgd rank 4")
-    for method in methods:
-        if not method.is_ours and method.name not in possible:
-            raise ValueError(
-                f"--methods {method.text!r} cannot be trained by bench recipe; choose another method, such as dense"
-            )
-    check_world("workers", options.workers)
-    at_least(options, batch=1, steps=1)
-    if not options.seeds:
-        raise ValueError("--seeds without a seed, expected one or more whole numbers")
-    warmup = max(1, min(2, options.steps // 2)) if options.warmup_steps is None else options.warmup_steps
-    if not 0 <= warmup < options.steps:
-        raise ValueError(f"--warmup-steps {warmup}, expected 0 or more, and fewer than the {options.steps} steps")
-    config = model_config(options.model)
-    data = options.data or ("text" if isinstance(config, GPTConfig) else "digits")
-    check_fit(config, data)
-    lr = options.lr or LEARNING_RATES[config.name]
-    if not all(0 < rate < math.inf for rate in lr):
-        raise ValueError(f"--lr {lr[0]:g} {lr[1]:g}, expected two numbers above 0")
-    if options.bf16 and not options.simulate:
-        raise ValueError("--bf16 without --simulate, which alone computes so; add --simulate, or leave --bf16 out")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu")
-    return Settings(
-        methods=methods,
-        seeds=options.seeds,
-        config=config,
-        data=data,
-        data_dir=options.data_dir,
-        workers=options.workers,
-        batch=options.batch,
-        steps=options.steps,
-        warmup_steps=warmup,
-        lr=dict(zip(FAMILIES, (*lr, lr[0]), strict=True)),  # Muon's is scaled to the updates of AdamW
-        device=options.device,
-        simulate=options.simulate,
-        bf16=options.bf16,
-        link=options.link,
+        progress_steps=len(options.chosen) * len(options.seeds),
+        **options.record(),
     )
 
 
@@ -190,8 +77,7 @@ def show(rows: list[Row], under: Line) -> None:
         f"{under['model']}, {under['parameters']:,} parameters, {under['workers']} ranks "
         f"({'threads of one process' if under['simulate'] else 'processes'}), {under['steps']} steps, the first "
         f"{under['warmup_steps']} warm-up",
-        cells[0].keys(),
-        [line.values() for line in cells],
+        cells,
         text=("method",),
         spare=("s", "accuracy"),
     )
@@ -225,8 +111,7 @@ def _cells(text: str, rows: list[Row], dense: dict[str, float], with_range: bool
 
 def _mean(rows: Sequence[Row], key: str) -> float:
     """Return the mean of a field, NaN if one is None: a loss that diverged, or a reduction of nothing sent."""
-    values = [math.nan if row[key] is None else row[key] for row in rows]
-    return sum(values) / len(values)
+    return fmean(math.nan if row[key] is None else row[key] for row in rows)
 
 
 def _or_diverged(loss: float) -> str:

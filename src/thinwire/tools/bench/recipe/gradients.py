@@ -97,13 +97,13 @@ class Gradients:
         for rank, row in enumerate(self.flat):
             own = rank if self._weights is not None else 0
             with self._precision():
-                loss = _loss(self._models[own](inputs[rank]), targets[rank])
+                loss = cross_entropy(self._models[own](inputs[rank]), targets[rank])
             found = torch.autograd.grad(loss, [parameter for _, parameter in self._named[own]])
             torch.cat([each.reshape(-1) for each in found], out=row)
 
     def _fill_at_once(self, inputs: Tensor, targets: Tensor) -> None:
         def loss(parameters: dict[str, Tensor], some: Tensor, wanted: Tensor) -> Tensor:
-            return _loss(functional_call(self._models[0], parameters, (some,)), wanted)
+            return cross_entropy(functional_call(self._models[0], parameters, (some,)), wanted)
 
         parameters = {name: parameter.detach() for name, parameter in self._named[0]}
         if self._weights is not None:
@@ -121,7 +121,8 @@ class Gradients:
         return torch.autocast(self.flat.device.type, torch.bfloat16, cache_enabled=False)
 
 
-def _loss(scores: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of scores, which may be of a text."""
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
 

@@ -45,7 +45,13 @@ def run(options: Options) -> int:
     if not files:
         raise ValueError(f"no file {FOLDER / PATTERN} here; give what thinwire bench link --out wrote")
     rows = {file: list(read(file)) for file in files}
-    kind = _kind(rows)
+    kinds = {lines[0]["kind"]: file for file, lines in rows.items() if lines}
+    if "recipe" in kinds and "link" in kinds:
+        raise ValueError(
+            f"{kinds['recipe']} has rows of bench recipe and {kinds['link']} rows of bench link, expected one of both: "
+            "call it twice, with another --plot"
+        )
+    kind = "recipe" if "recipe" in kinds else "link"
     source: Any
     if kind == "recipe":
         from . import losses as source
@@ -68,17 +74,6 @@ def run(options: Options) -> int:
     if options.plot is not None:
         source.draw(found, options.plot)
     return 0
-
-
-def _kind(rows: dict[Path, list[Line]]) -> str:
-    """Return the benchmark that the files have rows of, by the first row of each file."""
-    kinds = {lines[0]["kind"]: file for file, lines in rows.items() if lines}
-    if "recipe" in kinds and "link" in kinds:
-        raise ValueError(
-            f"{kinds['recipe']} has rows of bench recipe and {kinds['link']} rows of bench link, expected one of both: "
-            "call it twice, with another --plot"
-        )
-    return "recipe" if "recipe" in kinds else "link"
 
 
 def _check(file: Path, lines: list[Line], *, kind: str, conditions: Sequence[str], row: Sequence[str]) -> None:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import multimode
-from typing import Any
+from statistics import fmean, multimode
+from typing import Any, NamedTuple
 
 from thinwire.tools.record import Line
 
@@ -27,6 +27,7 @@ CONDITIONS = (
     "simulate",
 )  # fmt: skip
 ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
+_ROUND = re.compile(rf"\b{LOCAL} (\d+)")
 _ANY_RANKS = ("dense", "fp16 hook")
 _FAR = 0.3
 """Relative difference from the best dense value above which a mark is drawn on the edge of the plot.
@@ -37,31 +38,7 @@ _NEAR = 0.1
 """Relative difference from the best dense value that a panel shows at least, so that small ones look small."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """The quantity by which trainings are compared."""
-
-    key: str
-    show: Callable[[float], str]
-    difference: Callable[[float, float], str]
-    """Returns the difference between a value and that of dense, as text."""
-    best: Callable[..., Any]
-    """min or max."""
-
-
-LOSS = Metric(
-    key="loss", show="{:.3f}".format, difference=lambda value, dense: f"{100 * (value / dense - 1):+.1f} %", best=min
-)
-ACCURACY = Metric(
-    key="accuracy",
-    show=lambda value: f"{100 * value:.1f} %",
-    difference=lambda value, dense: f"{100 * (value - dense):+.1f}",
-    best=max,
-)
-
-
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method without its learning rate."""
 
     name: str
@@ -82,28 +59,35 @@ class Method:
     @property
     def every(self) -> int | None:
         """Return the number of steps in a round of local steps, None for other methods."""
-        found = re.search(rf"\b{LOCAL} (\d+)", self.name)
+        found = _ROUND.search(self.name)
         return None if found is None else int(found[1])
 
-    @property
-    def line(self) -> str:
-        """Return the name of the line in a plot: methods that differ only in the length of a round are on one."""
-        name = re.sub(rf"\b{LOCAL} \d+", LOCAL, self.name)
-        return "; ".join(part for part in (name, self.options) if part)
+
+class Row(NamedTuple):
+    """A training."""
+
+    method: Method
+    ranks: int
+    lr: float
+    seed: int
+    value: float
+    """Loss or accuracy. NaN if the training diverged."""
+    bytes_total: float
+    """Bytes that a rank sends in all steps."""
+    dense_total: float
+    curve: tuple[tuple[float, float], ...]
+    """Seconds and loss of each evaluation; empty if ranks had no links of a rate."""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The mean over seeds of a method with one learning rate and world size."""
 
     method: Method
     ranks: int
     lr: float
     value: float
-    """Mean of the metric. NaN if a training diverged."""
     seeds: int
     bytes_total: float
-    """Bytes that a rank sends in all steps."""
     dense_total: float
 
     @property
@@ -115,19 +99,6 @@ class Result:
     def reduction(self) -> float:
         """Return the bytes of dense divided by the bytes sent."""
         return self.dense_total / self.bytes_total if self.bytes_total else math.inf
-
-
-@dataclass(frozen=True)
-class _Row:
-    method: Method
-    ranks: int
-    lr: float
-    seed: int
-    value: float
-    bytes_total: float
-    dense_total: float
-    curve: tuple[tuple[float, float], ...]
-    """Seconds and loss of each evaluation; empty if ranks had no links of a rate."""
 
 
 @dataclass
@@ -142,13 +113,25 @@ class Comparison:
     """Files in order, each once."""
     origins: dict[str, None] = field(default_factory=dict)
     """Device, torch version and date of the runs, each once."""
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     @property
-    def metric(self) -> Metric:
-        """Return the loss for a gpt, the accuracy for all other models."""
-        return LOSS if self.conditions["model"] == "gpt" else ACCURACY
+    def metric(self) -> str:
+        """Return what trainings are compared by: the loss of a gpt, the accuracy of all other models."""
+        return "loss" if self.conditions["model"] == "gpt" else "accuracy"
+
+    def show(self, value: float) -> str:
+        """Format a loss or an accuracy."""
+        return f"{value:.3f}" if self.metric == "loss" else f"{100 * value:.1f} %"
+
+    def difference(self, value: float, dense: Result | None) -> str:
+        """Format the difference from a dense result: relative for a loss, in percentage points for an accuracy."""
+        if dense is None:
+            return "-"
+        if self.metric == "loss":
+            return f"{100 * (value / dense.value - 1):+.1f} %"
+        return f"{100 * (value - dense.value):+.1f}"
 
     @property
     def model(self) -> str:
@@ -164,23 +147,9 @@ class Comparison:
         return sorted(methods, key=lambda method: (not method.is_dense, method.is_ours))
 
     @property
-    def rates(self) -> list[float]:
-        """Return learning rates that have rows."""
-        return sorted({row.lr for row in self.rows})
-
-    @property
     def worlds(self) -> list[int]:
         """Return world sizes that have rows."""
         return sorted({row.ranks for row in self.rows})
-
-    def heading(self, how: str) -> str:
-        """Return the title of a panel."""
-        given = self.conditions
-        return f"{given['model']}, {given['parameters'] / 1e6:.3g} M parameters, {how}, {given['steps']:,} steps"
-
-    def marker(self, ranks: int) -> str:
-        """Return the shape of the marks of a world size."""
-        return "osD^v"[self.worlds.index(ranks) % 5]
 
     def title(self, method: Method) -> str:
         """Return the name and options of a method, and its warm-up steps if they differ from the usual number."""
@@ -196,7 +165,8 @@ class Comparison:
             for result in self.results
             if math.isfinite(result.value) and all(getattr(result, name) == value for name, value in wanted.items())
         ]
-        return self.metric.best(found, key=lambda result: result.value) if found else None
+        best = min if self.metric == "loss" else max
+        return best(found, key=lambda result: result.value, default=None)
 
     @property
     def best_dense(self) -> Result:
@@ -228,7 +198,7 @@ def group(rows: Mapping[Path, Iterable[Line]]) -> list[Comparison]:
     return list(comparisons.values())
 
 
-def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
+def _row(file: Path, line: dict[str, Any], metric: str) -> Row:
     given, family = line["conditions"], line["family"]
     name, *options = (part.strip() for part in line["method"].split(";"))
     rates = [part.partition("=")[2] for part in options if part.partition("=")[0].strip() == "lr"]
@@ -237,8 +207,8 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
     except ValueError:
         raise ValueError(f"{file}: learning rate {rates[-1]!r} of {line['method']!r}, expected a number") from None
     others = "; ".join(part for part in options if part.partition("=")[0].strip() != "lr")
-    value = math.nan if line[metric.key] is None or line["loss"] is None else float(line[metric.key])
-    return _Row(
+    value = math.nan if None in (line["loss"], line[metric]) else float(line[metric])
+    return Row(
         method=Method(name, others, line["warmup_steps"]),
         ranks=given["workers"],
         lr=float(f"{lr:.6g}"),  # 5 x 0.02 is not the float of 0.1
@@ -255,7 +225,7 @@ def _row(file: Path, line: dict[str, Any], metric: Metric) -> _Row:
 def _summarize(one: Comparison) -> None:
     dense_totals = {row.ranks: row.dense_total for row in one.rows}
     measured = {(row.method, row.ranks, row.lr) for row in one.rows}
-    groups: dict[tuple[Method, int, float], list[_Row]] = {}
+    groups: dict[tuple[Method, int, float], list[Row]] = {}
     for row in one.rows:
         for ranks in {row.ranks, *(dense_totals if row.method.name.endswith(_ANY_RANKS) else ())}:
             key = row.method, ranks, row.lr
@@ -269,9 +239,9 @@ def _summarize(one: Comparison) -> None:
             method=method,
             ranks=ranks,
             lr=lr,
-            value=_mean([_mean(values) for values in by_seed.values()]),
+            value=fmean([fmean(values) for values in by_seed.values()]),
             seeds=len(by_seed),
-            bytes_total=_mean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
+            bytes_total=fmean([row.bytes_total / row.dense_total for row in rows]) * dense_totals[ranks],
             dense_total=dense_totals[ranks],
         )
         one.results.append(result)
@@ -282,10 +252,6 @@ def _summarize(one: Comparison) -> None:
             f"{one.conditions['steps']} steps of {one.samples} samples, to compare with: {others}; add its file, or "
             f"run thinwire bench recipe --methods '{one.family} dense' with the same model, steps and samples"
         )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def section(comparisons: Sequence[Comparison], plot: str, link: Callable[[Path], str]) -> list[str]:
@@ -302,7 +268,8 @@ def section(comparisons: Sequence[Comparison], plot: str, link: Callable[[Path],
 
 def table(one: Comparison) -> str:
     """Return a table with a line for each method and world size, a column for each learning rate, and the reduction."""
-    heads = ["", "ranks", *(f"lr {lr:g}" for lr in one.rates), "seeds", "reduction"]
+    rates = sorted({row.lr for row in one.rows})
+    heads = ["", "ranks", *(f"lr {lr:g}" for lr in rates), "seeds", "reduction"]
     lines = [heads, ["---"] * len(heads)]
     for method in one.methods:
         title = f"**{one.title(method)}**" if method.is_ours else one.title(method)
@@ -310,7 +277,7 @@ def table(one: Comparison) -> str:
             found = {result.lr: result for result in one.results if (result.method, result.ranks) == (method, ranks)}
             if not found:
                 continue
-            cells = [_cell(one, found[lr]) if lr in found else "" for lr in one.rates]
+            cells = [_cell(one, found[lr]) if lr in found else "" for lr in rates]
             counts = sorted({result.seeds for result in found.values()})
             seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
             # The bytes of few methods depend on the learning rate.
@@ -325,27 +292,26 @@ def table(one: Comparison) -> str:
 def _cell(one: Comparison, result: Result) -> str:
     if not math.isfinite(result.value):
         return "diverged"
-    text = one.metric.show(result.value)
+    text = one.show(result.value)
     if result.is_dense:
         return text
     same = one.best(is_dense=True, ranks=result.ranks, lr=result.lr)
     best = one.best(is_dense=True, ranks=result.ranks)
-    compared = [one.metric.difference(result.value, dense.value) if dense else "-" for dense in (same, best)]
-    return f"{text} ({' / '.join(compared)})"
+    return f"{text} ({one.difference(result.value, same)} / {one.difference(result.value, best)})"
 
 
 def _title(one: Comparison) -> str:
     given, best = one.conditions, one.best_dense
-    unit = "" if one.metric is LOSS else ", in percentage points,"
+    unit = "" if one.metric == "loss" else ", in percentage points,"
     data = f" on {given['data']}" if "data" in given else ""
     dense = "; ".join(part for part in (best.method.options, f"lr {best.lr:g}") if part)
     totals = {result.ranks: result.dense_total for result in one.results}
     sent = ", ".join(f"{totals[ranks] / 1e6:,.0f} MB with {ranks} ranks" for ranks in one.worlds)
     return (
         f"{one.model}{data}, {given['parameters'] / 1e6:.3g} M parameters, {one.family}, "
-        f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric.key}, the mean over seeds. In "
+        f"{given['steps']:,} steps of {one.samples} samples: validation {one.metric}, the mean over seeds. In "
         f"brackets the difference{unit} to the best dense with the same learning rate / to the best dense of all "
-        f"({one.metric.show(best.value)}: {dense}); `-`: there is none. "
+        f"({one.show(best.value)}: {dense}); `-`: there is none. "
         f"Reduction: bytes that a rank sends in all steps, warm-up included, against a dense ring "
         f"all-reduce ({sent})."
     )
@@ -356,9 +322,13 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     figure, panels = pyplot().subplots(
         len(comparisons), 1, squeeze=False, figsize=(8, 4.8 * len(comparisons)), layout="constrained"
     )
-    draw_one = _draw_curves if all(one.conditions.get("link") for one in comparisons) else _draw_bytes
+    over_time = all(one.conditions.get("link") for one in comparisons)
     for one, axes in zip(comparisons, panels[:, 0], strict=True):
-        draw_one(one, axes)
+        given = one.conditions
+        how = f"{one.worlds[0]} ranks behind links of {given['link']}" if over_time else one.family
+        size = f"{given['parameters'] / 1e6:.3g} M parameters"
+        axes.set_title(f"{given['model']}, {size}, {how}, {given['steps']:,} steps", fontsize=10)
+        (_draw_curves if over_time else _draw_bytes)(one, axes)
     save_svg(figure, path)
 
 
@@ -370,9 +340,10 @@ def _draw_bytes(one: Comparison, axes: Any) -> None:
     """
     best = one.best_dense.value
     low, high = (1 - _FAR) * best, (1 + _FAR) * best
+    shapes = {ranks: "osD^v"[number % 5] for number, ranks in enumerate(one.worlds)}
     # thinwire's methods first, so that they get the first colours.
     methods = sorted((method for method in one.methods if method.every is None), key=lambda method: not method.is_ours)
-    _draw_rounds(one, axes, first_colour=len(methods))
+    _draw_rounds(one, axes, shapes, first_colour=len(methods))
     for number, method in enumerate(methods):
         points = [found for ranks in one.worlds if (found := one.best(method=method, ranks=ranks))]
         if not points:
@@ -381,35 +352,35 @@ def _draw_bytes(one: Comparison, axes: Any) -> None:
         values = [min(max(result.value, low), high) for result in points]
         label = one.title(method)
         for result, value in zip(points, values, strict=True):
-            label += "" if value == result.value else f", {one.metric.show(result.value)} with {result.ranks} ranks"
+            label += "" if value == result.value else f", {one.show(result.value)} with {result.ranks} ranks"
         colour, filled = f"C{number % 10}", method.is_ours
         axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
         for result, x, y in zip(points, sent, values, strict=True):
-            marker = one.marker(result.ranks)
-            axes.plot(x, y, marker=marker, color=colour, markerfacecolor=colour if filled else "white")
-    for ranks in one.worlds:
-        axes.plot([], [], one.marker(ranks), color="#888", label=f"{ranks} ranks")
+            style = {"color": colour, "markerfacecolor": colour if filled else "white"}
+            axes.plot(x, y, marker=shapes[result.ranks], **style)
+    for ranks, shape in shapes.items():
+        axes.plot([], [], shape, color="#888", label=f"{ranks} ranks")
     axes.set_xscale("log")
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(bottom, (1 - _NEAR) * best), max(top, (1 + _NEAR) * best))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("MB that a rank sends in all steps")
-    axes.set_ylabel(f"validation {one.metric.key}")
-    axes.set_title(one.heading(one.family), fontsize=10)
+    axes.set_ylabel(f"validation {one.metric}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
-def _draw_rounds(one: Comparison, axes: Any, first_colour: int) -> None:
+def _draw_rounds(one: Comparison, axes: Any, shapes: Mapping[int, str], first_colour: int) -> None:
     """Draw local steps: a line for each compressor and world size, with a mark for each length H of a round."""
     lines: dict[tuple[str, int], list[Result]] = {}
     for method in one.methods:
+        line = "; ".join(part for part in (_ROUND.sub(LOCAL, method.name), method.options) if part)
         for ranks in one.worlds if method.every is not None else ():
             if found := one.best(method=method, ranks=ranks):
-                lines.setdefault((method.line, ranks), []).append(found)
+                lines.setdefault((line, ranks), []).append(found)
     for number, ((name, ranks), points) in enumerate(lines.items(), start=first_colour):
         points.sort(key=lambda result: result.method.every or 0)
         sent, values = [result.bytes_total / 1e6 for result in points], [result.value for result in points]
-        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=one.marker(ranks), label=name)
+        axes.plot(sent, values, color=f"C{number % 10}", linewidth=2, marker=shapes[ranks], label=name)
         for result, x, y in zip(points, sent, values, strict=True):
             axes.annotate(f"H={result.method.every}", (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
 
@@ -419,7 +390,7 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     ends: list[tuple[float, float, str]] = []
     for number, method in enumerate(sorted(one.methods, key=lambda method: not method.is_ours)):
         evaluations = zip(*(row.curve for row in one.rows if row.method == method), strict=True)
-        points = [[_mean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
+        points = [[fmean(values) for values in zip(*seeds, strict=True)] for seeds in evaluations]
         seconds, losses = zip(*points, strict=True)
         axes.plot(seconds, losses, color=f"C{number % 10}", linewidth=3 if method.is_ours else 1.5)
         label = f"{one.title(method)}: {losses[-1]:.2f} after {seconds[-1]:,.0f} s"
@@ -429,4 +400,3 @@ def _draw_curves(one: Comparison, axes: Any) -> None:
     axes.set_xlim(0, 1.3 * max(ends)[0])
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("validation loss")
-    axes.set_title(one.heading(f"{one.worlds[0]} ranks behind links of {one.conditions['link']}"), fontsize=10)
