@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+import torch
 
 from support.cases import BACKENDS
 from thinwire import kernels
@@ -19,6 +20,10 @@ from thinwire.tools.train import fashion
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what runs in the background like that, and the commands under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # other tests use the other cores; tests of several threads say so
 
 
 LONGEST = ("project", "train", "contract", "links", "bench", "optim", "integrations")
