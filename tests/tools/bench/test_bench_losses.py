@@ -181,6 +181,18 @@ def test_dense_of_the_same_world_size_counts_if_there_is_one(
     assert cells["adamw thinwire, 8"][0] == "1.200 (-20.0 % / -20.0 %)"
 
 
+def test_dense_of_a_model_with_batch_norms_is_not_that_of_another_world_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"model": "resnet18", "config": {"width": 32}}
+    lines = [conditions(2, **model), row("sgd dense", 2, 1.2), row("sgd dense;lr=0.1", 2, 1.1)]
+    lines += [conditions(8, **model), row("sgd dense", 8, 1.5), row("sgd thinwire;lr=0.1", 8, 1.2, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
+    cells = table(capsys.readouterr().out)
+    assert cells["sgd dense, 8"][:2] == ["", "50.0 %"], "lr 0.1 was not measured with 8 ranks"
+    assert cells["sgd thinwire, 8"][0] == "50.0 % (- / +0.0)"
+
+
 def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
     others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, config={"layers": 1})]

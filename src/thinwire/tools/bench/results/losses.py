@@ -29,6 +29,9 @@ CONDITIONS = (
 ROW = ("method", "family", "warmup_steps", "seed", "loss", "accuracy", "bytes_total", "dense_total")
 _ROUND = re.compile(rf"\b{LOCAL} (\d+)")
 _ANY_RANKS = ("dense", "fp16 hook")
+"""Methods that train alike with any number of ranks, so that one measurement stands for all."""
+_BATCH_NORMS = ("resnet18",)
+"""Models for which that does not hold: a batch norm sees the samples of one rank."""
 _FAR = 0.3
 """Relative difference from the best dense value above which a mark is drawn on the edge of the plot.
 
@@ -224,10 +227,11 @@ def _row(file: Path, line: dict[str, Any], metric: str) -> Row:
 
 def _summarize(one: Comparison) -> None:
     dense_totals = {row.ranks: row.dense_total for row in one.rows}
+    alike = () if one.conditions["model"] in _BATCH_NORMS else _ANY_RANKS
     measured = {(row.method, row.ranks, row.lr) for row in one.rows}
     groups: dict[tuple[Method, int, float], list[Row]] = {}
     for row in one.rows:
-        for ranks in {row.ranks, *(dense_totals if row.method.name.endswith(_ANY_RANKS) else ())}:
+        for ranks in {row.ranks, *(dense_totals if row.method.name.endswith(alike) else ())}:
             key = row.method, ranks, row.lr
             if ranks == row.ranks or key not in measured:
                 groups.setdefault(key, []).append(row)
