@@ -268,18 +268,10 @@ class Compressor(ABC):
         if not ct.numel:
             return
         _, kernel = kernels.select(ct.layout, out.device)
-        fused = kernels.fused(kernel, ct.layout, out)
+        fused, weight = kernels.fused(kernel, ct.layout, out), float(weight)
         if fused is not None and residual is not None and isinstance(gradient, Tensor):
             fused.apply(
-                gradient,
-                residual,
-                ct.layout,
-                key=ct.key,
-                payloads=payloads,
-                own=own,
-                weight=float(weight),
-                update=update,
-                out=out,
+                gradient, residual, ct.layout, ct.key, payloads=payloads, own=own, weight=weight, update=update, out=out
             )
             return
         if update is not None:
@@ -289,7 +281,7 @@ class Compressor(ABC):
         elif residual is not None:
             assert isinstance(gradient, Tensor)
             kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
-        kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=False)
+        kernel.decode(payloads, ct.layout, ct.key, out, weight=weight, add=False)
 
     @torch.no_grad()
     def _encode(
@@ -328,15 +320,9 @@ class Compressor(ABC):
         self.stats.add(tensor.nbytes, ct.nbytes, seconds=seconds, finite=finite, kernels=ct.kernels)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
-                "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
-                format_spec(self),
-                ct.numel,
-                ct.dtype,
-                tensor.nbytes,
-                ct.nbytes,
-                1e3 * seconds,
-                ct.kernels,
-                ", NOT FINITE: residual left as it was" if finite is False else "",
+                f"compress {format_spec(self)}: {ct.numel} x {ct.dtype}, {tensor.nbytes} -> {ct.nbytes} bytes, "
+                f"{1e3 * seconds:.3f} ms, kernels {ct.kernels}"
+                + (", NOT FINITE: residual left as it was" if finite is False else "")
             )
 
     def _decode(
@@ -400,13 +386,8 @@ class Compressor(ABC):
                     f"{format_spec(self)} with a residual, which would grow without bound: its error is larger than "
                     "what comes in; use another rounding or more bits, or give no residual"
                 )
-            check_buffer(
-                "residual",
-                given=residual,
-                shape=tuple(tensor.shape),
-                dtype=residual_dtype(tensor.dtype),
-                device=tensor.device,
-            )
+            wide = residual_dtype(tensor.dtype)
+            check_buffer("residual", given=residual, shape=tuple(tensor.shape), dtype=wide, device=tensor.device)
             check_apart("residual", given=residual, other_name="tensor", other=tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
