@@ -59,7 +59,8 @@ def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> tuple[i
         counts = [np.zeros(1 << bits, np.int32 if g.size < 1 << 31 else np.int64) for g, _ in shares]
         threads.run(count_digits, [(*share, shift, bits, threshold, counts[i]) for i, share in enumerate(shares)])
         # How many magnitudes have this digit or a higher one.
-        reached: Any = np.cumsum(np.sum(counts, axis=0, dtype=np.int64)[::-1])[::-1]
+        summed: Any = np.sum(counts, axis=0, dtype=np.int64)
+        reached = np.cumsum(summed[::-1])[::-1]
         if (shift, bits) == DIGITS[width][0] and reached[INFINITY_BITS[width] >> shift]:
             return None
         digit = int(np.flatnonzero(reached >= wanted)[-1])
