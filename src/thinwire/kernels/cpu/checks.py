@@ -6,12 +6,12 @@ this record alone and raises the error.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import Layout, Part
 from ..reference.numbers import MARK as MARK
 from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 from . import threads
@@ -49,22 +49,27 @@ def readable(payload: Tensor) -> Any:
     return data if data.size >= 8 else np.concatenate([data, np.zeros(8 - data.size, np.uint8)])
 
 
-def first_bad(find: Callable[[int, int], int], rows: int, numbers_per_row: int) -> int:
-    """Return the first bad record that `find(first, last)` finds, on several threads if there is enough work."""
-    if rows * numbers_per_row < SMALLEST_SHARED:
-        return int(find(0, rows))
-    found = threads.run(find, threads.shares(rows, numbers_per_row, per_thread=2))
-    return next((row for row in found if row != NONE), NONE)
+def check_part(
+    find: Callable[[int, int], int], part: Part, numbers_per_row: int, check: Callable[[Tensor, L], None],
+    payload: Tensor, layout: L, alone: L,
+) -> None:  # fmt: skip
+    """Raise the ValueError of the reference's `check` if `find(first, last)` finds a bad record in this part.
 
-
-def refuse(
-    check: Callable[[Tensor, L], None], number: int, record: Tensor, alone: L, payload: Tensor, layout: L
-) -> NoReturn:
-    """Raise the reference's ValueError for this record, or for the whole payload if the record alone is valid."""
+    `alone` is the layout of one record, for which the error is raised, or for the whole payload if this record alone is
+    valid. Several threads look if there is enough work.
+    """
+    if part.rows * numbers_per_row < SMALLEST_SHARED:
+        bad = find(0, part.rows)
+    else:
+        found = threads.run(find, threads.shares(part.rows, numbers_per_row, per_thread=2))
+        bad = next((row for row in found if row != NONE), NONE)
+    if bad == NONE:
+        return
+    at = part.nbytes.start + bad * alone.nbytes
     try:
-        check(record, alone)
+        check(payload[at : at + alone.nbytes], alone)
     except ValueError as error:
-        raise ValueError(f"record {number}: {error}") from None
+        raise ValueError(f"record {part.elements.start // layout.granule + bad}: {error}") from None
     check(payload, layout)
     raise AssertionError("a payload is refused, but the reference accepts it: a bug in thinwire")
 

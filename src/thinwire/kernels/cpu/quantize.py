@@ -100,11 +100,8 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
     for elements, part in layout.parts(layout.numel):
         nbytes, blocks, code_bits = layout.record_nbytes(elements), -(-elements // layout.block), elements * layout.bits
         find = partial(checks.bad_quantize_record, data, part.nbytes.start, nbytes, blocks, code_bits, largest, marked)
-        bad = checks.first_bad(find, part.rows, blocks)
-        if bad != checks.NONE:
-            at, number = part.nbytes.start + bad * nbytes, part.elements.start // layout.granule + bad
-            alone = replace(layout, numel=elements)
-            checks.refuse(reference.check, number, payload[at : at + nbytes], alone, payload, layout)
+        alone = replace(layout, numel=elements)
+        checks.check_part(find, part, blocks, reference.check, payload=payload, layout=layout, alone=alone)
 
 
 @kernel

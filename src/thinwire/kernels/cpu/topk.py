@@ -130,12 +130,8 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
     marked = layout.is_marked(payload)
     for record, part in layout.parts(layout.numel):
         find = partial(checks.bad_topk_record, data, part.nbytes.start, record, marked)
-        bad = checks.first_bad(find, part.rows, record.k)
-        if bad != checks.NONE:
-            at = part.nbytes.start + bad * record.nbytes
-            alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
-            number = part.elements.start // layout.record.n + bad
-            checks.refuse(reference.check, number, payload[at : at + record.nbytes], alone, payload, layout)
+        alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
+        checks.check_part(find, part, record.k, reference.check, payload=payload, layout=layout, alone=alone)
 
 
 @kernel
