@@ -93,8 +93,8 @@ def read_positions(packed: Bytes, record: TopKRecord) -> np.ndarray:
 def read_quantize(payload: Tensor, layout: QuantizeLayout) -> list[Record]:
     """Record by record."""
     raw, found, at = payload.numpy(), [], 0
-    for start in range(0, layout.numel, layout.record_elements):
-        elements = min(layout.record_elements, layout.numel - start)
+    for start in range(0, layout.numel, layout.granule):
+        elements = min(layout.granule, layout.numel - start)
         split, size = layout.scales_nbytes(elements), layout.record_nbytes(elements)
         packed = raw[at : at + size].reshape(1, size)
         scales = fields(packed[:, :split], 16, split // 2)

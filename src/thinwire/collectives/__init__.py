@@ -1,10 +1,6 @@
-"""The compressed all-reduce: a sum with the same bits on every rank. docs/collectives.md compares the algorithms.
+"""The compressed all-reduce: a sum with the same bits on every rank.
 
-all_reduce      checks a call and submits it         gather, sharded, values, hierarchical   the algorithms
-request         checked and planned arguments        stage      the common parts of the algorithms
-plan, cost      choice of algorithm and segments     wire       the thread that sends and receives
-reduction       the execution of a request           operation  one call on one group, compared between ranks
-channel         numbered operations of a group       link       messages over gloo or NCCL
+docs/collectives.md compares the algorithms, docs/design.md lists the modules.
 """
 
 from .all_reduce import all_reduce_compressed as all_reduce_compressed

@@ -6,8 +6,8 @@ the node of the asking rank.
 """
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -111,8 +111,7 @@ class _Turn:
         """The most exchanges in the turns before this one, each of which may take as long as the timeout, and one."""
         self.talk: Callable[[], None] | None = None
         """Function that exchanges; None on ranks that only wait for their own turn."""
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+        self._done: Future[None] = Future()
 
     def run(self, channel: Channel) -> None:
         """Run by the wire of a channel if it has one, wait until everything is exchanged, and raise any error."""
@@ -120,9 +119,8 @@ class _Turn:
             self.post()
         else:
             channel.wire.submit(self)
-        self._done.wait()
-        if self._error is not None:
-            raise copied(self._error)
+        if (error := self._done.exception()) is not None:
+            raise copied(error)
 
     def post(self) -> bool:
         """Exchange everything. Return False, because nothing is left to do."""
@@ -138,12 +136,13 @@ class _Turn:
                 self.talk()
             for operation in self.operations:
                 operation.finish()
+            self._done.set_result(None)
         except BaseException as error:
-            for operation in self.operations:
-                operation.give_up(error)
-            self._error = error
-        finally:
-            self._done.set()
+            try:
+                for operation in self.operations:
+                    operation.give_up(error)
+            finally:
+                self._done.set_exception(error)
         return False
 
     def collect(self) -> bool:

@@ -106,21 +106,16 @@ def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     return sharded(DENSE, second=DENSE, numel=numel, dtype=dtype, ranks=ranks)
 
 
-def values(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
-    """Return the cost of values, which is dense for the kept values."""
-    layout = first.layout(numel, dtype)
-    summed = dense(layout.nbytes // dtype.itemsize, dtype, ranks)
-    return Cost(summed.sent, summed.messages, 2 * layout.nbytes + summed.memory + _working(layout))
-
-
 def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
     """Return the cost of one stage with the algorithm of this name."""
     if algorithm == "gather":
         return gather(first, numel=numel, dtype=dtype, ranks=ranks)
     if algorithm == "sharded":
         return sharded(first, second=second, numel=numel, dtype=dtype, ranks=ranks)
-    if algorithm == "values":
-        return values(first, numel=numel, dtype=dtype, ranks=ranks)
+    if algorithm == "values":  # dense for the kept values
+        layout = first.layout(numel, dtype)
+        summed = dense(layout.nbytes // dtype.itemsize, dtype, ranks)
+        return Cost(summed.sent, summed.messages, 2 * layout.nbytes + summed.memory + _working(layout))
     return dense(numel, dtype, ranks)
 
 

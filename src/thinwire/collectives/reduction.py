@@ -20,9 +20,8 @@ from ..kernels.recording import Recording
 from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
-from .algorithms.sharded import sharded
+from .algorithms.sharded import sharded, values
 from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, exchange_parts
-from .algorithms.values import values
 from .cost import ring
 from .handle import Handle, Report, Span
 from .request import Request

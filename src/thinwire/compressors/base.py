@@ -25,7 +25,6 @@ from ..kernels.joined import Flat, tensors_of
 from ..kernels.layout import DTYPES, DenseLayout, Layout, residual_dtype
 from ..kernels.updates import Update
 from . import frame
-from .checks import check_apart, check_buffer
 from .frame import Frame, FrameError
 from .spec import format_spec, parse_spec
 from .statistics import Statistics
@@ -268,18 +267,10 @@ class Compressor(ABC):
         if not ct.numel:
             return
         _, kernel = kernels.select(ct.layout, out.device)
-        fused = kernels.fused(kernel, ct.layout, out)
+        fused, weight = kernels.fused(kernel, ct.layout, out), float(weight)
         if fused is not None and residual is not None and isinstance(gradient, Tensor):
             fused.apply(
-                gradient,
-                residual,
-                ct.layout,
-                key=ct.key,
-                payloads=payloads,
-                own=own,
-                weight=float(weight),
-                update=update,
-                out=out,
+                gradient, residual, ct.layout, ct.key, payloads=payloads, own=own, weight=weight, update=update, out=out
             )
             return
         if update is not None:
@@ -289,7 +280,7 @@ class Compressor(ABC):
         elif residual is not None:
             assert isinstance(gradient, Tensor)
             kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
-        kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=False)
+        kernel.decode(payloads, ct.layout, ct.key, out, weight=weight, add=False)
 
     @torch.no_grad()
     def _encode(
@@ -306,10 +297,10 @@ class Compressor(ABC):
         self.check_input(tensor, residual, key)
         layout = self.layout(tensor.numel(), tensor.dtype)
         payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
-        check_buffer("out", given=payload, shape=(layout.nbytes,), dtype=torch.uint8, device=tensor.device)
-        check_apart("out", given=payload, other_name="tensor", other=tensor)
+        _check_buffer("out", given=payload, shape=(layout.nbytes,), dtype=torch.uint8, device=tensor.device)
+        _check_apart("out", given=payload, other_name="tensor", other=tensor)
         if residual is not None:
-            check_apart("out", given=payload, other_name="residual", other=residual)
+            _check_apart("out", given=payload, other_name="residual", other=residual)
         name, kernel = kernels.select(layout, tensor.device)
         ct = CompressedTensor(
             compressor=self,
@@ -328,15 +319,9 @@ class Compressor(ABC):
         self.stats.add(tensor.nbytes, ct.nbytes, seconds=seconds, finite=finite, kernels=ct.kernels)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(
-                "compress %s: %d x %s, %d -> %d bytes, %.3f ms, kernels %s%s",
-                format_spec(self),
-                ct.numel,
-                ct.dtype,
-                tensor.nbytes,
-                ct.nbytes,
-                1e3 * seconds,
-                ct.kernels,
-                ", NOT FINITE: residual left as it was" if finite is False else "",
+                f"compress {format_spec(self)}: {ct.numel} x {ct.dtype}, {tensor.nbytes} -> {ct.nbytes} bytes, "
+                f"{1e3 * seconds:.3f} ms, kernels {ct.kernels}"
+                + (", NOT FINITE: residual left as it was" if finite is False else "")
             )
 
     def _decode(
@@ -362,8 +347,8 @@ class Compressor(ABC):
         if payloads is None:
             payloads = ct.payload.unsqueeze(0)
         rows = payloads.shape[0] if payloads.dim() else 0
-        check_buffer("payloads", given=payloads, shape=(rows, ct.nbytes), dtype=torch.uint8, device=out.device)
-        check_apart("out", given=out, other_name="payload", other=payloads)
+        _check_buffer("payloads", given=payloads, shape=(rows, ct.nbytes), dtype=torch.uint8, device=out.device)
+        _check_apart("out", given=out, other_name="payload", other=payloads)
         return payloads
 
     def _check_made_here(self, ct: CompressedTensor) -> None:
@@ -377,16 +362,16 @@ class Compressor(ABC):
             if holder is not None and holder.numel() != ct.numel:  # a kernel would access memory beyond a smaller one
                 raise ValueError(f"{name} holds {holder.numel()} elements, expected {ct.numel}")
         if residual is not None:
-            check_apart("out", given=out, other_name="residual", other=residual)
+            _check_apart("out", given=out, other_name="residual", other=residual)
             wide = residual_dtype(ct.dtype)
-            check_buffer("residual", given=residual, shape=tuple(residual.shape), dtype=wide, device=out.device)
+            _check_buffer("residual", given=residual, shape=tuple(residual.shape), dtype=wide, device=out.device)
         for piece in tensors_of(gradient):
             if residual is not None:
-                check_apart("residual", given=residual, other_name="gradient", other=piece)
+                _check_apart("residual", given=residual, other_name="gradient", other=piece)
             if (piece.data_ptr(), piece.dtype) != (out.data_ptr(), out.dtype):
-                check_apart("out", given=out, other_name="gradient", other=piece)
+                _check_apart("out", given=out, other_name="gradient", other=piece)
             dtype = gradient.dtype if is_update else ct.dtype
-            check_buffer("gradient", given=piece, shape=tuple(piece.shape), dtype=dtype, device=out.device)
+            _check_buffer("gradient", given=piece, shape=tuple(piece.shape), dtype=dtype, device=out.device)
 
     def check_input(self, tensor: Tensor, residual: Tensor | None, key: int | None) -> None:
         """Raise ValueError for arguments that `compress` refuses."""
@@ -400,14 +385,9 @@ class Compressor(ABC):
                     f"{format_spec(self)} with a residual, which would grow without bound: its error is larger than "
                     "what comes in; use another rounding or more bits, or give no residual"
                 )
-            check_buffer(
-                "residual",
-                given=residual,
-                shape=tuple(tensor.shape),
-                dtype=residual_dtype(tensor.dtype),
-                device=tensor.device,
-            )
-            check_apart("residual", given=residual, other_name="tensor", other=tensor)
+            wide = residual_dtype(tensor.dtype)
+            _check_buffer("residual", given=residual, shape=tuple(tensor.shape), dtype=wide, device=tensor.device)
+            _check_apart("residual", given=residual, other_name="tensor", other=tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
 
@@ -446,3 +426,22 @@ def _layout_of(compressor: Compressor, numel: int, dtype: torch.dtype) -> Layout
         return dense
     own = compressor._layout(numel, dtype)
     return own if own.nbytes < dense.nbytes else dense
+
+
+def _check_buffer(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError unless the tensor is contiguous, and has this shape, dtype and device."""
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, {given.dtype} on {given.device}; "
+            f"expected shape {shape}, {dtype} on {device}"
+        )
+    if not given.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, expected a contiguous tensor")
+
+
+def _check_apart(name: str, given: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError if two contiguous tensors on one device overlap, because writing one would change the other."""
+    first, second = sorted([given, other], key=Tensor.data_ptr)
+    # A tensor without memory (empty, or on the meta device) has the address 0.
+    if first.data_ptr() and first.data_ptr() + first.nbytes > second.data_ptr():
+        raise ValueError(f"{name} shares the {other_name}'s memory, expected memory of its own")

@@ -11,8 +11,8 @@ default, and a forced backend that cannot run raises an error. `cuda` has no flo
 `reference` runs, and a warning is logged if `cuda` was forced. The backend of each call is recorded in
 `CompressedTensor.kernels` and in the compressor's statistics.
 
-The kernels of `cuda` run asynchronously. They also have the functions of `DeviceKernel`, with which the CPU does not
-wait for the check for NaN and Inf.
+The kernels of `cuda` run asynchronously: with `encode_flagged` and `compress`, the CPU does not wait for the check for
+NaN and Inf.
 """
 
 import importlib
@@ -48,24 +48,6 @@ class Kernel(Protocol):
         """Compute out <- (out if add else 0) + weight * each payload."""
 
 
-class DeviceKernel(Protocol):
-    """Additional functions of kernels that run asynchronously on a device.
-
-    flag   int32 tensor on the device. Afterwards it is 1 if the input was not finite, else 0. `encode_flagged` requires
-           it to be 0 before.
-    """
-
-    def encode_flagged(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Write the payload of tensor + residual, and set the flag if the sum is not finite."""
-
-    def compress(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Encode and commit."""
-
-
 class Update(Protocol):
     """An optimizer's update, computed from the gradient before it is sent. `updates` implements it."""
 
@@ -76,8 +58,25 @@ class Update(Protocol):
         """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
 
 
-class FusedKernel(Protocol):
-    """Additional functions of kernels that update residual and moments in the pass that decodes."""
+class FastKernel(Kernel, Protocol):
+    """Functions that a kernel may have besides: `check`; `encode_flagged`, `compress`; `can_apply`, `apply`.
+
+    flag   int32 tensor on the device. Afterwards it is 1 if the input was not finite, else 0. `encode_flagged` requires
+           it to be 0 before.
+    """
+
+    def check(self, payload: Tensor, layout: Layout) -> None:
+        """Raise ValueError for a payload that no compressor could have made."""
+
+    def encode_flagged(
+        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None:
+        """Write the payload of tensor + residual, and set the flag if the sum is not finite."""
+
+    def compress(
+        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
+    ) -> None:
+        """Encode and commit."""
 
     def can_apply(self, layout: Layout, out: Tensor) -> bool:
         """Return whether `apply` has a pass for this layout and result."""
@@ -94,14 +93,18 @@ class FusedKernel(Protocol):
         update: Update | None,
         out: Tensor,
     ) -> None:
-        """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`.
+        """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`, in one pass.
 
         The update's moments advance. The gradient is only read, unless it is also `out`.
         """
 
 
 class AdamKernel(Protocol):
-    """The arithmetic of Adam; `reference.adam` defines it. `update` is an `AdamUpdate`."""
+    """The arithmetic of Adam; `reference.adam` defines it. `update` is an `AdamUpdate`.
+
+    The last two functions are those of `cuda` alone: they read their numbers from GPU memory, so that a recording uses
+    those of the current step.
+    """
 
     def write(self, update: Update, gradient: Tensor, out: Tensor) -> None:
         """Write the update to `out`."""
@@ -111,10 +114,6 @@ class AdamKernel(Protocol):
 
     def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
         """Compute p <- keep p - rate u for every parameter p and its update u."""
-
-
-class AdamByNumbers(Protocol):
-    """Adam kernels that read their numbers from GPU memory, so that a recording uses those of the current step."""
 
     def numbers_of(
         self, *, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
@@ -127,13 +126,6 @@ class AdamByNumbers(Protocol):
         """Compute p <- keep p - rate u, with `keep` and `rates` in GPU memory."""
 
 
-class CheckedKernel(Kernel, Protocol):
-    """Kernels that can check payloads from outside: those of `reference`, and faster ones of `cpu`."""
-
-    def check(self, payload: Tensor, layout: Layout) -> None:
-        """Raise ValueError for a payload that no compressor could have made."""
-
-
 _STEMS: dict[type[Layout], str] = {
     DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize", RandomKLayout: "randomk",
 }  # fmt: skip
@@ -142,6 +134,8 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     backend: {layout: f"thinwire.kernels.{backend}.{stem}" for layout, stem in _STEMS.items()}
     for backend in ("cpu", "cuda", "reference")
 }
+# On a CPU, torch's copy runs at memory bandwidth as it is.
+_MODULES["cpu"][DenseLayout] = _MODULES["reference"][DenseLayout]
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
 _LARGEST_BLOCK = 8192
@@ -189,15 +183,15 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     return backend, _load(backend, type(layout), device)
 
 
-def on_device(kernel: Kernel) -> DeviceKernel | None:
+def on_device(kernel: Kernel) -> FastKernel | None:
     """Return the kernel if it runs asynchronously on a device, else None."""
-    return cast(DeviceKernel, kernel) if hasattr(kernel, "encode_flagged") else None
+    return cast(FastKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
-def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FusedKernel | None:
+def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FastKernel | None:
     """Return the kernel if it can commit and decode into `out` in one pass, else None."""
-    has_pass = hasattr(kernel, "apply") and cast(FusedKernel, kernel).can_apply(layout, out)
-    return cast(FusedKernel, kernel) if has_pass else None
+    fast = cast(FastKernel, kernel)
+    return fast if hasattr(kernel, "apply") and fast.can_apply(layout, out) else None
 
 
 def is_recordable(kernel: Kernel, layout: Layout) -> bool:
@@ -217,10 +211,10 @@ def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> AdamKernel
     return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
 
 
-def adam_by_numbers(device: torch.device) -> AdamByNumbers | None:
+def adam_by_numbers(device: torch.device) -> AdamKernel | None:
     """Return the kernels of `adam` if they can read their numbers from GPU memory, else None."""
     kernel = adam(device)
-    return cast(AdamByNumbers, kernel) if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
+    return kernel if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
 
 
 def check(payload: Tensor, layout: Layout) -> None:
@@ -228,14 +222,14 @@ def check(payload: Tensor, layout: Layout) -> None:
 
     For a CPU tensor the check is fast enough for every step, unless the reference kernels are forced.
     """
-    if payload.device.type == "cpu" and _forced() != "reference" and type(layout) in _MODULES["cpu"]:
-        kernel = _load("cpu", type(layout), payload.device)
-        if hasattr(kernel, "check"):
-            cast(CheckedKernel, kernel).check(payload, layout)
+    if payload.numel() != layout.nbytes:
+        raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} elements")
+    on_cpu = payload.device.type == "cpu" and _forced() != "reference" and type(layout) in _MODULES["cpu"]
+    for backend in ("cpu", "reference") if on_cpu else ("reference",):
+        kernel = _load(backend, type(layout), payload.device)
+        if hasattr(kernel, "check"):  # a layout from outside of thinwire need not have one
+            cast(FastKernel, kernel).check(payload, layout)
             return
-    reference = _load("reference", type(layout), payload.device)
-    if hasattr(reference, "check"):  # a layout from outside of thinwire need not have one
-        cast(CheckedKernel, reference).check(payload, layout)
 
 
 def _backend(device: torch.device, dtype: torch.dtype, block: int = 0) -> str:
@@ -303,10 +297,12 @@ def _check_device(backend: str, device: torch.device) -> None:
 def _load(backend: str, layout: type[Layout], device: torch.device) -> Kernel:
     _check_device(backend, device)
     kernel = _MODULES[backend].get(layout)
-    if kernel is None and backend == "reference":
-        raise ValueError(f"no backend has a kernel for {layout.__name__}; register one for 'reference'")
     if kernel is None:
-        raise ValueError(f"backend {backend!r} has no kernel for {layout.__name__}; use 'reference'")
+        raise ValueError(
+            f"no backend has a kernel for {layout.__name__}; register one for 'reference'"
+            if backend == "reference"
+            else f"backend {backend!r} has no kernel for {layout.__name__}; use 'reference'"
+        )
     if isinstance(kernel, str):
         try:
             kernel = cast(Kernel, importlib.import_module(kernel))

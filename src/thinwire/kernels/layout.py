@@ -11,13 +11,15 @@ docs/wire-format.md shows each record byte by byte.
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -87,12 +89,16 @@ class Part(NamedTuple):
     nbytes: slice
 
 
-def _parts(rows: int, elements: int, nbytes: int, limit: int) -> Iterator[Part]:
-    """Cut `rows` records of equal size into parts of at most `limit` elements, but of at least one record."""
-    at_once = max(1, limit // elements)
-    for first in range(0, rows, at_once):
-        stop = min(first + at_once, rows)
-        yield Part(stop - first, slice(first * elements, stop * elements), slice(first * nbytes, stop * nbytes))
+def _parts(groups: Iterable[tuple[T, int, int, int]], limit: int) -> Iterator[tuple[T, Part]]:
+    """Cut groups of (record, rows, its elements, its bytes) into parts of at most `limit` elements or of one record."""
+    element = byte = 0
+    for record, rows, elements, nbytes in groups:
+        at_once = max(1, limit // elements)
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            ends = element + count * elements, byte + count * nbytes
+            yield record, Part(count, slice(element, ends[0]), slice(byte, ends[1]))
+            element, byte = ends
 
 
 @dataclass(frozen=True)
@@ -174,11 +180,8 @@ class TopKLayout(Layout):
 
     def parts(self, limit: int) -> Iterator[tuple[TopKRecord, Part]]:
         """Yield (record, part), each part of at most `limit` elements or of a single record."""
-        full = _parts(self.rows, elements=self.record.n, nbytes=self.record.nbytes, limit=limit)
-        yield from ((self.record, part) for part in full)
-        if self.tail:
-            end = self.rows * self.record.n, self.rows * self.record.nbytes
-            yield self.tail, Part(1, slice(end[0], self.numel), slice(end[1], self.nbytes))
+        counted = [(self.record, self.rows)] + ([(self.tail, 1)] if self.tail else [])
+        return _parts([(record, rows, record.n, record.nbytes) for record, rows in counted], limit)
 
     @property
     def leading_float(self) -> torch.dtype:
@@ -197,11 +200,6 @@ class QuantizeLayout(Layout):
     @property
     def granule(self) -> int:
         """Return the number of elements in a full record."""
-        return self.record_elements
-
-    @property
-    def record_elements(self) -> int:
-        """Return the number of elements in a full record."""
         return BLOCKS_PER_RECORD * self.block
 
     def record_nbytes(self, elements: int) -> int:
@@ -215,17 +213,14 @@ class QuantizeLayout(Layout):
     @property
     def nbytes(self) -> int:
         """Return the exact size of the payload in bytes."""
-        rows, rest = divmod(self.numel, self.record_elements)
-        return rows * self.record_nbytes(self.record_elements) + (self.record_nbytes(rest) if rest else 0)
+        rows, rest = divmod(self.numel, self.granule)
+        return rows * self.record_nbytes(self.granule) + self.record_nbytes(rest)
 
     def parts(self, limit: int) -> Iterator[tuple[int, Part]]:
         """Yield (elements per record, part), each part of at most `limit` elements or of a single record."""
-        rows, rest = divmod(self.numel, self.record_elements)
-        full = _parts(rows, elements=self.record_elements, nbytes=self.record_nbytes(self.record_elements), limit=limit)
-        yield from ((self.record_elements, part) for part in full)
-        if rest:
-            first_byte = self.nbytes - self.record_nbytes(rest)
-            yield rest, Part(1, slice(self.numel - rest, self.numel), slice(first_byte, self.nbytes))
+        rows, rest = divmod(self.numel, self.granule)
+        counted = [(self.granule, rows)] + ([(rest, 1)] if rest else [])
+        return _parts([(elements, rows, elements, self.record_nbytes(elements)) for elements, rows in counted], limit)
 
 
 @dataclass(frozen=True)

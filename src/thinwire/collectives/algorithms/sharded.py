@@ -6,7 +6,7 @@ the second compression is kept by the owner, in a residual with the numel of its
 DoubleSqueeze). Shares consist of whole records, so the piece for an owner is a slice of the payload.
 
 Without compression in both stages, this is the algorithm dense. Sums are made in float32 (float64 for float64), in the
-order of ranks.
+order of ranks. The algorithm values is dense for the kept values of ranks that drew the same positions (RandomK).
 """
 
 from collections.abc import Generator, Sequence
@@ -19,8 +19,9 @@ from ...compressors import CompressedTensor, NoCompression
 from ...compressors.spec import mix_key
 from ...kernels.joined import Flat
 from ...kernels.layout import DenseLayout, Layout, residual_dtype
+from ...kernels.reference.dense import read_values
 from ...kernels.updates import Update
-from ..cost import Span, dtype_of_sum, is_whole, owned
+from ..cost import DENSE, Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
 from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts
 
@@ -118,3 +119,26 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
             out.copy_(everything.view(dtype))
 
     return Outcome(finite, lambda gradient, update: None, write)
+
+
+def values(stage: Stage) -> Exchanges:
+    """Encode the tensor, and sum the values of all payloads by a dense all-reduce."""
+    layout = stage.layout
+    sent = stage.encode(
+        stage.first, stage.tensor, residual=stage.residual, out=stage.buffer(layout.nbytes), key=stage.key
+    )
+    kept = read_values(sent.payload, layout.dtype)
+    outcome = yield from sharded(
+        replace(stage, tensor=kept, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
+    )
+
+    def commit(gradient: Flat | None, update: Update | None) -> None:
+        stage.commit(sent, gradient, residual=stage.residual, update=update)
+
+    def write(out: Tensor) -> None:
+        summed = torch.empty_like(kept)
+        outcome.write(summed)
+        with stage.report.clock("decode"):
+            stage.first.decompress(replace(sent, payload=summed.view(torch.uint8)), out, stage.weight)
+
+    return Outcome(outcome.finite, commit, write)

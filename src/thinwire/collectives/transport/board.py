@@ -168,10 +168,6 @@ def _client_of_torch() -> tuple[Any, StoreThread]:
     with _LOCK:
         world = dist.group.WORLD
         if _client is None or _client[0] is not world:
-            store = (
-                world.get_group_store()  # type: ignore[union-attr]
-                if hasattr(world, "get_group_store")  # not in older torch
-                else dist.distributed_c10d._world.pg_map[world][1]  # type: ignore[index]
-            )
+            store = dist.distributed_c10d._get_default_store()
             _client = world, store.clone() if hasattr(store, "clone") else store, StoreThread()
         return _client[1:]

@@ -79,6 +79,8 @@ class Channel:
     def connect(self, number: int, deadline: float) -> Link:
         """Return a new link for the operations from `number` on. All ranks are about to make theirs."""
         timeout = max(1.0, deadline - time.monotonic())
+        if self.backend == "nccl":
+            return NcclLink(self.ranks, self.rank, timeout)
         # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
         return GlooLink(
             store=self.board.store(f"link/{number}"),
@@ -86,29 +88,6 @@ class Channel:
             size=self.size,
             timeout=min(timeout, _CONNECT_SECONDS),
         )
-
-
-class ProcessChannel(Channel):
-    """A channel between processes, over gloo or NCCL."""
-
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
-        rank = dist.get_rank(group)
-        super().__init__(
-            group=group,
-            backend=backend,
-            rank=rank,
-            ranks=dist.get_process_group_ranks(group),
-            timeout=_timeout_of(group, device),
-            board=Board(f"thinwire/{group.group_name}/{backend}", rank),
-            # NCCL needs one order on every rank, over all groups; gloo matches messages by tag.
-            wire=_ordered_wire() if backend == "nccl" else Wire(),
-        )
-
-    def connect(self, number: int, deadline: float) -> Link:
-        """Return a new link over gloo or NCCL."""
-        if self.backend == "nccl":
-            return NcclLink(self.ranks, self.rank, max(1.0, deadline - time.monotonic()))
-        return super().connect(number, deadline)
 
 
 class Connection:
@@ -189,17 +168,29 @@ class Connection:
 
 
 _LOCK = threading.Lock()
-_channels: dict[tuple[str, str], ProcessChannel] = {}
+_channels: dict[tuple[str, str], Channel] = {}
 
 
-def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> ProcessChannel:
+def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> Channel:
     """Return the channel of a group. It is made on first use and kept until the group is destroyed."""
     with _LOCK:
         key = group.group_name, backend
         channel = _channels.get(key)
         if channel is None or channel.group is not group:
             _forget_destroyed()
-            channel = _channels[key] = ProcessChannel(group, backend, device)
+            options = getattr(group._get_backend(device), "options", None)
+            timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+            rank = dist.get_rank(group)
+            channel = _channels[key] = Channel(
+                group=group,
+                backend=backend,
+                rank=rank,
+                ranks=dist.get_process_group_ranks(group),
+                timeout=timeout.total_seconds(),
+                board=Board(f"thinwire/{group.group_name}/{backend}", rank),
+                # NCCL needs one order on every rank, over all groups; gloo matches messages by tag.
+                wire=_ordered_wire() if backend == "nccl" else Wire(),
+            )
         return channel
 
 
@@ -221,9 +212,3 @@ def close_destroyed() -> None:
 @cache
 def _ordered_wire() -> Wire:
     return Wire(ordered=True)
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    options = getattr(group._get_backend(device), "options", None)
-    given: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
-    return given.total_seconds()

@@ -5,30 +5,34 @@ this record alone and raises the error.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..layout import Layout
-from ..reference import dense as reference
+from ..layout import Layout, Part
 from ..reference.numbers import MARK as MARK
 from ..reference.numbers import SMALLEST_SCALE as SMALLEST_SCALE
 from . import threads
-from .jit import INFINITY_BITS, count_ones, from_bfloat16, kernel, load_as, part_of_kernel, prefetch_soon, read_field
+from .jit import (
+    INFINITY_BITS,
+    count_ones,
+    from_bfloat16,
+    kernel,
+    load_as,
+    lowest_one,
+    part_of_kernel,
+    prefetch_soon,
+    read_field,
+)
 
 L = TypeVar("L", bound=Layout)
 
 NONE = -1
 INFINITE_SCALE = 0x7F80
-INFINITE = INFINITY_BITS[4]
-SEVEN_BYTES = np.uint64((1 << 56) - 1)
-MANY = np.uint64(0xFF)
-"""Mask for the up to eight low-bit fields that are compared with the next field at a time."""
-
+INFINITE, MAGNITUDE = INFINITY_BITS[4], np.int32(0x7FFFFFFF)
+"""The bits of infinity as a float32, and the mask of those below the sign. NaN is above infinity."""
 SMALLEST_SHARED = 1 << 19
 """With fewer numbers to check, waking another thread takes as long as the check: about 0.4 ms."""
 
@@ -36,84 +40,36 @@ PREFETCH_RECORDS = 16
 """Quantize: scales are prefetched this many records ahead, because the hardware does not foresee their addresses."""
 
 
-class Compare(NamedTuple):
-    """Masks that compare neighbouring fields inside a word, several pairs at a time."""
-
-    pairs: int
-    """Number of pairs; 0 if two fields do not fit into the bits that one load of eight bytes is sure to contain."""
-    even: Any
-    odd: Any
-    even_flags: Any
-    odd_flags: Any
-    """Masks of every other field (`even`, `odd`), and of the bit above each of these fields."""
-    flags: Any
-    """The flags of each set of pairs. The index is the set, as bits of an integer."""
-
-
-@functools.cache
-def compare_fields(width: int) -> Compare:
-    """Return the masks for fields of `width` bits."""
-    pairs = min(8, 57 // width - 1) if width else 0
-
-    def word(bits: int, chosen: Iterable[int]) -> Any:
-        return np.uint64(sum(bits << width * j for j in chosen))
-
-    flags = [word(1 << width, [j for j in range(pairs) if chosen >> j & 1]) for chosen in range(int(MANY) + 1)]
-    even, odd, field = range(0, pairs, 2), range(1, pairs, 2), (1 << width) - 1
-    return Compare(
-        pairs=max(0, pairs),
-        even=word(field, even),
-        odd=word(field, odd),
-        even_flags=word(1 << width, even),
-        odd_flags=word(1 << width, odd),
-        flags=np.array(flags),
-    )
-
-
-def _followed() -> Any:
-    """Return a table by nine bits: how many of the low eight are ones, and which of these have a one right above."""
-    table = np.zeros(512, np.uint16)
-    for bits in range(512):
-        ones = [i for i in range(8) if bits >> i & 1]
-        table[bits] = len(ones) << 8 | sum((bits >> i + 1 & 1) << rank for rank, i in enumerate(ones))
-    return table
-
-
-FOLLOWED = _followed()
-
-
-def readable(payload: Tensor, layout: Layout) -> Any:
+def readable(payload: Tensor) -> Any:
     """Return the payload as an array of at least eight bytes, because the kernels load eight bytes at a time.
 
-    A shorter payload is padded with zeros. Raises ValueError if its size does not match the layout.
+    A shorter payload is padded with zeros.
     """
-    if payload.numel() != layout.nbytes:
-        raise ValueError(f"a payload of {payload.numel()} bytes, expected {layout.nbytes} for {layout.numel} elements")
     data = payload.contiguous().numpy()
     return data if data.size >= 8 else np.concatenate([data, np.zeros(8 - data.size, np.uint8)])
 
 
-def first_bad(find: Callable[[int, int], int], rows: int, numbers_per_row: int) -> int:
-    """Return the first bad record that `find(first, last)` finds, on several threads if there is enough work."""
-    if rows * numbers_per_row < SMALLEST_SHARED:
-        return int(find(0, rows))
-    found = threads.run(find, threads.shares(rows, numbers_per_row, per_thread=2))
-    return next((row for row in found if row != NONE), NONE)
+def check_part(
+    find: Callable[[int, int], int], part: Part, numbers_per_row: int, check: Callable[[Tensor, L], None],
+    payload: Tensor, layout: L, alone: L,
+) -> None:  # fmt: skip
+    """Raise the ValueError of the reference's `check` if `find(first, last)` finds a bad record in this part.
 
-
-def refuse(
-    check: Callable[[Tensor, L], None], number: int, record: Tensor, alone: L, payload: Tensor, layout: L
-) -> NoReturn:
-    """Raise the reference's ValueError for this record, or for the whole payload if the record alone is valid."""
+    `alone` is the layout of one record, for which the error is raised, or for the whole payload if this record alone is
+    valid. Several threads look if there is enough work.
+    """
+    if part.rows * numbers_per_row < SMALLEST_SHARED:
+        bad = find(0, part.rows)
+    else:
+        found = threads.run(find, threads.shares(part.rows, numbers_per_row, per_thread=2))
+        bad = next((row for row in found if row != NONE), NONE)
+    if bad == NONE:
+        return
+    at = part.nbytes.start + bad * alone.nbytes
     try:
-        check(record, alone)
+        check(payload[at : at + alone.nbytes], alone)
     except ValueError as error:
-        raise ValueError(f"record {number}: {error}") from None
-    refuse_all(check, payload, layout)
-
-
-def refuse_all(check: Callable[[Tensor, L], None], payload: Tensor, layout: L) -> NoReturn:
-    """Raise the reference's ValueError for this payload."""
+        raise ValueError(f"record {part.elements.start // layout.granule + bad}: {error}") from None
     check(payload, layout)
     raise AssertionError("a payload is refused, but the reference accepts it: a bug in thinwire")
 
@@ -128,55 +84,11 @@ def largest_scale(bits: int) -> int:
     return int(scales[finite][-1])
 
 
-# Plain numbers --------------------------------------------------------------------------------------------------------
-
-FORMATS: dict[torch.dtype, tuple[Any, int]] = {
-    torch.float16: (np.int16(0x7FFF), 0x7C00),
-    torch.bfloat16: (np.int16(0x7FFF), 0x7F80),
-    torch.float32: (np.int32(0x7FFFFFFF), INFINITY_BITS[4]),
-    torch.float64: (np.int64(0x7FFFFFFFFFFFFFFF), INFINITY_BITS[8]),
-}
-"""For each dtype: the mask of the bits below the sign, and these bits of infinity. Larger ones are NaN."""
-
-
-def check_values(payload: Tensor, layout: Layout) -> None:
-    """Raise ValueError unless a payload that consists of values only is finite or, as the mark, NaN everywhere.
-
-    This is a faster `reference.dense.check`.
-    """
-    data = readable(payload, layout)
-    magnitude, infinite = FORMATS[layout.dtype]
-    size, count = layout.dtype.itemsize, layout.nbytes // layout.dtype.itemsize
-    if count:
-        find = partial(bad_values, data, size, magnitude, infinite, layout.is_marked(payload))
-        if first_bad(find, count, 1) != NONE:
-            refuse_all(reference.check, payload, layout)
-
-
-@kernel
-def bad_values(data: Any, size: int, magnitude: Any, infinite: int, marked: bool, first: int, last: int) -> int:
-    """Return `first` if a value from there to `last` is not finite (if marked: not NaN), else NONE."""
-    return NONE if floats_are_good(data, first * size, last - first, magnitude, infinite, marked) else first
-
-
-@part_of_kernel
-def floats_are_good(data: Any, at: int, count: int, magnitude: Any, infinite: int, marked: bool) -> Any:
-    """Return whether every float is finite or, if marked, NaN.
-
-    `magnitude` is the mask of the bits below the sign, an integer of the float's width.
-    """
-    smallest, largest = magnitude, magnitude ^ magnitude
-    for j in range(count):
-        bits = load_as(data, at, j, magnitude) & magnitude
-        smallest, largest = min(smallest, bits), max(largest, bits)
-    return smallest > infinite if marked else largest < infinite
-
-
 # Top-k ----------------------------------------------------------------------------------------------------------------
 
 
 @kernel
-def bad_topk_record(data: Any, start: int, record: Any, compare: Any, marked: bool, first: int, last: int) -> int:
+def bad_topk_record(data: Any, start: int, record: Any, marked: bool, first: int, last: int) -> int:
     """Return a bad record among the records `first` to `last` that begin at data[start], or NONE.
 
     If `marked`, every record must have the mark, else none may.
@@ -184,15 +96,25 @@ def bad_topk_record(data: Any, start: int, record: Any, compare: Any, marked: bo
     for row in range(first, last):
         at = start + row * record.nbytes
         if record.bits == 32:
-            good = floats_are_good(data, at, record.k, np.int32(0x7FFFFFFF), INFINITE, marked)
+            good = floats_are_good(data, at, record.k, marked)
         else:
             good = codes_are_good(data, at, record, marked)
         if not good:
             return row
     for row in range(first, last):
-        if not positions_are_good(data, start + row * record.nbytes, record, compare):
+        if not positions_are_good(data, start + row * record.nbytes, record):
             return row
     return NONE
+
+
+@part_of_kernel
+def floats_are_good(data: Any, at: int, count: int, marked: bool) -> Any:
+    """Return whether every float is finite or, if marked, NaN."""
+    smallest, largest = MAGNITUDE, np.int32(0)
+    for j in range(count):
+        bits = load_as(data, at, j, MAGNITUDE) & MAGNITUDE
+        smallest, largest = min(smallest, bits), max(largest, bits)
+    return smallest > INFINITE if marked else largest < INFINITE
 
 
 @part_of_kernel
@@ -232,85 +154,33 @@ def has_padding(data: Any, end: int, used_bits: int) -> Any:
 
 
 @part_of_kernel
-def positions_are_good(data: Any, at: int, record: Any, compare: Any) -> Any:
-    """Return whether there are exactly k ascending positions below n, followed by zeros.
-
-    If there is a zero between two ones of the bitmap, their positions ascend. If two ones are adjacent, the low bits of
-    the second position must be larger than those of the first.
-    """
+def positions_are_good(data: Any, at: int, record: Any) -> Any:
+    """Return whether there are exactly k ascending positions below n, followed by zeros."""
     k, low_bits = record.k, record.low_bits
     low_at, high_at, end = at + record.low_at, at + record.high_at, at + record.nbytes
-    used = k + ((record.n - 1) >> low_bits)
-    if has_padding(data, high_at, k * low_bits) or has_padding(data, end, used):
+    if has_padding(data, high_at, k * low_bits) or has_padding(data, end, k + ((record.n - 1) >> low_bits)):
         return False
-    # Of the ones before `count`, those before `done` are compared; `followed` tells of the others.
-    count, done, followed, wrong = 0, 0, np.uint64(0), np.uint64(0)
-    # Eight bytes at a time, the last of which is also the first of the next time: its lowest one may have a neighbour.
+    mask = (np.uint64(1) << np.uint64(low_bits)) - np.uint64(1)
+    whole = end - high_at >= 8  # then eight bytes from any low bits on are inside the record
+    count, offset, before, wrong = 0, 0, -1, False
     for byte in range(high_at, end, 7):
-        begin = min(byte, data.size - 8)
-        word = load_as(data, begin, 0, np.uint64(0)) >> np.uint64(8 * (byte - begin))
-        if end - byte < 8:
-            word &= (np.uint64(1) << np.uint64(8 * (end - byte))) - np.uint64(1)
-        own = word if end - byte <= 8 else word & SEVEN_BYTES
-        if count + count_ones(word) > k:
+        ones = np.uint64(read_field(data, byte, 0, 8 * min(7, end - byte)))
+        if count + count_ones(ones) > k:
             return False
-        if count + count_ones(own) - done > 64:
-            wrong |= neighbours_not_rising(data, at, record, compare, done, followed)
-            done, followed = count, np.uint64(0)
-        followed |= ones_followed(word, own) << np.uint64(count - done & 63)
-        count += count_ones(own)
-        if end - byte <= 8:
-            break
-    wrong |= neighbours_not_rising(data, at, record, compare, done, followed)
-    # With zeros behind the bitmap, only a one at its very end can stand for a position outside.
-    at_the_end = data[high_at + (used - 1 >> 3)] >> (used - 1 & 7) & 1
-    last = read_field(data, low_at, (k - 1) * low_bits, low_bits)
-    outside = at_the_end & (last > (record.n - 1) & ((1 << low_bits) - 1))
-    return wrong == np.uint64(0) and count == k and outside == 0
-
-
-@part_of_kernel
-def neighbours_not_rising(data: Any, at: int, record: Any, compare: Any, first: int, followed: Any) -> Any:
-    """Return 0 if, for each bit r of `followed`, the low bits of position first + r are below those of the next one."""
-    low_bits, low_at = record.low_bits, at + record.low_at
-    offset, wrong = first * low_bits, np.uint64(0)
-    if compare.pairs > 0 and record.nbytes - record.high_at >= 8:  # so that every load ends inside the record
-        while followed != np.uint64(0):
-            low = load_as(data, low_at + (offset >> 3), 0, np.uint64(0)) >> np.uint64(offset & 7)
-            wrong |= not_rising(low, low >> np.uint64(low_bits), compare) & compare.flags[np.uintp(followed & MANY)]
-            followed >>= np.uint64(compare.pairs)
-            offset += compare.pairs * low_bits
-    else:
-        while followed != np.uint64(0):
-            after = read_field(data, low_at, offset + low_bits, low_bits)
-            wrong |= np.uint64(after <= read_field(data, low_at, offset, low_bits)) & followed
-            followed >>= np.uint64(1)
+        first = 8 * (byte - high_at)
+        while ones != np.uint64(0):
+            high = first + lowest_one(ones) - count
+            ones &= ones - np.uint64(1)
+            if whole:
+                low = np.int64(load_as(data, low_at + (offset >> 3), 0, np.uint64(0)) >> np.uint64(offset & 7) & mask)
+            else:
+                low = read_field(data, low_at, offset, low_bits)
+            position = high << low_bits | low
+            wrong |= position <= before
+            before = position
+            count += 1
             offset += low_bits
-    return wrong
-
-
-@part_of_kernel
-def ones_followed(word: Any, own: Any) -> Any:
-    """Return a word: bit r is set if `word` has a one right above the r-th one of `own`, which is its lower part."""
-    result, count = np.uint64(0), np.uint64(0)
-    for i in range(8):
-        part = word if i < 7 else own
-        found = np.uint64(FOLLOWED[np.uintp(part >> np.uint64(8 * i) & np.uint64(0x1FF))])
-        result |= (found & np.uint64(0xFF)) << count
-        count += found >> np.uint64(8)
-    return result
-
-
-@part_of_kernel
-def not_rising(low: Any, after: Any, compare: Any) -> Any:
-    """Return the flag above each field of `low` that is not below the field of `after` at the same place.
-
-    Only every other field is taken, to make room for the difference: field + flag - other has the flag if field >=
-    other.
-    """
-    even = ((low & compare.even) | compare.even_flags) - (after & compare.even)
-    odd = ((low & compare.odd) | compare.odd_flags) - (after & compare.odd)
-    return (even & compare.even_flags) | (odd & compare.odd_flags)
+    return count == k and before < record.n and not wrong
 
 
 # Quantize -------------------------------------------------------------------------------------------------------------

@@ -180,47 +180,22 @@ def fused_add(context: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, a, a), generate
 
 
-@_intrinsic
-def lowest_one(context: Any, mask: Any) -> Any:
-    """Return the index of the lowest set bit."""
+def _of_word(emit: Callable[[Any, Any], Any]) -> Any:
+    """Return a function of a uint64 with an integer result, for which `emit` writes the instruction."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+    @_intrinsic
+    def function(context: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return emit(builder, arguments[0])
 
-    return types.int64(types.uint64), generate
+        return types.int64(types.uint64), generate
 
-
-@_intrinsic
-def count_ones(context: Any, mask: Any) -> Any:
-    """Return the number of set bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
+    return function
 
 
-@_intrinsic
-def read_field(context: Any, data: Any, at: Any, offset: Any, width: Any) -> Any:
-    """Return `width` <= 56 bits from bit `offset` after data[at], with one load of eight bytes.
-
-    Near the end the load begins earlier and the shift is longer, so no byte after the end is read. `data` needs at
-    least eight bytes. This is an intrinsic, because a call for every field cost four times as much as the field.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        _, at, offset, width = arguments
-        int64 = at.type
-        byte = builder.add(at, builder.ashr(offset, int64(3)))
-        last = builder.sub(array.nitems, int64(8))
-        start = builder.select(builder.icmp_signed("<", byte, last), byte, last)
-        word = builder.load(builder.bitcast(builder.gep(array.data, [start]), int64.as_pointer()), align=1)
-        shift = builder.add(builder.shl(builder.sub(byte, start), int64(3)), builder.and_(offset, int64(7)))
-        mask = builder.sub(builder.shl(int64(1), width), int64(1))
-        return builder.and_(builder.lshr(word, shift), mask)
-
-    return types.int64(data, types.intp, types.intp, types.intp), generate
+# The number of set bits, and the index of the lowest one.
+count_ones = _of_word(lambda builder, word: builder.ctpop(word))
+lowest_one = _of_word(lambda builder, word: builder.cttz(word, ir.Constant(ir.IntType(1), 0)))
 
 
 @_intrinsic
@@ -234,6 +209,19 @@ def load_as(context: Any, data: Any, at: Any, index: Any, number: Any) -> Any:
         return builder.load(builder.gep(first, [arguments[2]]), align=1)
 
     return number(data, types.intp, types.intp, number), generate
+
+
+@part_of_kernel
+def read_field(data: Any, at: int, offset: int, width: int) -> Any:
+    """Return `width` <= 56 bits from bit `offset` after data[at], with one load of eight bytes.
+
+    Near the end the load begins earlier and the shift is longer, so no byte after the end is read. `data` needs at
+    least eight bytes. A call for every field would cost four times as much as the field.
+    """
+    byte = at + (offset >> 3)
+    start = min(byte, data.size - 8)
+    word = load_as(data, start, 0, np.uint64(0)) >> np.uint64(8 * (byte - start) + (offset & 7))
+    return np.int64(word & (np.uint64(1) << np.uint64(width)) - np.uint64(1))
 
 
 CACHE_LINE = 64

@@ -95,16 +95,13 @@ def _decode_part(
 
 def check(payload: Tensor, layout: QuantizeLayout) -> None:
     """Raise ValueError for bytes that no compressor can have written; a faster `reference.quantize.check`."""
-    data = checks.readable(payload, layout)
+    data = checks.readable(payload)
     marked, largest = layout.is_marked(payload), checks.largest_scale(layout.bits)
     for elements, part in layout.parts(layout.numel):
         nbytes, blocks, code_bits = layout.record_nbytes(elements), -(-elements // layout.block), elements * layout.bits
         find = partial(checks.bad_quantize_record, data, part.nbytes.start, nbytes, blocks, code_bits, largest, marked)
-        bad = checks.first_bad(find, part.rows, blocks)
-        if bad != checks.NONE:
-            at, number = part.nbytes.start + bad * nbytes, part.elements.start // layout.record_elements + bad
-            alone = replace(layout, numel=elements)
-            checks.refuse(reference.check, number, payload[at : at + nbytes], alone, payload, layout)
+        alone = replace(layout, numel=elements)
+        checks.check_part(find, part, blocks, reference.check, payload=payload, layout=layout, alone=alone)
 
 
 @kernel
@@ -259,10 +256,7 @@ def decode_records(
             for b in range(blocks):
                 size = min(block, elements - b * block)
                 step = read_bfloat16(data, 2 * b)
-                if g is None:
-                    add_levels(code_bytes, b * block, size, step, bits, factor, None, 0, target)
-                else:
-                    add_levels(code_bytes, b * block, size, step, bits, factor, g, row * elements + b * block, target)
+                add_levels(code_bytes, b * block, size, step, bits, factor, g, row * elements + b * block, target)
 
 
 @kernel

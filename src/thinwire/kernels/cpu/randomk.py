@@ -1,7 +1,7 @@
 """RandomK on the CPU: one element from each stratum. `reference.randomk` defines the draw.
 
-Strata are processed in batches of about 4,096 elements. While a batch is in the L1 cache, `encode` reads all of it to
-check that it is finite, or `commit` writes all of it. The drawn elements cost almost nothing in addition.
+`encode` processes strata in batches of about 4,096 elements. While a batch is in the L1 cache, it reads all of it to
+check that it is finite. The drawn elements cost almost nothing in addition.
 """
 
 from typing import Any
@@ -14,8 +14,7 @@ from ..layout import RandomKLayout, residual_dtype
 from ..reference import randomk as reference
 from ..reference.dense import mark, read_values
 from . import threads
-from .checks import check_values
-from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now, widen
+from .jit import INFINITY_BITS, as_array, draw, kernel, magnitude_bits, prefetch_now
 from .selection import total_at
 
 BATCH = 4096
@@ -42,40 +41,28 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, key: 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, key: int, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
-    _start(payload.unsqueeze(0), layout, key, as_array(tensor), -1.0, residual)
+    residual.add_(tensor)
+    decode(payload.unsqueeze(0), layout, key, residual, -1.0, True)
 
 
 def decode(payloads: Tensor, layout: RandomKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype.itemsize == 2:  # k elements only: torch does as well
         reference.decode(payloads, layout, key, out, weight, add)
-    elif not add:
-        _start(payloads, layout, key, None, weight, out)
-    else:
-        for values in _values(payloads, layout, out):
-            threads.run(
-                lambda first, last, values=values: add_strata(
-                    values[first:last], layout.k, np.uint64(key), first, values.dtype.type(weight), as_array(out)
-                ),
-                _shares(layout),
-            )
+        return
+    if not add:
+        out.zero_()
+    target = as_array(out)
+    for payload in payloads:
+        values = read_values(payload, layout.dtype).to(out.dtype).numpy()
+
+        def share(first: int, last: int, values: Any = values) -> None:
+            add_strata(values[first:last], layout.k, np.uint64(key), first, values.dtype.type(weight), target)
+
+        threads.run(share, _shares(layout))
 
 
-check = check_values
-
-
-def _start(payloads: Tensor, layout: RandomKLayout, key: int, g: Any, weight: float, out: Tensor) -> None:
-    """Compute out <- (out + g, or 0 without g) + weight * each payload."""
-    target, values = as_array(out), np.stack(_values(payloads, layout, out))
-
-    def share(first: int, last: int) -> None:
-        start_strata(values, layout.k, np.uint64(key), first, last, g, target.dtype.type(weight), target)
-
-    threads.run(share, _shares(layout))
-
-
-def _values(payloads: Tensor, layout: RandomKLayout, out: Tensor) -> list[Any]:
-    return [read_values(payload, layout.dtype).to(out.dtype).numpy() for payload in payloads]
+check = reference.check
 
 
 def _shares(layout: RandomKLayout) -> list[tuple[int, int]]:
@@ -119,25 +106,6 @@ def gather_strata(g: Any, r: Any, k: int, key: Any, first: int, scale: bool, inf
                 )
             values[s] = value
     return True
-
-
-@kernel
-def start_strata(values: Any, k: int, key: Any, first: int, last: int, g: Any, weight: Any, out: Any) -> None:
-    """Compute out <- (out + g, or 0) + weight * each row of values, for the strata `first` to `last`."""
-    strata = max(1, BATCH * k // out.size)
-    for j in range(first, last, strata):
-        stop = min(j + strata, last)
-        begin, end = stratum_start(out.size, k, j), stratum_start(out.size, k, stop)
-        if g is None:
-            for i in range(end - begin):
-                out[np.uintp(begin + i)] = 0
-        else:
-            for i in range(end - begin):
-                out[np.uintp(begin + i)] += widen(g[np.uintp(begin + i)])
-        for s in range(j, stop):
-            position = place_in(out.size, k, key, s)
-            for p in range(values.shape[0]):
-                out[position] += weight * values[p, s]
 
 
 @kernel

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..layout import TopKLayout, TopKRecord, residual_dtype
+from ..layout import Part, TopKLayout, TopKRecord, residual_dtype
 from ..reference import topk as reference
 from ..updates import AdamUpdate, Update
 from . import checks, threads, topk_global
@@ -61,7 +61,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, paylo
             residual.add_(tensor)
             topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
         else:
-            _decode_part(payloads, part.nbytes.start, record, g[part.elements], -1.0, False, r[part.elements])
+            _sum(payloads, part, record, None, g=g[part.elements], r=r[part.elements], out=r[part.elements])
 
 
 def can_apply(layout: TopKLayout, out: Tensor) -> bool:
@@ -78,8 +78,7 @@ def apply(
     The encoded tensor is the gradient or, if there is one, the update, whose moments advance. Everything happens in one
     pass; only updates other than Adam's need a pass of their own. `out` may be the gradient itself.
     """
-    vectors = {"r": as_array(residual), "out": as_array(out)}
-    numbers = None
+    vectors, numbers = {"r": as_array(residual), "out": as_array(out)}, None
     if isinstance(update, AdamUpdate):
         vectors |= {"g": as_array(gradient), "m": as_array(update.m), "v": as_array(update.v)}
         numbers = numbers_of(update)
@@ -89,21 +88,7 @@ def apply(
         vectors["g"] = as_array(gradient)
     for record, part in layout.parts(layout.numel):
         mine = {name: vector[part.elements] for name, vector in vectors.items()}
-        _apply_part(payloads.numpy(), own, part.nbytes.start, record, mine, numbers, weight)
-
-
-def _apply_part(
-    payloads: Any, own: int, offset: int, record: TopKRecord, vectors: dict[str, Any], numbers: Any, weight: float
-) -> None:
-    bitmap, factor = record.nbytes - record.high_at, vectors["out"].dtype.type(weight)
-
-    def share(first: int, last: int) -> None:
-        elements, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
-        mine = {name: vector[elements] for name, vector in vectors.items()}
-        moments = None if numbers is None else (mine["m"], mine["v"], numbers)
-        apply_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine["r"], moments, factor, mine["out"])
-
-    threads.run(share, threads.shares(vectors["out"].size // record.n, record.n))
+        _sum(payloads.numpy(), part, record, weight, own=own, numbers=numbers, **mine)
 
 
 def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
@@ -116,35 +101,37 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
                     target.fill(0)
                 topk_global.decode(data, part.nbytes.start, record, weight, target)
             else:
-                _decode_part(data, part.nbytes.start, record, None, weight, add, target)
+                _sum(data, part, record, weight, add=add, out=target)
 
 
-def _decode_part(payloads: Any, offset: int, record: TopKRecord, g: Any, weight: float, add: bool, out: Any) -> None:
-    bitmap, factor = record.nbytes - record.high_at, out.dtype.type(weight)
+def _sum(
+    payloads: Any, part: Part, record: TopKRecord, weight: float | None, *,
+    own: int = 0, numbers: Any = None, add: bool = False, **vectors: Any,
+) -> None:  # fmt: skip
+    """Call `add_chunks` or `sum_chunks` with the vectors of one part: g, r, m, v and out, as far as there are any."""
+    bitmap = record.nbytes - record.high_at
+    factor = None if weight is None else vectors["out"].dtype.type(weight)
 
     def share(first: int, last: int) -> None:
-        elements, start = slice(first * record.n, last * record.n), offset + first * record.nbytes
+        elements, start = slice(first * record.n, last * record.n), part.nbytes.start + first * record.nbytes
+        mine = {name: vector[elements] for name, vector in vectors.items()}
         if add:
-            add_chunks(payloads, start, record, bitmap, factor, out[elements])
-        else:
-            start_chunks(payloads, start, record, bitmap, None if g is None else g[elements], factor, out[elements])
+            add_chunks(payloads, start, record, bitmap, factor, mine["out"])
+            return
+        moments = None if numbers is None else (mine["m"], mine["v"], numbers)
+        sum_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine.get("r"), moments, factor, mine["out"])
 
-    threads.run(share, threads.shares(out.size // record.n, record.n))
+    threads.run(share, threads.shares(part.rows, record.n))
 
 
 def check(payload: Tensor, layout: TopKLayout) -> None:
     """Raise ValueError for bytes that no compressor can have written; a faster `reference.topk.check`."""
-    data = checks.readable(payload, layout)
+    data = checks.readable(payload)
     marked = layout.is_marked(payload)
     for record, part in layout.parts(layout.numel):
-        compare = checks.compare_fields(record.low_bits)
-        find = partial(checks.bad_topk_record, data, part.nbytes.start, record, compare, marked)
-        bad = checks.first_bad(find, part.rows, record.k)
-        if bad != checks.NONE:
-            at = part.nbytes.start + bad * record.nbytes
-            alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
-            number = part.elements.start // layout.record.n + bad
-            checks.refuse(reference.check, number, payload[at : at + record.nbytes], alone, payload, layout)
+        find = partial(checks.bad_topk_record, data, part.nbytes.start, record, marked)
+        alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
+        checks.check_part(find, part, record.k, reference.check, payload=payload, layout=layout, alone=alone)
 
 
 @kernel
@@ -175,53 +162,43 @@ def encode_chunks(
 
 
 @kernel
-def start_chunks(payloads: Any, offset: int, record: Any, bitmap: int, g: Any, weight: Any, out: Any) -> None:
-    """Compute out <- (out + g, or 0 without g) + weight * each payload, chunk by chunk in the L1 cache."""
-    n = record.n
-    positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
-    for row in range(out.size // n):
-        chunk = out[row * n : (row + 1) * n]
-        if g is None:
-            chunk[:] = 0
-        else:
-            for i in range(n):
-                chunk[i] += widen(g[np.uintp(row * n + i)])
-        start = offset + row * record.nbytes
-        for p in range(payloads.shape[0]):
-            data = payloads[p][start : start + record.nbytes]
-            count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
-            add_elements(positions, values, count, weight, chunk)
+def add_gradient(g: Any, out: Any) -> None:
+    """Compute out += g. As a part of `sum_chunks`, this loop would not be vectorised."""
+    for i in range(g.size):
+        out[i] += widen(g[i])
 
 
 @kernel
-def apply_chunks(
+def sum_chunks(
     payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any, out: Any
 ) -> None:
-    """Compute r <- r + g - payloads[own], and out <- weight * each payload.
+    """Compute r <- r + g - payloads[own], if there is an r, and out <- weight * each payload, if there is a weight.
 
     With `moments` (m, v, numbers), Adam's update replaces g, and the moments advance. Without g, r already contains it.
     """
     n = record.n
     positions, values = np.empty(record.k, np.int64), np.empty(record.k, np.float32)
-    minus_one = r.dtype.type(-1)
     for row in range(out.size // n):
         elements = slice(row * n, (row + 1) * n)
-        kept, chunk = r[elements], out[elements]
-        if moments is not None:
-            m, v, numbers = moments
-            advance_elements(g[elements], m[elements], v[elements], kept, *numbers)
-        elif g is not None:
-            taken = g[elements]
-            for i in range(n):
-                kept[i] += widen(taken[i])
-        chunk[:] = 0  # only now: it may be the gradient's memory
+        if r is not None:
+            kept = r[elements]
+            if moments is not None:
+                m, v, numbers = moments
+                advance_elements(g[elements], m[elements], v[elements], kept, *numbers)
+            elif g is not None:
+                add_gradient(g[elements], kept)
+        chunk = out[elements]
+        if weight is not None:
+            chunk[:] = 0  # only now: it may be the gradient's memory
         start = offset + row * record.nbytes
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
             count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
-            if p == own:
-                add_elements(positions, values, count, minus_one, kept)
-            add_elements(positions, values, count, weight, chunk)
+            if r is not None:  # noqa: SIM102 - after an `and`, Numba would compile this without an r, too
+                if p == own:
+                    add_elements(positions, values, count, r.dtype.type(-1), kept)
+            if weight is not None:
+                add_elements(positions, values, count, weight, chunk)
 
 
 @kernel

@@ -5,8 +5,7 @@ bits found so far. The sum of the counts gives these 16 bits of the k-th largest
 four. From the counts per thread follows where each thread writes its elements, and how many of the ties it takes.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,31 +25,22 @@ PIECE = 32
 """Bytes of the bitmap at a time when a record is read. Up to 256 elements are prefetched meanwhile."""
 
 
-class Selection(NamedTuple):
-    """The k-th largest magnitude and, for each share, how many elements above it and equal to it are taken."""
-
-    threshold: int
-    above: list[int]
-    ties: list[int]
-
-
 def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: float) -> bool:
     """Write one record for the whole tensor. Return False if the tensor is not finite."""
     ranges = threads.shares(g.size, per_thread=1)  # each has tables of its own
     shares = [(g[start:stop], None if r is None else r[start:stop]) for start, stop in ranges]
-    selection = find_threshold(shares, record.k, width)
-    if selection is None:
+    found = find_threshold(shares, record.k, width)
+    if found is None:
         return False
+    threshold, above, ties = found
     positions = np.zeros(record.k, np.int32 if record.n <= 1 << 31 else np.int64)
     values = np.zeros(record.k, f"f{width}")
-    ends = np.cumsum(selection.above) + np.cumsum(selection.ties)
+    ends = np.cumsum(above) + np.cumsum(ties)
 
     def gather(i: int) -> None:
-        mine = slice(ends[i] - selection.above[i] - selection.ties[i], ends[i])
+        mine = slice(ends[i] - above[i] - ties[i], ends[i])
         buffer = np.full(STRIDE, -1, f"i{width}")
-        gather_chosen(
-            *shares[i], selection.threshold, selection.ties[i], ranges[i][0], buffer, positions[mine], values[mine]
-        )
+        gather_chosen(*shares[i], threshold, ties[i], ranges[i][0], buffer, positions[mine], values[mine])
 
     threads.run(gather, [(i,) for i in range(len(shares))])
     np.clip(values, -limit, limit, out=values)
@@ -58,17 +48,19 @@ def encode(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit: floa
     return True
 
 
-def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selection | None:
-    """Return the k-th largest magnitude and the counts of each share, or None if an element is not finite."""
+def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> tuple[int, list[int], list[int]] | None:
+    """Return the k-th largest magnitude and, for each share, how many elements above it and equal to it are taken.
+
+    Return None if an element is not finite.
+    """
     above, on_it = [0] * len(shares), [0] * len(shares)
     threshold, wanted = 0, k
     for shift, bits in DIGITS[width]:
-        counts = threads.run(functools.partial(digit_counts, shift, bits, threshold), shares)
+        counts = [np.zeros(1 << bits, np.int32 if g.size < 1 << 31 else np.int64) for g, _ in shares]
+        threads.run(count_digits, [(*share, shift, bits, threshold, counts[i]) for i, share in enumerate(shares)])
         # How many magnitudes have this digit or a higher one.
-        reached = np.zeros(1 << bits, np.int64)
-        for part in counts:
-            reached += part
-        add_from_the_end(reached)
+        summed: Any = np.sum(counts, axis=0, dtype=np.int64)
+        reached = np.cumsum(summed[::-1])[::-1]
         if (shift, bits) == DIGITS[width][0] and reached[INFINITY_BITS[width] >> shift]:
             return None
         digit = int(np.flatnonzero(reached >= wanted)[-1])
@@ -79,14 +71,7 @@ def find_threshold(shares: list[tuple[Any, Any]], k: int, width: int) -> Selecti
     # The first `wanted` of those on the threshold are taken, whichever share they are in.
     before = np.cumsum([0, *on_it[:-1]]).tolist()
     ties = [min(there, max(0, wanted - earlier)) for there, earlier in zip(on_it, before, strict=True)]
-    return Selection(threshold, above, ties)
-
-
-def digit_counts(shift: int, bits: int, prefix: int, g: Any, r: Any) -> Any:
-    """Return the counts of `count_digits` for one share."""
-    counts = np.zeros(1 << bits, np.int32 if g.size < 1 << 31 else np.int64)
-    count_digits(g, r, shift, bits, prefix, counts)
-    return counts
+    return threshold, above, ties
 
 
 def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: Any) -> None:
@@ -106,13 +91,6 @@ def decode(payloads: Any, offset: int, record: TopKRecord, weight: float, out: A
             for (start, stop), rank in zip(ranges, ranks, strict=True)
         ]
         threads.run(add_pieces, pieces)
-
-
-@kernel
-def add_from_the_end(counts: Any) -> None:
-    """Replace each count by the sum of itself and all counts after it."""
-    for i in range(counts.size - 1, 0, -1):
-        counts[i - 1] += counts[i]
 
 
 @kernel

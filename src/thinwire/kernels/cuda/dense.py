@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layout import DenseLayout
 from ..reference import dense as reference
 from .launch import launch, waiting_for
-from .marks import mark_if, nan_of
+from .marks import mark_if
 from .numbers import INFINITY_BITS, magnitude_bits, total_at
 
 _TILE = 4096
@@ -30,7 +30,7 @@ def encode_flagged(
     )  # fmt: skip
     if values.data_ptr() != payload.data_ptr():
         payload.copy_(values.view(torch.uint8))
-    mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.numel)
+    mark_if(flag, payload, reference, DenseLayout(1, layout.dtype), layout.dtype.itemsize, layout.numel)
 
 
 encode = waiting_for(encode_flagged)

@@ -20,12 +20,13 @@ _BLOCK = 1024
 _PROGRAMS = 256
 
 
-def mark_if(flag: Tensor, payload: Tensor, marked: Tensor, record_nbytes: int, rows: int) -> None:
+def mark_if(flag: Tensor, payload: Tensor, reference: Any, pattern: Layout, record_nbytes: int, rows: int) -> None:
     """Overwrite the payload with the mark if the flag is set.
 
-    `marked` contains a marked record, followed by the marked tail, if any.
+    `pattern` is the layout of one record, which the reference marks, and of the tail after it, if any.
     """
     programs = min(_PROGRAMS, triton.cdiv(payload.numel(), _BLOCK))
+    marked = _marked(reference, pattern, payload.device)
     launch(
         mark_records, (programs,), payload, marked, flag, payload.numel(), rows * record_nbytes, max(record_nbytes, 1),
         record_nbytes if rows else 0, BLOCK=_BLOCK, num_warps=4,
@@ -33,17 +34,11 @@ def mark_if(flag: Tensor, payload: Tensor, marked: Tensor, record_nbytes: int, r
 
 
 @lru_cache(maxsize=256)
-def marked_by(reference: Any, layout: Layout, device: torch.device) -> Tensor:
+def _marked(reference: Any, layout: Layout, device: torch.device) -> Tensor:
     """Return the mark that the reference kernel writes for this layout."""
     payload = torch.empty(layout.nbytes, dtype=torch.uint8)
     reference.mark(layout, payload)
     return payload.to(device)
-
-
-@lru_cache(maxsize=64)
-def nan_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the bytes of one NaN, for the mark of a payload that consists of values only."""
-    return torch.full((1,), torch.nan, dtype=dtype).view(torch.uint8).to(device)
 
 
 @triton.jit(do_not_specialize=["nbytes", "full", "record", "tail_at"])

@@ -1,12 +1,14 @@
 """Quantize on the GPU, for blocks of up to 8,192 elements, which fit into the registers of one program."""
 
+from dataclasses import replace
+
 import triton
 from torch import Tensor
 
 from ..layout import BLOCKS_PER_RECORD, QuantizeLayout
 from ..reference import quantize as reference
 from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
-from .marks import mark_if, marked_by
+from .marks import mark_if
 from .quantize_kernels import decode_blocks, encode_blocks
 from .topk_decode import ADD, KEEP, SUBTRACT, ZERO
 
@@ -63,7 +65,7 @@ def _encode(
             encode_blocks, (triton.cdiv(g.numel(), rows * layout.block),), g, r, payload[part.nbytes], flag,
             triton.cdiv(elements, layout.block), g.numel(), signed, part.elements.start, layout.limit,
             BITS=layout.bits, BLOCK=layout.block, ROWS=rows, STOCHASTIC=layout.stochastic, HAS_R=kept is not None,
-            UPDATE=update, MASKED=elements < layout.record_elements, num_warps=_warps(rows * layout.block),
+            UPDATE=update, MASKED=elements < layout.granule, num_warps=_warps(rows * layout.block),
         )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def _decode(
             given[part.elements], target, target if flag is None else flag, payloads.stride(0), payloads.shape[0],
             triton.cdiv(elements, layout.block), target.numel(), weight,
             BITS=layout.bits, BLOCK=layout.block, ROWS=rows, START=start, GUARDED=flag is not None,
-            MASKED=elements < layout.record_elements, num_warps=_warps(rows * layout.block),
+            MASKED=elements < layout.granule, num_warps=_warps(rows * layout.block),
         )  # fmt: skip
 
 
@@ -95,10 +97,6 @@ def _warps(elements: int) -> int:
 
 
 def _mark(layout: QuantizeLayout, payload: Tensor, flag: Tensor) -> None:
-    rows, rest = divmod(layout.numel, layout.record_elements)
-    pattern = QuantizeLayout(
-        min(rows, 1) * layout.record_elements + rest, layout.dtype, layout.bits, layout.block, layout.stochastic
-    )
-    mark_if(
-        flag, payload, marked_by(reference, pattern, payload.device), layout.record_nbytes(layout.record_elements), rows
-    )
+    rows, rest = divmod(layout.numel, layout.granule)
+    pattern = replace(layout, numel=min(rows, 1) * layout.granule + rest)
+    mark_if(flag, payload, reference, pattern, layout.record_nbytes(layout.granule), rows)

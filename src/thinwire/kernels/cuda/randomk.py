@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import RandomKLayout
+from ..layout import DenseLayout, RandomKLayout
 from ..reference import randomk as reference
 from ..reference.dense import read_values
 from .launch import REFERENCE_DTYPES, launch, waiting_for
-from .marks import add_unless, mark_if, nan_of
+from .marks import add_unless, mark_if
 from .numbers import INFINITY_BITS, draw, magnitude_bits, total_at
 
 _TILE = 4096
@@ -34,7 +34,7 @@ def encode_flagged(
         HAS_R=has_r, STRATA=_STRATA, num_warps=4,
     )  # fmt: skip
     reference.write(values.masked_fill(flag != 0, 0), layout, payload)
-    mark_if(flag, payload, nan_of(layout.dtype, payload.device), layout.dtype.itemsize, layout.k)
+    mark_if(flag, payload, reference, DenseLayout(1, layout.dtype), layout.dtype.itemsize, layout.k)
 
 
 encode = waiting_for(encode_flagged)

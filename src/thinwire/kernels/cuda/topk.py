@@ -5,6 +5,7 @@ handled one after the other, like `chunk=none`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..layout import TopKLayout, TopKRecord
 from ..reference import topk as reference
 from . import topk_decode, topk_global, topk_sum
 from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
-from .marks import mark_if, marked_by
+from .marks import mark_if
 from .shared import SHARED_LIMIT
 from .topk_encode import encode_chunks
 
@@ -186,6 +187,5 @@ def _sums_up(out: Tensor, record: TopKRecord, tile: int, at_once: int) -> bool:
 def _mark(layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
     """Overwrite the payload with the mark if the flag is set."""
     rows = min(layout.rows, 1)
-    tail = layout.tail.n if layout.tail else 0
-    pattern = TopKLayout(rows * layout.record.n + tail, layout.dtype, rows=rows, record=layout.record, tail=layout.tail)
-    mark_if(flag, payload, marked_by(reference, pattern, payload.device), layout.record.nbytes, layout.rows)
+    pattern = replace(layout, numel=rows * layout.record.n + (layout.tail.n if layout.tail else 0), rows=rows)
+    mark_if(flag, payload, reference, pattern, layout.record.nbytes, layout.rows)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..layout import RandomKLayout, residual_dtype
 from . import numbers
 from .dense import check as check
-from .dense import mark, read_values
+from .dense import mark as mark
+from .dense import read_values
 
 
 def positions_and_widths(layout: RandomKLayout, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
