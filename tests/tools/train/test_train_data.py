@@ -7,7 +7,8 @@ from thinwire.testing import RankPool
 from thinwire.tools.bench.recipe import Options, settings
 from thinwire.tools.bench.recipe.gradients import Threads
 from thinwire.tools.bench.recipe.trainer import Trainer
-from thinwire.tools.train.data import Batch, Data, Digits, Text, sources
+from thinwire.tools.train.data import Batch, Data, Text, sources
+from thinwire.tools.train.images import Digits
 
 
 @pytest.fixture(scope="module", params=["text", "digits", "noisy digits"])

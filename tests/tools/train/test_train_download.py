@@ -124,9 +124,8 @@ class Log:
 
 def get(folder: Path, *mirrors: str, file: File = FILE, log: Log | None = None, **options: Any) -> list[str]:
     log = log or Log()
-    sources = {"tiny": Source((file,), mirrors)}
     options = {"pause": 0.01, "timeout": 30.0, **options}
-    return fetch("tiny", folder, report=log.report, warn=log.lines.append, sources=sources, **options)
+    return fetch(Source((file,), mirrors), folder, report=log.report, warn=log.lines.append, **options)
 
 
 def only(folder: Path) -> None:
@@ -280,7 +279,7 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with site(send()) as one, pytest.raises(KeyboardInterrupt):
-        fetch("tiny", tmp_path, report=interrupt, sources={"tiny": Source((FILE,), (one.url,))})
+        fetch(Source((FILE,), (one.url,)), tmp_path, report=interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,8 +376,3 @@ def test_without_pooch_it_says_how_to_install_it(tmp_path: Path, monkeypatch: py
         ValueError, match=r"downloads need pooch, which is not installed: pip install 'thinwire\[data\]'"
     ):
         get(tmp_path, "http://127.0.0.1:1/")
-
-
-def test_data_that_has_no_source(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data 'imagenet' cannot be downloaded, expected one of mnist, cifar10"):
-        fetch("imagenet", tmp_path)

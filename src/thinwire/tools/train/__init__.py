@@ -8,5 +8,6 @@ fresh_store.py          a store for each start, also after a restart by torchrun
 loop.py, learner.py     the training loop; a model with its optimizer and exchange
 checkpoints.py          checkpoints that a killed run resumes from
 metrics.py, view.py     metrics that are written; progress that is shown
-datasets.py, models/    the data sets and the models
+data.py, images.py      the data sets: text, and images by idx.py and cifar.py
+models.py               the models
 """

@@ -8,8 +8,8 @@ from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
 
 from .config import FILE_ONLY, Config
-from .datasets import check_fit
 from .device import pick_device
+from .images import check_fit
 from .metrics import chosen_sinks
 from .models import model_config
 

@@ -5,7 +5,7 @@ A file is renamed to its name when it is complete and has the SHA-256 that is li
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -76,12 +76,11 @@ def _to_stderr(line: str) -> None:
 
 
 def fetch(
-    dataset: str,
+    source: Source,
     folder: Path,
     *,
     report: Report | None = None,
     warn: Callable[[str], None] = _to_stderr,
-    sources: Mapping[str, Source] = SOURCES,
     tries: int = 3,
     pause: float = 1.0,
     timeout: float = 30.0,
@@ -96,9 +95,6 @@ def fetch(
 
     Raises OSError if a file cannot be downloaded or written, and ValueError if pooch is not installed.
     """
-    if dataset not in sources:
-        raise ValueError(f"data {dataset!r} cannot be downloaded, expected one of {', '.join(sources)}")
-    source = sources[dataset]
     with _clear_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     wanted = [file for file in source.files if not _have(folder, file, warn)]
@@ -108,14 +104,13 @@ def fetch(
             url = urls.pop(0)
             if faults:
                 time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
-            try:
-                _try(url, folder, file, report=report, timeout=timeout)
+            fault, is_final = _try(url, folder, file, report=report, timeout=timeout)
+            if not fault:
                 break
-            except _FailedTry as fault:
-                if fault.final:
-                    urls = [other for other in urls if other != url]
-                faults.append(f"{url}: {fault}")
-                warn(f"{faults[-1]}; {'trying again' if urls else 'giving up'}")
+            if is_final:
+                urls = [other for other in urls if other != url]
+            faults.append(f"{url}: {' '.join(fault.split())}")
+            warn(f"{faults[-1]}; {'trying again' if urls else 'giving up'}")
         else:
             tried = "1 try" if len(faults) == 1 else f"{len(faults)} tries"
             raise OSError(
@@ -142,7 +137,8 @@ def _have(folder: Path, file: File, warn: Callable[[str], None]) -> bool:
     return digest == file.sha256
 
 
-def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> None:
+def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> tuple[str, bool]:
+    """Download a file. Return why that failed, "" if it did not, and whether the same URL cannot succeed later."""
     try:
         import pooch  # here, because only --download needs it
         import requests
@@ -155,14 +151,12 @@ def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: 
         try:
             pooch.retrieve(url, f"sha256:{file.sha256}", **given)
             (folder / file.name).chmod(0o644)  # pooch leaves it readable by its owner alone
+            return "", False
         except requests.HTTPError as error:
-            answer = error.response
-            code, reason = (answer.status_code, answer.reason) if answer is not None else (0, "without an answer")
-            raise _FailedTry(f"HTTP {code} {reason}", final=400 <= code < 500 and code not in _BUSY) from error
-        except requests.RequestException as error:
-            raise _FailedTry(_line(error), final=isinstance(error, requests.exceptions.SSLError)) from error
-        except ValueError as error:  # of another SHA-256
-            raise _FailedTry(_line(error)) from error
+            code = error.response.status_code
+            return f"HTTP {code} {error.response.reason}", 400 <= code < 500 and code not in _BUSY
+        except (requests.RequestException, ValueError) as error:  # ValueError: of another SHA-256, or `_Progress`
+            return str(error) or type(error).__name__, isinstance(error, requests.exceptions.SSLError)
 
 
 class _Progress:
@@ -176,7 +170,7 @@ class _Progress:
         """Count a piece; the last may be shorter than `nbytes`."""
         self._done += nbytes
         if self._done >= self._file.nbytes + 2 * _PIECE:
-            raise _FailedTry(f"more than the {self._file.nbytes:,} bytes that were expected")
+            raise ValueError(f"more than the {self._file.nbytes:,} bytes that were expected")
         if self._report is not None:
             self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
 
@@ -186,14 +180,6 @@ class _Progress:
 
     def close(self) -> None:
         """Do nothing: the caller shows the progress."""
-
-
-class _FailedTry(Exception):
-    """A failed try to download a file; `final` if another try at the same URL cannot succeed."""
-
-    def __init__(self, message: str, *, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
 
 
 @contextmanager
@@ -207,6 +193,3 @@ def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
         advice = "remove it" if done == "read" else "make room there" if full else "check the path"
         raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
 
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,5 +1,8 @@
 """Reader of MNIST's and Fashion-MNIST's files, in the IDX format (http://yann.lecun.com/exdb/mnist), gzipped or not.
 
+Fashion-MNIST is that of Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
+learning algorithms", 2017. It is never downloaded: it may be in the folder of Debian's package.
+
 4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
 4 each    the dimensions, highest byte first: count, and for images rows and columns
 rest      the values, exactly as many as the dimensions give
@@ -13,6 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+PACKAGE = "dataset-fashion-mnist"
+INSTALLED = Path("/usr/share/datasets/fashion-mnist")
+"""The folder of Debian's package."""
 PIXELS = 28
 CLASSES = 10
 LARGEST = 1_000_000
@@ -32,7 +38,33 @@ _FIRST_LABELS = {
 """First labels of the training images. They tell the two data sets apart, whose files have the same names and sizes."""
 
 
-def missing_files(folder: Path) -> list[str]:
+def find_mnist(folder: Path) -> Path:
+    """Return the folder, which has all files of MNIST; raise ValueError if it lacks one."""
+    missing = _missing(folder)
+    if missing:
+        raise ValueError(
+            f"{folder} has no {missing[0]}[.gz]; expected MNIST's files there, each with or without .gz: "
+            f"{', '.join(FILES)}; put them there, or add --download"
+        )
+    return folder
+
+
+def find_fashion(folder: Path) -> Path:
+    """Return the first of `folder` and Debian's folder that has any of the files; raise ValueError if it lacks one."""
+    advice = (
+        f"apt-get install {PACKAGE}, or put {', '.join(FILES)}, each with or without .gz, into {folder} or into "
+        "another folder that --data-dir names"
+    )
+    for place in (folder, INSTALLED):
+        missing = _missing(place)
+        if not missing:
+            return place
+        if len(missing) < len(FILES):
+            raise ValueError(f"{place} has no {missing[0]}[.gz], but others of Fashion-MNIST's files; {advice}")
+    raise ValueError(f"neither {folder} nor {INSTALLED} has Fashion-MNIST, and it is not downloaded; {advice}")
+
+
+def _missing(folder: Path) -> list[str]:
     """Return the names in `FILES` that the folder has neither with nor without .gz."""
     return [name for name in FILES if _find(folder, name) is None]
 
@@ -57,7 +89,7 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     images_path, labels_path = (_find(folder, name) for name in files(part))
     assert images_path is not None
     assert labels_path is not None
-    images, labels = read_idx(images_path, (PIXELS, PIXELS)), read_idx(labels_path, ())
+    images, labels = _read(images_path, (PIXELS, PIXELS)), _read(labels_path, ())
     if len(images) != len(labels):
         raise ValueError(
             f"{labels_path}: {len(labels)} labels, expected {len(images)}, the images in {images_path.name}"
@@ -67,7 +99,7 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return images[:, None], labels
 
 
-def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
+def _read(path: Path, shape: tuple[int, ...]) -> Tensor:
     """Read a file of samples of this shape, as uint8 with the count first; raise ValueError for other content."""
     header, magic = 4 * (2 + len(shape)), 0x0800 + 1 + len(shape)
     try:

@@ -125,7 +125,7 @@ def settings(options: Options) -> "Settings":
     """Return the checked options. Raises ValueError for options that cannot be run."""
     import torch
 
-    from thinwire.tools.train.datasets import check_fit
+    from thinwire.tools.train.images import check_fit
     from thinwire.tools.train.models import GPTConfig, model_config
 
     from ..training import check

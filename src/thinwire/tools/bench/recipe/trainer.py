@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from thinwire.collectives import cost
 from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket, shaped
-from thinwire.tools.train.data import Data, Digits, evaluate_batch
-from thinwire.tools.train.datasets import load_data
+from thinwire.tools.train.data import Data, evaluate_batch
+from thinwire.tools.train.images import Digits, load_data
 from thinwire.tools.train.models import GPTConfig, ModelConfig
 from thinwire.tools.train.schedule import schedule
 from thinwire.tools.workers import Workers
