@@ -192,4 +192,3 @@ def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
         full = error.errno in (ENOSPC, EDQUOT, EFBIG)
         advice = "remove it" if done == "read" else "make room there" if full else "check the path"
         raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
-
