@@ -73,9 +73,10 @@ class Checkpoints:
         """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
         final = self._of(step)
         hidden = self._folder / f".{final.name}.partial"
-        self._together(lambda: self._prepare(hidden) if self.leads else None)
-        written = self._together(lambda: self._write(hidden, shared, own))
-        self._together(lambda: self._publish(hidden, final=final, step=step, written=written) if self.leads else None)
+        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
+        self._together(lambda: self._prepare(hidden), led=True)
+        written = self._together(lambda: {name: write_file(hidden / name, state) for name, state in files.items()})
+        self._together(lambda: self._publish(hidden, final=final, step=step, written=written), led=True)
 
     def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
         """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
@@ -85,7 +86,7 @@ class Checkpoints:
 
         Raises ValueError if there are checkpoints but none can be used.
         """
-        self._together(lambda: self._put_back() if self.leads else None)
+        self._together(self._put_back, led=True)
         found = self._control.gather(sorted(self._steps()))
         loaded: Loaded
         fault = "not every rank has the same"
@@ -94,7 +95,7 @@ class Checkpoints:
             if not faults:
                 _, faults = self._attempt(step, partial(use, loaded))
             if not faults:
-                self._set_aside(step)
+                self._together(partial(self._set_aside, step), led=True)
                 return loaded
             fault = faults[0]
             self._say(f"checkpoint {self._of(step).name} is damaged and not used: {fault}")
@@ -123,10 +124,6 @@ class Checkpoints:
             if not final.exists():
                 os.rename(hidden, final)
 
-    def _write(self, hidden: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
-        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
-        return {name: write_file(hidden / name, state) for name, state in files.items()}
-
     def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
         files = {**everyones, **written[self._place.rank]}  # the model.pt of this node, not that of another
@@ -142,12 +139,17 @@ class Checkpoints:
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._of(old))
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank and return the results by rank; an OSError on one rank is raised on all ranks."""
+    def _together(self, action: Callable[[], Any], *, led: bool = False) -> list[Any]:
+        """Run an action on every rank, or with `led` where this rank leads, and return the results by rank.
+
+        An OSError on one rank is raised on all ranks.
+        """
+        result, fault = None, None
         try:
-            result, fault = action(), None
+            if self.leads or not led:
+                result = action()
         except OSError as error:
-            result, fault = None, str(error)
+            fault = str(error)
         answers = self._control.gather((result, fault))
         for rank, (_, fault) in enumerate(answers):
             if fault is not None:
@@ -201,13 +203,10 @@ class Checkpoints:
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
-        if self.leads:
-            for step in list(self._steps()):
-                if step > used:
-                    damaged = self._folder / f"damaged-{step:08}"
-                    shutil.rmtree(damaged, ignore_errors=True)
-                    os.rename(self._of(step), damaged)
-        self._control.gather(None)
+        for step in [step for step in self._steps() if step > used]:
+            damaged = self._folder / f"damaged-{step:08}"
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(self._of(step), damaged)
 
     def _choose_leaders(self) -> bool:
         """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""

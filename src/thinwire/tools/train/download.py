@@ -3,7 +3,6 @@
 A file is renamed to its name when it is complete and has the SHA-256 that is listed here.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,13 @@ from thinwire.tools.files import sha256_of
 
 from . import cifar, idx
 
+TRIES = 3
+"""Number of tries for each mirror, in turns with the others."""
+PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before the second try, doubled before each later one."""
+TIMEOUT = 30.0
+"""Seconds without a connection, or without a byte, after which a try fails."""
 _PIECE = 1 << 16
-_LONGEST_PAUSE = 30.0
 _BUSY = {408, 425, 429}
 """HTTP status codes for which another try may succeed; other codes from 400 to 499 are final."""
 
@@ -71,27 +75,11 @@ SOURCES = {
 }
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def fetch(
-    source: Source,
-    folder: Path,
-    *,
-    report: Report | None = None,
-    warn: Callable[[str], None] = _to_stderr,
-    tries: int = 3,
-    pause: float = 1.0,
-    timeout: float = 30.0,
-) -> list[str]:
+def fetch(source: Source, folder: Path, report: Report, warn: Callable[[str], None]) -> list[str]:
     """Download the files of a data set that the folder does not have, or has damaged, and return their names.
 
-    report    called with a file's name, the number of bytes that are done, and its size
-    warn      called with a message if a file in the folder is damaged or a try fails
-    tries     number of tries for each mirror, in turns with the others
-    pause     seconds before the second try; doubled before each later try
-    timeout   seconds without a connection, or without a byte, after which a try fails
+    report   called with a file's name, the number of bytes that are done, and its size
+    warn     called with a message if a file in the folder is damaged or a try fails
 
     Raises OSError if a file cannot be downloaded or written, and ValueError if pooch is not installed.
     """
@@ -99,12 +87,12 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
     wanted = [file for file in source.files if not _have(folder, file, warn)]
     for file in wanted:
-        urls, faults = [mirror + file.name for mirror in source.mirrors] * tries, list[str]()
+        urls, faults = [mirror + file.name for mirror in source.mirrors] * TRIES, list[str]()
         while urls:
             url = urls.pop(0)
             if faults:
-                time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
-            fault, is_final = _try(url, folder, file, report=report, timeout=timeout)
+                time.sleep(min(PAUSE * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
+            fault, is_final = _try(url, folder, file, report)
             if not fault:
                 break
             if is_final:
@@ -137,7 +125,7 @@ def _have(folder: Path, file: File, warn: Callable[[str], None]) -> bool:
     return digest == file.sha256
 
 
-def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> tuple[str, bool]:
+def _try(url: str, folder: Path, file: File, report: Report) -> tuple[str, bool]:
     """Download a file. Return why that failed, "" if it did not, and whether the same URL cannot succeed later."""
     try:
         import pooch  # here, because only --download needs it
@@ -145,7 +133,7 @@ def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: 
     except ModuleNotFoundError as error:
         raise ValueError(f"downloads need {error.name}, which is not installed: pip install 'thinwire[data]'") from None
     pooch.get_logger().setLevel("ERROR")
-    downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=timeout)
+    downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=TIMEOUT)
     given: dict[str, Any] = {"fname": file.name, "path": folder, "downloader": downloader}
     with _clear_errors(folder / file.name):
         try:
@@ -162,24 +150,22 @@ def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: 
 class _Progress:
     """Progress bar of pooch, which ends a download that is longer than the file."""
 
-    def __init__(self, file: File, report: Report | None) -> None:
-        self._file, self._report, self._done = file, report, 0
-        self.total = 0
+    total = 0
 
-    def update(self, nbytes: int) -> None:
-        """Count a piece; the last may be shorter than `nbytes`."""
+    def __init__(self, file: File, report: Report) -> None:
+        self._file, self._report, self._done = file, report, 0
+
+    def update(self, nbytes: int) -> None:  # the last piece may be shorter
         self._done += nbytes
         if self._done >= self._file.nbytes + 2 * _PIECE:
             raise ValueError(f"more than the {self._file.nbytes:,} bytes that were expected")
-        if self._report is not None:
-            self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
+        self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
 
-    def reset(self) -> None:
-        """Start again; pooch counts the whole file once more at its end."""
+    def reset(self) -> None:  # pooch counts the whole file once more at its end
         self._done = 0
 
     def close(self) -> None:
-        """Do nothing: the caller shows the progress."""
+        pass
 
 
 @contextmanager

@@ -230,5 +230,8 @@ def _fetch(config: Config) -> None:
                 tasks[name] = bar.add_task(name)
             bar.update(tasks[name], completed=done, total=total)
 
-        for name in fetch(SOURCES[config.data], config.data_dir, report=report):
-            print(f"fetched {config.data_dir / name}", file=sys.stderr)
+        def warn(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        for name in fetch(SOURCES[config.data], config.data_dir, report, warn):
+            warn(f"fetched {config.data_dir / name}")

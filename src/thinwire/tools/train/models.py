@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 
 class _Model(nn.Module):
-    def fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Give the weight of a layer its initial value. Biases begin with zeros, and weights of norms with ones."""
         raise NotImplementedError
 
@@ -40,7 +40,7 @@ class _Config:
             elif parameter.dim() == 1:  # the weight of a norm
                 nn.init.ones_(parameter)
             else:
-                model.fill(name, parameter, generator)
+                model._fill(name, parameter, generator)
         return model
 
 
@@ -95,8 +95,7 @@ class GPT(_Model):
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
 
-    def fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Give the weight of a layer its initial value."""
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         is_added = name.endswith(("project.weight", "contract.weight"))
         std = 0.02 / math.sqrt(2 * self.config.layers) if is_added else 0.02
         nn.init.normal_(weight, std=std, generator=generator)
@@ -145,8 +144,7 @@ class CNN(_Model):
         scores: Tensor = self.head(F.relu(self.hidden(x.flatten(1))))
         return scores
 
-    def fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Give the weight of a layer its initial value."""
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
 
 
@@ -218,8 +216,7 @@ class ResNet18(_Model):
         scores: Tensor = self.head(x.mean(dim=(2, 3)))
         return scores
 
-    def fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Give the weight of a layer its initial value."""
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         if name == "head.weight":
             nn.init.kaiming_normal_(weight, nonlinearity="linear", generator=generator)
         else:
