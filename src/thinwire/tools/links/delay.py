@@ -46,15 +46,7 @@ class _Packet(NamedTuple):
     source: int
     """Port at which it came in."""
     data: bytes
-
-    @property
-    def receiver(self) -> bytes:
-        """Return the hardware address to which it is sent."""
-        return self.data[_HEADER : _HEADER + 6]
-
-    @property
-    def sender(self) -> bytes:
-        return self.data[_HEADER + 6 : _HEADER + 12]
+    """The header, and an Ethernet frame, which begins with the addresses of its receiver and of its sender."""
 
 
 class DelayingSwitch:
@@ -121,11 +113,11 @@ class DelayingSwitch:
         with suppress(BlockingIOError):
             for _ in range(_MOST_AT_ONCE):
                 packet = _Packet(due, number, port.recv(_LARGEST))
-                self._port_of[packet.sender] = number
+                self._port_of[packet.data[_HEADER + 6 : _HEADER + 12]] = number
                 self._on_their_way.append(packet)
 
     def _deliver(self, packet: _Packet) -> None:
-        to = self._port_of.get(packet.receiver)
+        to = self._port_of.get(packet.data[_HEADER : _HEADER + 6])
         targets = range(len(self._ports)) if to is None else (to,)
         for target in targets:
             if target != packet.source:
