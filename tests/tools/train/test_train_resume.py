@@ -267,16 +267,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     assert kept == left, "somebody may want to look at it"
 
 
-def test_a_checkpoint_whose_replacement_was_interrupted_is_used(cut: Path, whole: Path, ranks: RankPool) -> None:
-    """Killed after the old checkpoint of a step lost its name, and before the new one had it."""
-    newest(cut).rename(cut / "checkpoints" / ".step-00000012.replaced.partial")
-    ended = go_on(ranks, cut)
-    assert ended.finished, ended
-    assert "resuming from step 12" in ended.err
-    assert_same_weights(cut, whole)
-    assert_whole(cut)
-
-
 def test_folders_of_others_are_left_alone(cut: Path, whole: Path, ranks: RankPool) -> None:
     """Names that look like those of checkpoints, in a folder that only --resume and --keep touch."""
     others = [cut / "checkpoints" / name for name in ("step-5", "step-99999999999999999999", "step-٠٠٠٠٠٠١٣", "step-x")]

@@ -31,8 +31,6 @@ from thinwire.tools.files import replace_text, replacing, sha256_of
 from .control import Control
 from .place import Place
 
-_REPLACED = ".replaced.partial"
-"""Suffix of a checkpoint that is about to be replaced by another of the same step."""
 _FORMAT = 1
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
@@ -86,7 +84,6 @@ class Checkpoints:
 
         Raises ValueError if there are checkpoints but none can be used.
         """
-        self._together(self._put_back, led=True)
         found = self._control.gather(sorted(self._steps()))
         loaded: Loaded
         fault = "not every rank has the same"
@@ -112,17 +109,9 @@ class Checkpoints:
 
     def _prepare(self, hidden: Path) -> None:
         self._folder.mkdir(exist_ok=True)
-        self._put_back()
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
         hidden.mkdir()
-
-    def _put_back(self) -> None:
-        """Undo an interrupted replacement: give the old checkpoint of a step its name back if there is no new one."""
-        for hidden in self._folder.glob(f".step-*{_REPLACED}"):
-            final = self._folder / hidden.name.removeprefix(".").removesuffix(_REPLACED)
-            if not final.exists():
-                os.rename(hidden, final)
 
     def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
@@ -130,11 +119,8 @@ class Checkpoints:
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(hidden / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(hidden)
-        replaced = self._folder / f".{final.name}{_REPLACED}"
-        if final.exists():
-            os.rename(final, replaced)
+        shutil.rmtree(final, ignore_errors=True)  # another run's, on a disk of this node alone; a run repeats no step
         os.rename(hidden, final)
-        shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._of(old))

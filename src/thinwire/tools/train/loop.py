@@ -201,12 +201,10 @@ class Training:
 
     def _count(self, seconds: float) -> None:
         """Add the time and the bytes of the last step to the totals."""
-        counts, blocked = self._counts, self._count_exchange()
-        parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
-        split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
-        split["compute"] = max(0.0, seconds - sum(split.values()))
-        for phase in PHASES:
-            counts.split[phase] += split[phase]
+        blocked = self._count_exchange()
+        parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
+        for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
+            self._counts.split[phase] += part
 
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
