@@ -15,7 +15,7 @@ import pytest
 
 from support.processes import run_python
 from thinwire.tools import cli, report
-from thinwire.tools.report.content import bytes_per_step, content, curve, stack, thin
+from thinwire.tools.report.page import bytes_per_step, content, curve, stack, thin
 from thinwire.tools.report.runs import Run, find, read
 
 Line = dict[str, Any]

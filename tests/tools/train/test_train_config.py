@@ -12,8 +12,7 @@ from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.command import Options
 from thinwire.tools.train.config import Config
-from thinwire.tools.train.config_file import read_config
-from thinwire.tools.train.recipes import RECIPES, defaults
+from thinwire.tools.train.options import RECIPES, defaults, read_config
 
 YAML = """
 # A comment.

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -32,8 +33,6 @@ from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 from thinwire.tools.loopback import Counter
-
-from .carrier import LARGEST_PIECE, Delayed, TokenBucket
 
 T = TypeVar("T")
 FASTEST = 2e9
@@ -44,6 +43,9 @@ _LIMIT_SECONDS = 30.0
 _WINDOW_SECONDS, _SMALLEST_WINDOW = 4.0, 4 << 20
 """Bytes on their way in one direction of a connection: so many delays at the rate, but at least 4 MB; then the sender
 waits, as with TCP's window. Without a rate, so many delays at the highest rate."""
+_BUCKET_SECONDS = 0.004
+"""Capacity of the bucket, in seconds of the rate. System timers may be late by one or two milliseconds."""
+_SMALLEST_PIECE, _LARGEST_PIECE = 2_000, 256_000
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value with which a connection is closed by a reset, without sending the remaining data."""
 
@@ -79,6 +81,67 @@ class RelayLinks:
             words.write(json.dumps([source, rank, port]) + "\n")
             words.flush()
             return _address(rank), int(json.loads(words.readline()))
+
+
+class _Delayed:
+    """Pieces of one direction of a connection that are on their way, with the times at which they are due."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._nbytes = 0
+        self._changed = asyncio.Event()
+
+    async def put(self, data: bytes, due: float, window: int) -> None:
+        """Add a piece, and return when fewer bytes than the window are on their way."""
+        self._pieces.append((due, data))
+        self._nbytes += len(data)
+        self._changed.set()
+        while self._nbytes >= window:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def get(self) -> bytes:
+        """Wait until the first piece is due, and return it."""
+        while not self._pieces:
+            self._changed.clear()
+            await self._changed.wait()
+        due, data = self._pieces[0]
+        left = due - time.monotonic()
+        if left > 0:
+            await asyncio.sleep(left)
+        self._pieces.popleft()
+        self._nbytes -= len(data)
+        self._changed.set()
+        return data
+
+
+class _TokenBucket:
+    """A token bucket. Its level may become negative, and the caller then waits until it would be zero again.
+
+    rate   bytes per second. None means no limit.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._at = rate, time.monotonic()
+        self._full = 0.0 if rate is None else max(rate * _BUCKET_SECONDS, 2.0 * _SMALLEST_PIECE)
+        self._level = self._full
+
+    @property
+    def piece(self) -> int:
+        """Return the largest number of bytes to take at once, so that all users of the bucket get their turn."""
+        if self._rate is None:
+            return _LARGEST_PIECE
+        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self._rate * _BUCKET_SECONDS / 2)))
+
+    async def take(self, nbytes: int) -> None:
+        """Take `nbytes` tokens and return when so many bytes may pass, in the order of the calls."""
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        self._level = min(self._full, self._level + (now - self._at) * self._rate) - nbytes
+        self._at = now
+        if self._level < 0:
+            await asyncio.sleep(-self._level / self._rate)
 
 
 class _Line(NamedTuple):
@@ -125,7 +188,7 @@ class Relay:
             raise ValueError(f"a rate of {rate:g} bit/s, expected {expected}")
         self._delay = round_trip / 2
         self._window = max(_SMALLEST_WINDOW, int(_WINDOW_SECONDS * self._delay * (rate or FASTEST) / 8))
-        self._up, self._down = ([TokenBucket(rate and rate / 8) for _ in self._sent] for _ in range(2))
+        self._up, self._down = ([_TokenBucket(rate and rate / 8) for _ in self._sent] for _ in range(2))
 
     def drop(self, rank: int) -> None:
         """Reset the connections from and to a rank. Ranks that use them get an error."""
@@ -170,20 +233,20 @@ class Relay:
             source, target, port = key = tuple(json.loads(await reader.readline()))
             if key not in self._ports:
                 self._ports[key] = await asyncio.start_server(
-                    partial(self._accept, source, target, port), _address(target), 0, limit=LARGEST_PIECE
+                    partial(self._accept, source, target, port), _address(target), 0, limit=_LARGEST_PIECE
                 )
             writer.write(f"{self._ports[key].sockets[0].getsockname()[1]}\n".encode())
             await writer.drain()
 
     async def _accept(self, source: int, target: int, port: int, reader: StreamReader, writer: StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection(_address(target), port, limit=LARGEST_PIECE)
+            far_reader, far_writer = await asyncio.open_connection(_address(target), port, limit=_LARGEST_PIECE)
         except (OSError, asyncio.CancelledError):  # the target has stopped listening, or the relay is closing
             writer.transport.abort()
             return
         line = _Line((source, target), writer, far_writer)
         self._lines.add(line)
-        there, back = Delayed(), Delayed()
+        there, back = _Delayed(), _Delayed()
         jobs = [
             self._send(reader, there, source=source),
             self._deliver(there, far_writer, source=source, target=target),
@@ -201,7 +264,7 @@ class Relay:
         for one in (writer, far_writer):
             one.close()
 
-    async def _send(self, reader: StreamReader, delayed: Delayed, source: int) -> None:
+    async def _send(self, reader: StreamReader, delayed: _Delayed, source: int) -> None:
         """Take in one direction of a connection, at the rate of the sender's uplink, until it ends."""
         data = None
         while data != b"":
@@ -209,7 +272,7 @@ class Relay:
             await self._up[source].take(len(data))
             await delayed.put(data, due=time.monotonic() + self._delay, window=self._window)
 
-    async def _deliver(self, delayed: Delayed, writer: StreamWriter, source: int, target: int) -> None:
+    async def _deliver(self, delayed: _Delayed, writer: StreamWriter, source: int, target: int) -> None:
         """Pass on what is due, at the rate of the receiver's downlink, until an empty piece ends the connection."""
         while data := await delayed.get():
             await self._down[target].take(len(data))

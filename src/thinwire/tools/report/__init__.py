@@ -1,8 +1,8 @@
 """`thinwire report`: one HTML file about one or several trainings, which opens anywhere, offline.
 
-`runs` reads the metrics.jsonl of a run, and `content` reduces it to what a screen can show. `page` joins it with the
-style sheet and the scripts of this folder into one file. torch is not imported, so that a report takes a moment on any
-machine that has the files.
+`runs` reads the metrics.jsonl of a run. `page` reduces it to what a screen can show, and joins it with the style sheet
+and the scripts of this folder into one file. torch is not imported, so that a report takes a moment on any machine that
+has the files.
 """
 
 import shlex

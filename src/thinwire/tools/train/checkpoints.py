@@ -43,10 +43,6 @@ _UNREADABLE = (
 """What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
 
 
-class _BadFileError(Exception):
-    """Raised for a file that is missing or is not what its manifest says."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint that was read."""
@@ -155,30 +151,29 @@ class Checkpoints:
         result, fault = None, None
         try:
             result = action()
-        except _BadFileError as error:
-            fault = str(error)
         except _UNREADABLE as error:
             first_line = next(iter(str(error).splitlines()), "")
             reason = str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {first_line}"
-            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:200]})"
+            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:300]})"
         return result, [each for each in self._control.gather(fault) if each]
 
     def _read(self, step: int) -> Loaded:
-        """Read the files of a checkpoint that this rank needs; raise _BadFileError if one is missing or damaged."""
+        """Read the files of a checkpoint that this rank needs; raise DamagedError if one is missing or damaged."""
         folder = self._of(step)
-        path = folder / _MANIFEST
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
-                raise _BadFileError(f"{path} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
+                raise DamagedError(f"{_MANIFEST} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
             files, world_size = manifest["files"], manifest["world_size"]
             if type(world_size) is not int or not isinstance(files, dict):
                 raise TypeError
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
+        except DamagedError:
+            raise
         except FileNotFoundError:
-            raise _BadFileError(f"{path} is missing") from None
+            raise DamagedError(f"{_MANIFEST} is missing") from None
         except (*_UNREADABLE, ValueError):
-            raise _BadFileError(f"{path} cannot be read as a manifest") from None
+            raise DamagedError(f"{_MANIFEST} cannot be read as a manifest") from None
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
@@ -219,19 +214,19 @@ def write_file(path: Path, state: State) -> dict[str, Any]:
 
 
 def _check_file(path: Path, expected: object) -> None:
-    """Raise _BadFileError if a file differs from the size and SHA-256 in the manifest."""
+    """Raise DamagedError if a file differs from the size and SHA-256 in the manifest."""
     try:
         actual = path.stat().st_size
         if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
-            raise _BadFileError(f"{path} is not in its manifest")
+            raise DamagedError(f"{path.name} is not in its manifest")
         if actual != expected["bytes"]:
-            raise _BadFileError(f"{path} has {actual:,} bytes of {expected['bytes']:,}")
+            raise DamagedError(f"{path.name} has {actual:,} bytes of {expected['bytes']:,}")
         if sha256_of(path) != expected.get("sha256"):
-            raise _BadFileError(f"{path} has other bits than were written")
+            raise DamagedError(f"{path.name} has other bits than were written")
     except FileNotFoundError:
-        raise _BadFileError(f"{path} is missing") from None
+        raise DamagedError(f"{path.name} is missing") from None
     except OSError as error:
-        raise _BadFileError(f"{path} cannot be read: {error}") from None
+        raise DamagedError(f"{path.name} cannot be read: {error}") from None
 
 
 def _load_state(path: Path) -> State:
