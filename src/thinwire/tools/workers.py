@@ -130,7 +130,7 @@ class Workers:
         deadline = math.inf if limit is None else time.monotonic() + limit
         while waiting:
             seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            ready = wait(list(waiting), seconds)
+            ready: list[Any] = wait(list(waiting), seconds)
             if not ready:
                 break
             for rank, pipe in sorted((waiting.pop(pipe), pipe) for pipe in ready):

@@ -141,8 +141,9 @@ def _try(url: str, folder: Path, file: File, report: Report) -> tuple[str, bool]
             (folder / file.name).chmod(0o644)  # pooch leaves it readable by its owner alone
             return "", False
         except requests.HTTPError as error:
-            code = error.response.status_code
-            return f"HTTP {code} {error.response.reason}", 400 <= code < 500 and code not in _BUSY
+            answer: Any = error.response
+            code = answer.status_code
+            return f"HTTP {code} {answer.reason}", 400 <= code < 500 and code not in _BUSY
         except (requests.RequestException, ValueError) as error:  # ValueError: of another SHA-256, or `_Progress`
             return str(error) or type(error).__name__, isinstance(error, requests.exceptions.SSLError)
 

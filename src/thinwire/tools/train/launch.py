@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from thinwire.tools.links import Links
 from thinwire.tools.links.network import description, network
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_link
@@ -49,14 +50,17 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     """
     check(config)
     _fetch(config)
-    signals, links = _Signals(), None
+    signals = _Signals()
+    links: Links | None = None
     try:
         with ExitStack() as stack:
             stack.enter_context(on_signals(signals.handle))
             if config.link is not None:
                 speed = parse_link(config.link)
                 print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr)
-                links = stack.enter_context(network(config.workers, *speed, relay=why_relay is not None)).links
+                net = network(config.workers, *speed, relay=why_relay is not None)
+                stack.enter_context(net)
+                links = net.links
             threads = max(1, cores() // config.workers)
             workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
             workers.form(config.workers, Rank, config, None, None if links is None else links.counter)

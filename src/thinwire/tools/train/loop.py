@@ -372,8 +372,9 @@ def _due(step: int, every: int) -> bool:
 def _fits(saved: object, like: object) -> bool:
     """Return whether a saved value has this form, with numbers from 0 on that a float holds exactly."""
     if isinstance(like, dict):
-        same = isinstance(saved, dict) and saved.keys() == like.keys()
-        return same and all(_fits(saved[name], part) for name, part in like.items())
+        if not isinstance(saved, dict) or saved.keys() != like.keys():
+            return False
+        return all(_fits(saved[name], part) for name, part in like.items())
     return (type(saved) is int or type(saved) is type(like) is float) and 0 <= saved < _LARGEST
 
 
