@@ -62,6 +62,8 @@ class Learner:
         elif not through_host and not config.local_steps:
             self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **_own_buffers())
         self._optimizer, self.sync = self._make_optimizer()
+        self._is_ours = isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
+        self._exchange: Any = self._optimizer if self._is_ours else self.sync
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
         torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
 
@@ -192,14 +194,6 @@ class Learner:
         is_short = policy.by_ranks or (every and given == DEFAULT)
         spec = f"{given} ({format_spec(policy.final)})" if is_short else given
         return f"{spec} after every {every} local step{'s' * (every > 1)}" if every else spec
-
-    @property
-    def _is_ours(self) -> bool:
-        return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
-
-    @property
-    def _exchange(self) -> Any:
-        return self._optimizer if self._is_ours else self.sync
 
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
