@@ -37,7 +37,7 @@ from thinwire.tools.bench.methods import EIGHT_BITS, TOPK, parse
 from thinwire.tools.bench.training import Setup, build
 from thinwire.tools.loopback import sent_bytes
 from thinwire.tools.record import Writer, conditions
-from thinwire.tools.train.models.gpt import GPTConfig
+from thinwire.tools.train.models import GPTConfig
 
 CONFIG = GPTConfig(layers=14, width=768, heads=12, context=512)
 BATCH = 4

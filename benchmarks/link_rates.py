@@ -13,10 +13,9 @@ import threading
 import time
 
 from thinwire.tools.links import lab
-from thinwire.tools.links.carrier import FASTEST
 from thinwire.tools.links.lab import Lab, Links
 from thinwire.tools.links.network import Network
-from thinwire.tools.links.relay import Relay
+from thinwire.tools.links.relay import FASTEST, Relay
 from thinwire.tools.units import parse_link
 
 LIMIT_SECONDS = 60.0

@@ -15,7 +15,7 @@ from support.cases import BACKENDS
 from thinwire import kernels
 from thinwire.testing import RankPool
 from thinwire.testing.processes import server
-from thinwire.tools.train import fashion
+from thinwire.tools.train import idx
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what runs in the background like that, and the commands under test would inherit it.
@@ -56,11 +56,11 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def fashion_package() -> Path:
     """The folder of Debian's package for Fashion-MNIST. `make test` installs it where it can, and CI needs it."""
-    if not fashion.INSTALLED.is_dir():
-        reason = f"no {fashion.INSTALLED} on this machine: apt-get install {fashion.PACKAGE}"
+    if not idx.INSTALLED.is_dir():
+        reason = f"no {idx.INSTALLED} on this machine: apt-get install {idx.PACKAGE}"
         assert not os.environ.get("CI"), reason
         pytest.skip(reason)
-    return fashion.INSTALLED
+    return idx.INSTALLED
 
 
 @pytest.fixture(params=BACKENDS)

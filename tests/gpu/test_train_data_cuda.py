@@ -15,8 +15,8 @@ import torch
 from test_no_waiting import no_waiting
 
 from thinwire.tools.train import cifar, idx
-from thinwire.tools.train.data import Data, Digits, Text
-from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST
+from thinwire.tools.train.data import Data, Text
+from thinwire.tools.train.images import CIFAR10, MNIST, Digits, FashionMNIST
 
 try:
     import pytest

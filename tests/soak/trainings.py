@@ -20,7 +20,7 @@ from support.training_runs import checkpoints, logged_steps, train
 from thinwire.testing import LOST
 from thinwire.tools.links import lab
 from thinwire.tools.train.config import Config
-from thinwire.tools.train.recipes import defaults
+from thinwire.tools.train.options import defaults
 
 STEPS, RUN = 20, Path("run")
 FEW = runs.changed(runs.SMALL, out=RUN, steps=STEPS, keep=3)

@@ -13,6 +13,6 @@ if __name__ == "__main__":
     url, folder, name, nbytes, digest = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     try:
-        fetch("tiny", Path(folder), sources={"tiny": Source((File(name, int(nbytes), digest),), (url,))})
+        fetch(Source((File(name, int(nbytes), digest),), (url,)), Path(folder), lambda *_: None, print)
     except OSError as error:
         print(error)

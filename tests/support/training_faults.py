@@ -20,8 +20,8 @@ from torch import Tensor
 from support.signals import signal_me
 from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import Fault, inject
-from thinwire.tools.train import fashion, loop
-from thinwire.tools.train.data import Digits
+from thinwire.tools.train import idx, loop
+from thinwire.tools.train.images import Digits
 from thinwire.tools.train.learner import Learner
 from thinwire.tools.train.rank import Rank
 
@@ -243,4 +243,4 @@ class NoFashion:
     """Debian's package of Fashion-MNIST is not there."""
 
     def install(self, patch: Patch) -> None:
-        patch(fashion, "INSTALLED", Path("nowhere"))
+        patch(idx, "INSTALLED", Path("nowhere"))

@@ -29,6 +29,7 @@ import torch
 from support.loaded import Copy, start_command
 from support.processes import living
 from thinwire.testing import RankPool
+from thinwire.tools.files import replace_text
 from thinwire.tools.record import cores
 from thinwire.tools.train.config import FILE_ONLY, Config
 from thinwire.tools.train.rank import Rank
@@ -62,7 +63,7 @@ def arguments(config: Config) -> list[str]:
             made += [f"--{field.name.replace('_', '-')}", *map(str, words)]
     if in_file:
         path = Path(_FILES.name) / f"{'-'.join(f'{name}-{value}' for name, value in in_file.items())}.json"
-        path.write_text(json.dumps(in_file))
+        replace_text(path, json.dumps(in_file))  # whole at any time: a command that was started before may read it
         made += ["--config", str(path)]
     return made
 

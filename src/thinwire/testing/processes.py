@@ -136,6 +136,11 @@ class _Process:
         self.log.seek(max(0, self.log.tell() - LOG_TAIL))
         return self.log.read().decode(errors="replace").strip()
 
+    def death(self) -> str:
+        """Return how the process, which has died, has ended."""
+        self.process.join(GRACE)
+        return f"died with exit code {self.process.exitcode}; it wrote\n{self.written()}"
+
     def close(self) -> None:
         """End the process."""
         self.process.kill()
@@ -204,22 +209,25 @@ class RankPool:
         server = loopback_store(timedelta(seconds=group_timeout)) if store == "parent" else None
         clean = False
         try:
-            run = _Run(processes, lost=set(lost), timeout=timeout)
             job = Job(
                 module=function.__module__,
                 function=function.__qualname__,
                 rank=0,
                 world_size=world_size,
                 args=args,
-                port=None,
+                port=None if server is None else server.port,
                 group_timeout=group_timeout,
             )
-            port = server.port if server else run.port_of_rank_0(job)
+            processes[0].send(job)
+            if server is None:
+                job = job._replace(port=_collect(processes, timeout, has_answered=range(1, world_size))[0])
+            for rank, process in enumerate(processes[1:], start=1):
+                process.send(job._replace(rank=rank))
+            results = _collect(processes, timeout, lost)
             for rank, process in enumerate(processes):
-                if server or rank:
-                    process.send(job._replace(rank=rank, port=port))
-            results = run.results()
-            run.close()
+                if rank not in lost:
+                    process.send("close")  # a rank that left earlier would look lost to the ranks that still work
+            _collect(processes, GRACE, lost, has_answered=lost)
             clean = not lost
             return results
         finally:
@@ -240,7 +248,7 @@ class RankPool:
         new = [_Process(self._warnings) for _ in range(world_size - len(self._processes))]
         self._processes += new
         try:
-            _Run(new, lost=set(), timeout=START_TIMEOUT).results()
+            _collect(new, START_TIMEOUT)
         except RankError:
             self._replace(new)
             raise
@@ -252,82 +260,49 @@ class RankPool:
             self._processes.remove(process)
 
 
-class _Run:
-    """The caller's side of one run."""
-
-    def __init__(self, processes: list[_Process], lost: set[int], timeout: float) -> None:
-        self.processes, self.lost, self.timeout = processes, lost, timeout
-        self.deadline = time.monotonic() + timeout
-        self.failures: dict[int, str] = {}
-
-    def port_of_rank_0(self, job: Job) -> int:
-        """Send the job to rank 0, and return the port of the store that it hosts."""
-        self.processes[0].send(job)
-        lost, self.lost = self.lost, set()  # it may die later, but not before it has reported the port
-        answers = self._collect({0})
-        self.lost = lost
-        return int(answers[0])
-
-    def results(self) -> list[Any]:
-        """Wait for all ranks and return their results, or raise RankError."""
-        answers = self._collect(set(range(len(self.processes))))
-        return [answers[rank] for rank in range(len(self.processes))]
-
-    def close(self) -> None:
-        """Let all ranks leave the group. A rank that left earlier would look lost to the ranks that still work."""
-        alive = set(range(len(self.processes))) - self.lost
-        for rank in alive:
-            self.processes[rank].send("close")
-        self.timeout, self.deadline = GRACE, time.monotonic() + GRACE
-        self._collect(alive)
-
-    def _collect(self, waiting: set[int]) -> dict[int, Any]:
-        """Return the answers of these ranks, or raise RankError."""
-        answers: dict[int, Any] = {}
-        deadline = self.deadline
-        while waiting:
-            pipes: dict[Any, int] = {self.processes[rank].pipe: rank for rank in waiting}
-            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
-            for pipe in ready:
-                rank = pipes[pipe]
-                waiting.remove(rank)
-                self._receive(rank, answers)
-            if self.failures:
-                deadline = min(deadline, time.monotonic() + GRACE)
-            if not ready and time.monotonic() >= deadline:
-                reason = f"did not answer within {self.timeout:g} s"
-                if self.failures:
-                    reason = f"did not end within {GRACE:g} s after another rank had failed"
-                for rank in waiting:
-                    self.processes[rank].abort()  # all at once: the end of one may free another
-                for rank in sorted(waiting):
-                    self.processes[rank].wait()
-                    self.failures[rank] = f"{reason}; it was here\n{self.processes[rank].written()}"
-                break
-        if self.failures:
-            world = len(self.processes)
-            text = "\n\n".join(f"rank {rank} of {world} {what}" for rank, what in self.failures.items())
-            raise RankError(list(self.failures), text)
-        return answers
-
-    def _receive(self, rank: int, answers: dict[int, Any]) -> None:
-        process = self.processes[rank]
-        try:
-            succeeded, value = process.receive()
-        except EOFError:
-            process.process.join(GRACE)
-            if rank in self.lost:
-                answers[rank] = LOST
+def _collect(
+    processes: list[_Process], timeout: float, lost: Collection[int] = (), *, has_answered: Collection[int] = ()
+) -> list[Any]:
+    """Return the answers of all processes, ordered by rank, or raise RankError. In place of a lost rank's is `LOST`."""
+    answers: dict[int, Any] = dict.fromkeys(has_answered)
+    failures: dict[int, str] = {}
+    waiting = set(range(len(processes))) - answers.keys()
+    deadline = time.monotonic() + timeout
+    while waiting:
+        pipes: dict[Any, int] = {processes[rank].pipe: rank for rank in waiting}
+        ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+        for rank in [pipes[pipe] for pipe in ready]:
+            waiting.remove(rank)
+            try:
+                succeeded, value = processes[rank].receive()
+            except EOFError:
+                if rank in lost:
+                    answers[rank] = LOST
+                else:
+                    failures[rank] = processes[rank].death()
+                continue
+            if not succeeded:
+                failures[rank] = f"raised\n{value}"
+            elif rank in lost:
+                failures[rank] = f"answered {value!r}, expected it to die"
             else:
-                code = process.process.exitcode
-                self.failures[rank] = f"died with exit code {code}; it wrote\n{process.written()}"
-            return
-        if rank in self.lost and succeeded:
-            self.failures[rank] = f"answered {value!r}, expected it to die"
-        elif succeeded:
-            answers[rank] = value
-        else:
-            self.failures[rank] = f"raised\n{value}"
+                answers[rank] = value
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if not ready and time.monotonic() >= deadline:
+            reason = f"did not answer within {timeout:g} s"
+            if failures:
+                reason = f"did not end within {GRACE:g} s after another rank had failed"
+            for rank in waiting:
+                processes[rank].abort()  # all at once: the end of one may free another
+            for rank in sorted(waiting):
+                processes[rank].wait()
+                failures[rank] = f"{reason}; it was here\n{processes[rank].written()}"
+            break
+    if failures:
+        text = "\n\n".join(f"rank {rank} of {len(processes)} {what}" for rank, what in failures.items())
+        raise RankError(list(failures), text)
+    return [answers[rank] for rank in range(len(processes))]
 
 
 def _serve(pipe: Connection, log: str, on_warning: Any) -> None:

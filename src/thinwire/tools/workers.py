@@ -121,22 +121,21 @@ class Workers:
         method   name of a method of the object that was built. (`form` and `make` give methods of `_Rank`.)
         limit    seconds to wait for the results; None waits without a limit.
         """
-        for pipe in self._pipes[: self._size]:
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[: self._size])}
+        for pipe in waiting:
             with suppress(OSError):  # the process has died; this is found when its result is read
                 pipe.send((method, args))
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        waiting = set(range(self._size))
         deadline = math.inf if limit is None else time.monotonic() + limit
         while waiting:
             seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            ready = wait([self._pipes[rank] for rank in waiting], seconds)
+            ready: list[Any] = wait(list(waiting), seconds)
             if not ready:
                 break
-            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
-                waiting.remove(rank)
+            for rank, pipe in sorted((waiting.pop(pipe), pipe) for pipe in ready):
                 try:
-                    succeeded, answer = self._pipes[rank].recv()
+                    succeeded, answer = pipe.recv()
                     (answers if succeeded else failures)[rank] = answer
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE_SECONDS)
@@ -144,13 +143,12 @@ class Workers:
                     failures = {rank: Failure(_death(self._processes[rank].exitcode)), **failures}
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if waiting and not failures:
+            failures[min(waiting.values())] = Failure(f"did not answer within {limit:g} s")
         if failures:
             rank, failure = min(failures.items(), key=lambda item: item[1].is_consequence)
             text = f"rank {rank} of {self._size} {failure.reason}"
             raise WorkerError(text=text, rank=rank, reason=failure.reason, trace=failure.trace)
-        if waiting:
-            reason = f"did not answer within {limit:g} s"
-            raise WorkerError(f"rank {min(waiting)} of {self._size} {reason}", min(waiting), reason)
         return [answers[rank] for rank in range(self._size)]
 
     def signal(self, number: signal.Signals) -> None:

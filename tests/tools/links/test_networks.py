@@ -1,6 +1,5 @@
 """What holds for links by namespaces and by a relay: rate, round-trip time, and bytes that are the compressor's."""
 
-import pytest
 import torch
 
 import thinwire
@@ -44,15 +43,6 @@ def test_a_delay_does_not_limit_the_rate(build: Build) -> None:
     assert 0.9 * 8 * nbytes / 40e6 + 0.2 <= done.seconds < 8.0
 
 
-@pytest.mark.parametrize("round_trip", [-0.1, 3.0, float("nan")])
-def test_a_round_trip_time_that_no_link_has_is_refused(build: Build, round_trip: float) -> None:
-    with (
-        build(2, None) as net,
-        pytest.raises(ValueError, match=r"a round-trip time of \S+ s, expected 0 to 2 s"),
-    ):
-        net.shape(1e8, round_trip)
-
-
 def test_the_store_of_a_relay_listens_on_loopback_alone() -> None:
     with network(2, None, relay=True) as net, Workers(2, limit=60.0, links=net.links) as workers:
         workers.form(2, TestedRank)
@@ -74,9 +64,3 @@ def test_counted_bytes_are_those_of_the_compressor(build: Build) -> None:
             payload = times * thinwire.compressor(spec).nbytes(numel, torch.float32)
             for sent, first in zip(net.sent_bytes(), before, strict=True):
                 assert payload < sent - first < 1.08 * payload + 1000 * times, spec
-
-
-@pytest.mark.parametrize(("ranks", "message"), [(0, "0 ranks, expected 1 to 64"), (65, "65 ranks, expected 1 to 64")])
-def test_nonsense_is_refused(build: Build, ranks: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(ranks, 1e9)

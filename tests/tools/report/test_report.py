@@ -15,10 +15,8 @@ import pytest
 
 from support.processes import run_python
 from thinwire.tools import cli, report
-from thinwire.tools.report.content import bytes_per_step, content
-from thinwire.tools.report.runs import Run, read
-from thinwire.tools.report.series import curve, stack, thin
-from thinwire.tools.report.sources import find
+from thinwire.tools.report.page import bytes_per_step, content, curve, stack, thin
+from thinwire.tools.report.runs import Run, find, read
 
 Line = dict[str, Any]
 
@@ -331,12 +329,12 @@ def test_runs_are_found_with_their_dense_reference(tmp_path: Path) -> None:
     first = write(tmp_path / "monday" / "a", [conditions()])
     second = write(tmp_path / "tuesday" / "a", [conditions()])
     dense = write(first / "dense", [conditions()])
-    assert [source.name for source in find([first])] == ["a", "a dense"]
-    found = [source.name for source in find([first / "metrics.jsonl", second])]
+    assert [name for name, _ in find([first])] == ["a", "a dense"]
+    found = [name for name, _ in find([first / "metrics.jsonl", second])]
     assert found == ["monday/a", "monday/a dense", "tuesday/a"]
-    assert [source.name for source in find([dense, first])] == ["a dense", "a"]
+    assert [name for name, _ in find([dense, first])] == ["a dense", "a"]
     write(second / "dense", [conditions()])
-    assert [source.name for source in find([first, second])] == [
+    assert [name for name, _ in find([first, second])] == [
         "monday/a",
         "monday/a dense",
         "tuesday/a",
@@ -346,7 +344,7 @@ def test_runs_are_found_with_their_dense_reference(tmp_path: Path) -> None:
 
 def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write(tmp_path / "here", [conditions()]))
-    assert [source.name for source in find([Path()])] == ["here"]
+    assert [name for name, _ in find([Path()])] == ["here"]
 
 
 def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.tools import cli, record
 from thinwire.tools.train.data import Text, file_parts
-from thinwire.tools.train.datasets import load_data
+from thinwire.tools.train.images import load_data
 
 TEXT = bytes(range(256)) * 100
 

@@ -7,7 +7,8 @@ from thinwire.testing import RankPool
 from thinwire.tools.bench.recipe import Options, check
 from thinwire.tools.bench.recipe.gradients import Threads
 from thinwire.tools.bench.recipe.trainer import Trainer
-from thinwire.tools.train.data import Batch, Data, Digits, Text, sources
+from thinwire.tools.train.data import Batch, Data, Text, sources
+from thinwire.tools.train.images import Digits
 
 
 @pytest.fixture(scope="module", params=["text", "digits", "noisy digits"])
@@ -114,8 +115,6 @@ def test_digits_are_small_numbers() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="context 1000000000, but there are only"):
         Text(1_000_000_000)
-    with pytest.raises(ValueError, match="4 samples from place -4, expected 1 or more, from 0 on"):
-        Text(8).batch(-4, 4, 0)
 
 
 # In the recipe benchmark ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from support.processes import run_module
-from thinwire.tools.train import cifar, idx
+from thinwire.tools.train import cifar, download, idx
 from thinwire.tools.train.download import SOURCES, File, Source, fetch
 
 CONTENT = bytes(range(256)) * 1000
@@ -29,8 +29,9 @@ Reply = Callable[[BaseHTTPRequestHandler], None]
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_and_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(download, "PAUSE", 0.01)
 
 
 def send(code: int = 200, body: bytes = CONTENT, length: int | None = None) -> Reply:
@@ -122,11 +123,9 @@ class Log:
         self.progress.append(progress)
 
 
-def get(folder: Path, *mirrors: str, file: File = FILE, log: Log | None = None, **options: Any) -> list[str]:
+def get(folder: Path, *mirrors: str, file: File = FILE, log: Log | None = None) -> list[str]:
     log = log or Log()
-    sources = {"tiny": Source((file,), mirrors)}
-    options = {"pause": 0.01, "timeout": 30.0, **options}
-    return fetch("tiny", folder, report=log.report, warn=log.lines.append, sources=sources, **options)
+    return fetch(Source((file,), mirrors), folder, log.report, log.lines.append)
 
 
 def only(folder: Path) -> None:
@@ -217,11 +216,13 @@ FAULTS: dict[str, tuple[Reply, str]] = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_another_try_helps(tmp_path: Path, what: str) -> None:
+def test_another_try_helps(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reply, message = FAULTS[what]
+    if what == "silence":
+        monkeypatch.setattr(download, "TIMEOUT", 2.0)
     log = Log()
     with site(reply, send()) as one:
-        assert get(tmp_path, one.url, log=log, timeout=2.0 if what == "silence" else 30.0) == [NAME]
+        assert get(tmp_path, one.url, log=log) == [NAME]
         assert len(one.paths) == 2
         assert len(log.lines) == 1
         assert log.lines[0].startswith(f"{one.url}{NAME}: ")
@@ -267,11 +268,13 @@ def test_nobody_there(tmp_path: Path) -> None:
         get(tmp_path, gone.url)
 
 
-def test_pauses_grow(tmp_path: Path) -> None:
+def test_pauses_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "TRIES", 4)
+    monkeypatch.setattr(download, "PAUSE", 0.1)
     with site(send(500)) as one:
         started = time.monotonic()
         with pytest.raises(OSError, match="in 4 tries"):
-            get(tmp_path, one.url, tries=4, pause=0.1)
+            get(tmp_path, one.url)
         assert time.monotonic() - started >= 0.1 + 0.2 + 0.4
 
 
@@ -280,7 +283,7 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with site(send()) as one, pytest.raises(KeyboardInterrupt):
-        fetch("tiny", tmp_path, report=interrupt, sources={"tiny": Source((FILE,), (one.url,))})
+        fetch(Source((FILE,), (one.url,)), tmp_path, interrupt, print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,8 +380,3 @@ def test_without_pooch_it_says_how_to_install_it(tmp_path: Path, monkeypatch: py
         ValueError, match=r"downloads need pooch, which is not installed: pip install 'thinwire\[data\]'"
     ):
         get(tmp_path, "http://127.0.0.1:1/")
-
-
-def test_data_that_has_no_source(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data 'imagenet' cannot be downloaded, expected one of mnist, cifar10"):
-        fetch("imagenet", tmp_path)

@@ -36,7 +36,7 @@ from support.training_runs import (
 from thinwire.testing import LOST, Kill, RaiseError, RankPool
 from thinwire.tools.train.config import Config
 from thinwire.tools.train.folder import locked
-from thinwire.tools.train.recipes import defaults
+from thinwire.tools.train.options import defaults
 
 RUN = Path("run")
 LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)

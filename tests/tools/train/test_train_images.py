@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.tools.train import fashion
+from thinwire.tools.train import idx as idx_reader
 from thinwire.tools.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
 from thinwire.tools.train.data import Data
-from thinwire.tools.train.datasets import DATASETS, check_fit, load_data
 from thinwire.tools.train.idx import files
-from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST
+from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST, check_fit, load_data
+from thinwire.tools.train.images import IMAGES as IMAGE_SETS
 from thinwire.tools.train.models import model_config
 
 COUNT, TESTS = 40, 12
@@ -145,7 +145,7 @@ def test_a_bad_gzip_file_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes
 def test_fashion_is_read_from_the_folder_or_else_from_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fashion, "INSTALLED", put(tmp_path / "installed", mnist_files(), zipped=True))
+    monkeypatch.setattr(idx_reader, "INSTALLED", put(tmp_path / "installed", mnist_files(), zipped=True))
     assert FashionMNIST(tmp_path / "none").length == COUNT
     shorter = {
         IMAGES: idx(0x803, 7, 28, 28, body=bytes(7 * 784)),
@@ -161,7 +161,7 @@ def test_a_folder_with_some_of_fashion_names_what_it_lacks(
     tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the package is there: which of the two is meant is for the user to say."""
-    monkeypatch.setattr(fashion, "INSTALLED", put(tmp_path / "installed", mnist_files()))
+    monkeypatch.setattr(idx_reader, "INSTALLED", put(tmp_path / "installed", mnist_files()))
     (put(tmp_path / where, mnist_files()) / name).unlink()
     with pytest.raises(ValueError, match=f"^{tmp_path / where} has no {name}") as caught:
         FashionMNIST(tmp_path / "own")
@@ -414,7 +414,7 @@ def test_a_folder_without_the_data(tmp_path: Path, name: str, expected: list[str
 def test_fashion_that_is_nowhere(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not downloaded, so the error says how to get it."""
     folder, installed = tmp_path / "data", tmp_path / "installed"
-    monkeypatch.setattr(fashion, "INSTALLED", installed)
+    monkeypatch.setattr(idx_reader, "INSTALLED", installed)
     if kind == "empty":
         folder.mkdir()
     elif kind == "a file":
@@ -437,7 +437,7 @@ def test_one_missing_file_is_named(tmp_path: Path) -> None:
 def test_data_by_its_name(tmp_path: Path) -> None:
     put(tmp_path, mnist_files())
     put(tmp_path, cifar_files())
-    for name in DATASETS:
+    for name in ("text", *IMAGE_SETS):
         data = load_data(name, tmp_path, 16 if name == "text" else None)
         specs = {"text": "gpt:context=16", "digits": "cnn", "cifar10": "resnet18"}
         config = model_config(specs.get(name, "cnn:size=28"))
@@ -445,14 +445,6 @@ def test_data_by_its_name(tmp_path: Path) -> None:
         inputs, targets = data.batch(0, 4, seed=0)
         assert inputs.shape[1:] == ((16,) if name == "text" else getattr(config, "inputs"))  # noqa: B009
         assert len(targets) == 4
-    with pytest.raises(
-        ValueError, match="'imagenet' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"
-    ):
-        load_data("imagenet", tmp_path)
-    with pytest.raises(ValueError, match="data text with context None, expected a number for text"):
-        load_data("text", tmp_path)
-    with pytest.raises(ValueError, match="data mnist with context 16, expected a number for text and none for images"):
-        load_data("mnist", tmp_path, 16)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ from support.training_runs import (
 from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.config import Config, newest_run
-from thinwire.tools.train.config_file import load_config
 from thinwire.tools.train.folder import choose_folder, locked
-from thinwire.tools.train.recipes import defaults
+from thinwire.tools.train.options import defaults, load_config
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)

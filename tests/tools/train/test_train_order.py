@@ -41,12 +41,6 @@ def test_what_is_kept_cannot_be_changed() -> None:
     assert torch.equal(order(6, 10, 0, 10), kept)
 
 
-@pytest.mark.parametrize(("start", "size"), [(-1, 4), (0, 0)])
-def test_places_that_are_none(start: int, size: int) -> None:
-    with pytest.raises(ValueError, match=f"{size} samples from place {start}, expected 1 or more, from 0 on"):
-        order(0, 10, start, size)
-
-
 def test_numbers_depend_on_seed_end_and_place() -> None:
     places = torch.arange(100, 110)
     drawn = numbers(1, "noise", places, 4)

@@ -23,7 +23,7 @@ from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import RankPool
 from thinwire.tools.train.config import Config
 from thinwire.tools.train.control import Control
-from thinwire.tools.train.data import Digits
+from thinwire.tools.train.images import Digits
 from thinwire.tools.train.learner import Learner
 from thinwire.tools.train.metrics import Metrics, chosen_sinks
 from thinwire.tools.train.models import model_config

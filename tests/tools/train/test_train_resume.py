@@ -31,8 +31,7 @@ from support.training_runs import (
 from thinwire.testing import RankPool
 from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
 from thinwire.tools.train.config import Config
-from thinwire.tools.train.config_file import load_config
-from thinwire.tools.train.recipes import defaults
+from thinwire.tools.train.options import defaults, load_config
 
 RUN = Path("run")
 CUT = changed(SMALL, out=RUN, steps=16, checkpoint_every=1, keep=100, eval_every=8)
@@ -265,16 +264,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     assert_whole(cut)
     kept = {path.name for path in (cut / "checkpoints" / "damaged-00000012").iterdir()}
     assert kept == left, "somebody may want to look at it"
-
-
-def test_a_checkpoint_whose_replacement_was_interrupted_is_used(cut: Path, whole: Path, ranks: RankPool) -> None:
-    """Killed after the old checkpoint of a step lost its name, and before the new one had it."""
-    newest(cut).rename(cut / "checkpoints" / ".step-00000012.replaced.partial")
-    ended = go_on(ranks, cut)
-    assert ended.finished, ended
-    assert "resuming from step 12" in ended.err
-    assert_same_weights(cut, whole)
-    assert_whole(cut)
 
 
 def test_folders_of_others_are_left_alone(cut: Path, whole: Path, ranks: RankPool) -> None:

@@ -6,17 +6,9 @@ They may have a round-trip time, too: what arrives is then delivered half of it 
 from typing import Protocol
 
 from thinwire.tools.loopback import Counter
-from thinwire.tools.units import LONGEST_ROUND_TRIP
 
 LARGEST_WORLD = 64
 """Largest number of ranks on one machine."""
-
-
-def check_round_trip(seconds: float) -> float:
-    """Return a round-trip time. Raises ValueError if no link has it."""
-    if not 0 <= seconds <= LONGEST_ROUND_TRIP:
-        raise ValueError(f"a round-trip time of {seconds:g} s, expected 0 to {LONGEST_ROUND_TRIP:g} s")
-    return seconds
 
 
 class Links(Protocol):

@@ -13,6 +13,7 @@ cut it and a checksum that is not yet computed. The header in front of each pack
 goes with it, so that the thread handles 64 kB about as quickly as 1 kB.
 """
 
+import ctypes
 import os
 import select
 import socket
@@ -21,10 +22,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
-from .namespace import enter
-
+NAMESPACES = Path("/run/netns")
+"""Where `ip netns` keeps a file for each namespace."""
+_CLONE_NEWNET = 0x40000000
 _ALL_PROTOCOLS = 0x0003
 _SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
@@ -43,15 +46,7 @@ class _Packet(NamedTuple):
     source: int
     """Port at which it came in."""
     data: bytes
-
-    @property
-    def receiver(self) -> bytes:
-        """Return the hardware address to which it is sent."""
-        return self.data[_HEADER : _HEADER + 6]
-
-    @property
-    def sender(self) -> bytes:
-        return self.data[_HEADER + 6 : _HEADER + 12]
+    """The header, and an Ethernet frame, which begins with the addresses of its receiver and of its sender."""
 
 
 class DelayingSwitch:
@@ -86,7 +81,7 @@ class DelayingSwitch:
 
     def _run(self) -> None:
         try:
-            enter(self._namespace)
+            enter_namespace(self._namespace)
             for name in self._names:
                 self._ports.append(_open(name))
         except OSError as error:
@@ -118,11 +113,11 @@ class DelayingSwitch:
         with suppress(BlockingIOError):
             for _ in range(_MOST_AT_ONCE):
                 packet = _Packet(due, number, port.recv(_LARGEST))
-                self._port_of[packet.sender] = number
+                self._port_of[packet.data[_HEADER + 6 : _HEADER + 12]] = number
                 self._on_their_way.append(packet)
 
     def _deliver(self, packet: _Packet) -> None:
-        to = self._port_of.get(packet.receiver)
+        to = self._port_of.get(packet.data[_HEADER : _HEADER + 6])
         targets = range(len(self._ports)) if to is None else (to,)
         for target in targets:
             if target != packet.source:
@@ -147,3 +142,10 @@ def _open(name: str) -> socket.socket:
         port.close()
         raise
     return port
+
+
+def enter_namespace(name: str) -> None:
+    """Move the calling thread, and all threads that it starts from now on, into the namespace of this name."""
+    with open(NAMESPACES / name, encoding="utf-8") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {file.name}")

@@ -20,23 +20,34 @@ the bytes that ranks write: the headers of gloo are included, those of TCP and E
 import asyncio
 import json
 import socket
+import struct
 import sys
 import threading
+import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections import deque
+from collections.abc import Coroutine
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
 
 from thinwire.tools.loopback import Counter
 
-from . import LARGEST_WORLD, check_round_trip
-from .carrier import FASTEST, Carrier
-
 T = TypeVar("T")
+FASTEST = 2e9
+"""Highest rate in bits per second."""
 _NETWORK = "127.83.0"
 _CONTROL = "127.0.0.1"
 _LIMIT_SECONDS = 30.0
+_WINDOW_SECONDS, _SMALLEST_WINDOW = 4.0, 4 << 20
+"""Bytes on their way in one direction of a connection: so many delays at the rate, but at least 4 MB; then the sender
+waits, as with TCP's window. Without a rate, so many delays at the highest rate."""
+_BUCKET_SECONDS = 0.004
+"""Capacity of the bucket, in seconds of the rate. System timers may be late by one or two milliseconds."""
+_SMALLEST_PIECE, _LARGEST_PIECE = 2_000, 256_000
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER value with which a connection is closed by a reset, without sending the remaining data."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,81 @@ class RelayLinks:
             return _address(rank), int(json.loads(words.readline()))
 
 
+class _Delayed:
+    """Pieces of one direction of a connection that are on their way, with the times at which they are due."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._nbytes = 0
+        self._changed = asyncio.Event()
+
+    async def put(self, data: bytes, due: float, window: int) -> None:
+        """Add a piece, and return when fewer bytes than the window are on their way."""
+        self._pieces.append((due, data))
+        self._nbytes += len(data)
+        self._changed.set()
+        while self._nbytes >= window:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def get(self) -> bytes:
+        """Wait until the first piece is due, and return it."""
+        while not self._pieces:
+            self._changed.clear()
+            await self._changed.wait()
+        due, data = self._pieces[0]
+        left = due - time.monotonic()
+        if left > 0:
+            await asyncio.sleep(left)
+        self._pieces.popleft()
+        self._nbytes -= len(data)
+        self._changed.set()
+        return data
+
+
+class _TokenBucket:
+    """A token bucket. Its level may become negative, and the caller then waits until it would be zero again.
+
+    rate   bytes per second. None means no limit.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._at = rate, time.monotonic()
+        self._full = 0.0 if rate is None else max(rate * _BUCKET_SECONDS, 2.0 * _SMALLEST_PIECE)
+        self._level = self._full
+
+    @property
+    def piece(self) -> int:
+        """Return the largest number of bytes to take at once, so that all users of the bucket get their turn."""
+        if self._rate is None:
+            return _LARGEST_PIECE
+        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self._rate * _BUCKET_SECONDS / 2)))
+
+    async def take(self, nbytes: int) -> None:
+        """Take `nbytes` tokens and return when so many bytes may pass, in the order of the calls."""
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        self._level = min(self._full, self._level + (now - self._at) * self._rate) - nbytes
+        self._at = now
+        if self._level < 0:
+            await asyncio.sleep(-self._level / self._rate)
+
+
+class _Line(NamedTuple):
+    """A forwarded connection."""
+
+    ranks: tuple[int, int]
+    near: StreamWriter
+    far: StreamWriter
+
+    def reset(self) -> None:
+        for writer in (self.near, self.far):
+            if not writer.transport.is_closing():
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                writer.transport.abort()
+
+
 class Relay:
     """Links through a relay. Use it as a context manager.
 
@@ -83,71 +169,119 @@ class Relay:
     def __init__(self, ranks: int, rate: float | None, round_trip: float = 0.0) -> None:
         if sys.platform != "linux":
             raise ValueError(f"the relay needs addresses of 127.0.0.0/8, which Linux has, and {sys.platform} has not")
-        if not 1 <= ranks <= LARGEST_WORLD:
-            raise ValueError(f"{ranks} ranks, expected 1 to {LARGEST_WORLD}")
-        self._ranks, self._rate, self._round_trip = ranks, _checked(rate), check_round_trip(round_trip)
+        self._sent = [0] * ranks
+        self.shape(rate, round_trip)
+        self._ports: dict[tuple[int, int, int], asyncio.Server] = {}
+        self._lines: set[_Line] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="thinwire-relay", daemon=True)
 
     @property
     def links(self) -> RelayLinks:
         """Return the part that is sent to the process of each rank."""
-        return RelayLinks(self._control.sockets[0].getsockname()[1], self._ranks)
+        return RelayLinks(self._control.sockets[0].getsockname()[1], len(self._sent))
 
     def shape(self, rate: float | None, round_trip: float = 0.0) -> None:
-        """Set the rate and the round-trip time of all links."""
-        self._call(self._carrier.shape, _checked(rate), check_round_trip(round_trip) / 2)
-
-    def cut(self, rank: int) -> None:
-        """Stop forwarding from and to a rank. No rank gets an error from it."""
-        self._call(self._carrier.cut, rank)
+        """Set the rate and the round-trip time of all links, for the pieces that come from now on."""
+        if rate is not None and not 1e5 <= rate <= FASTEST:
+            expected = f"100 kbit/s to {FASTEST / 1e9:g} Gbit/s through a relay"
+            raise ValueError(f"a rate of {rate:g} bit/s, expected {expected}")
+        self._delay = round_trip / 2
+        self._window = max(_SMALLEST_WINDOW, int(_WINDOW_SECONDS * self._delay * (rate or FASTEST) / 8))
+        self._up, self._down = ([_TokenBucket(rate and rate / 8) for _ in self._sent] for _ in range(2))
 
     def drop(self, rank: int) -> None:
-        """Stop forwarding from and to a rank and reset its connections. Ranks that use them get an error."""
-        self._call(self._carrier.drop, rank)
+        """Reset the connections from and to a rank. Ranks that use them get an error."""
+        self._wait(self._reset(rank))
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes sent so far by each rank."""
-        return list(self._carrier.sent)
+        return list(self._sent)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        addresses = [_address(rank) for rank in range(self._ranks)]
-        self._carrier = self._call(Carrier, addresses, self._rate, self._round_trip / 2)
         self._control = self._wait(asyncio.start_server(self._answer, _CONTROL, 0))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._call(self._control.close)  # in its own thread: asyncio's servers are not thread-safe
-        self._wait(self._carrier.close())
+        self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_LIMIT_SECONDS)
         self._loop.close()
 
+    def _wait(self, job: Coroutine[Any, Any, T]) -> T:
+        """Run a job in the event loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result(_LIMIT_SECONDS)
+
+    async def _close(self) -> None:
+        """Close all ports and cancel all transfers."""
+        for server in (self._control, *self._ports.values()):
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _reset(self, rank: int) -> None:
+        for line in self._lines:
+            if rank in line.ranks:
+                line.reset()
+
     async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Answer a request of `RelayLinks.reach`."""
+        """Answer a request of `RelayLinks.reach`: the port at which a rank reaches a port of another one."""
         with closing(writer):
-            source, rank, port = json.loads(await reader.readline())
-            writer.write(f"{await self._carrier.port(source, rank, port)}\n".encode())
+            source, target, port = key = tuple(json.loads(await reader.readline()))
+            if key not in self._ports:
+                self._ports[key] = await asyncio.start_server(
+                    partial(self._accept, source, target, port), _address(target), 0, limit=_LARGEST_PIECE
+                )
+            writer.write(f"{self._ports[key].sockets[0].getsockname()[1]}\n".encode())
             await writer.drain()
 
-    def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in the thread of the relay and return its result."""
+    async def _accept(self, source: int, target: int, port: int, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(_address(target), port, limit=_LARGEST_PIECE)
+        except (OSError, asyncio.CancelledError):  # the target has stopped listening, or the relay is closing
+            writer.transport.abort()
+            return
+        line = _Line((source, target), writer, far_writer)
+        self._lines.add(line)
+        there, back = _Delayed(), _Delayed()
+        jobs = [
+            self._send(reader, there, source=source),
+            self._deliver(there, far_writer, source=source, target=target),
+            self._send(far_reader, back, source=target),
+            self._deliver(back, writer, source=target, target=source),
+        ]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        with suppress(asyncio.CancelledError):  # else asyncio would print the cancellation by `_close`
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.cancelled() or task.exception() is not None for task in tasks if task.done()):
+            line.reset()  # one end was reset, so the other is too
+        for task in tasks:
+            task.cancel()
+        self._lines.discard(line)
+        for one in (writer, far_writer):
+            one.close()
 
-        async def called() -> T:
-            return function(*args)
+    async def _send(self, reader: StreamReader, delayed: _Delayed, source: int) -> None:
+        """Take in one direction of a connection, at the rate of the sender's uplink, until it ends."""
+        data = None
+        while data != b"":
+            data = await reader.read(self._up[source].piece)
+            await self._up[source].take(len(data))
+            await delayed.put(data, due=time.monotonic() + self._delay, window=self._window)
 
-        return self._wait(called())
-
-    def _wait(self, job: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(job, self._loop).result(_LIMIT_SECONDS)
+    async def _deliver(self, delayed: _Delayed, writer: StreamWriter, source: int, target: int) -> None:
+        """Pass on what is due, at the rate of the receiver's downlink, until an empty piece ends the connection."""
+        while data := await delayed.get():
+            await self._down[target].take(len(data))
+            self._sent[source] += len(data)
+            writer.write(data)
+            await writer.drain()
+        with suppress(OSError):
+            writer.write_eof()
 
 
 def _address(rank: int) -> str:
     return f"{_NETWORK}.{rank + 1}"
-
-
-def _checked(rate: float | None) -> float | None:
-    if rate is not None and not 1e5 <= rate <= FASTEST:
-        raise ValueError(f"a rate of {rate:g} bit/s, expected 100 kbit/s to {FASTEST / 1e9:g} Gbit/s through a relay")
-    return rate

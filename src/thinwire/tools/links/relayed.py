@@ -34,12 +34,12 @@ def connect_through(links: Links, rank: int) -> None:
             options = gloo._Options()
             options._timeout = timeout
             options._devices = [gloo.create_device(hostname=links.address(rank))]
-            super().__init__(RedirectingStore(store, links, rank), rank_in_group, size, options)
+            super().__init__(_RedirectingStore(store, links, rank), rank_in_group, size, options)
 
     dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = RelayedGloo  # type: ignore[misc, assignment]
 
 
-class RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
+class _RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
     """The store of a group that is about to connect. The addresses that it returns lead to the relay."""
 
     def __init__(self, store: Any, links: Links, rank: int) -> None:
@@ -47,27 +47,21 @@ class RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
         self._store, self._links, self._rank = store, links, rank
 
     def get(self, key: str) -> bytes:
-        """Return a value with the ports of all ranks replaced by those of the relay."""
         return redirected(bytes(self._store.get(key)), self._links, self._rank)
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value in the underlying store."""
         self._store.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta = dist.default_pg_timeout) -> None:
-        """Wait until the underlying store has all keys."""
         self._store.wait(keys, timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter in the underlying store and return its new value."""
         return int(self._store.add(key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether the underlying store has all keys."""
         return bool(self._store.check(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key from the underlying store and return whether it existed."""
         return bool(self._store.delete_key(key))
 
 

@@ -1,8 +1,8 @@
 """`thinwire report`: one HTML file about one or several trainings, which opens anywhere, offline.
 
-`runs` reads the metrics.jsonl of a run, and `series` reduces it to what a screen can show. `page` joins it with the
-style sheet and the scripts of this folder into one file. torch is not imported, so that a report takes a moment on any
-machine that has the files.
+`runs` reads the metrics.jsonl of a run. `page` reduces it to what a screen can show, and joins it with the style sheet
+and the scripts of this folder into one file. torch is not imported, so that a report takes a moment on any machine that
+has the files.
 """
 
 import shlex
@@ -39,14 +39,13 @@ def write(runs: Sequence[str | Path], out: str | Path) -> int:
     The dense reference of a run, in RUN/dense, is drawn too.
     """
     from .page import page
-    from .runs import read
-    from .sources import find
+    from .runs import find, read
 
     out = Path(out)
-    sources = find([Path(path) for path in runs])
-    _check(out, [source.metrics for source in sources])
+    found = find([Path(path) for path in runs])
+    _check(out, [file for _, file in found])
     command = shlex.join(["thinwire", "report", *map(str, runs), "--out", str(out)])
-    html = page([read(source.metrics, source.name) for source in sources], command)
+    html = page([read(file, name) for name, file in found], command)
     try:
         replace_text(out, html)  # a browser that reloads the page of a running training never sees half of it
     except OSError as error:

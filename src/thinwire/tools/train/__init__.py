@@ -1,12 +1,12 @@
 """`thinwire train`: train a model on several ranks with compressed exchange, and write a report.
 
 command.py              the function that `thinwire train` calls
-config.py, recipes.py   the options, and named sets of values for them
-config_file.py          options in a file
+config.py, options.py   the options, and their values by recipe, by file, or by the run that is resumed
 launch.py, rank.py      start of the ranks; work of one rank
 fresh_store.py          a store for each start, also after a restart by torchrun
 loop.py, learner.py     the training loop; a model with its optimizer and exchange
 checkpoints.py          checkpoints that a killed run resumes from
 metrics.py, view.py     metrics that are written; progress that is shown
-datasets.py, models/    the data sets and the models
+data.py, images.py      the data sets: text, and images by idx.py and cifar.py
+models.py               the models
 """

@@ -31,8 +31,6 @@ from thinwire.tools.files import replace_text, replacing, sha256_of
 from .control import Control
 from .place import Place
 
-_REPLACED = ".replaced.partial"
-"""Suffix of a checkpoint that is about to be replaced by another of the same step."""
 _FORMAT = 1
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
@@ -43,10 +41,6 @@ _UNREADABLE = (
     IndexError, OverflowError,
 )  # fmt: skip
 """What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
-
-
-class _BadFileError(Exception):
-    """Raised for a file that is missing or is not what its manifest says."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,10 @@ class Checkpoints:
         """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
         final = self._of(step)
         hidden = self._folder / f".{final.name}.partial"
-        self._together(lambda: self._prepare(hidden) if self.leads else None)
-        written = self._together(lambda: self._write(hidden, shared, own))
-        self._together(lambda: self._publish(hidden, final=final, step=step, written=written) if self.leads else None)
+        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
+        self._together(lambda: self._prepare(hidden), led=True)
+        written = self._together(lambda: {name: write_file(hidden / name, state) for name, state in files.items()})
+        self._together(lambda: self._publish(hidden, final=final, step=step, written=written), led=True)
 
     def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
         """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
@@ -85,7 +80,6 @@ class Checkpoints:
 
         Raises ValueError if there are checkpoints but none can be used.
         """
-        self._together(lambda: self._put_back() if self.leads else None)
         found = self._control.gather(sorted(self._steps()))
         loaded: Loaded
         fault = "not every rank has the same"
@@ -94,7 +88,7 @@ class Checkpoints:
             if not faults:
                 _, faults = self._attempt(step, partial(use, loaded))
             if not faults:
-                self._set_aside(step)
+                self._together(partial(self._set_aside, step), led=True)
                 return loaded
             fault = faults[0]
             self._say(f"checkpoint {self._of(step).name} is damaged and not used: {fault}")
@@ -111,21 +105,9 @@ class Checkpoints:
 
     def _prepare(self, hidden: Path) -> None:
         self._folder.mkdir(exist_ok=True)
-        self._put_back()
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
         hidden.mkdir()
-
-    def _put_back(self) -> None:
-        """Undo an interrupted replacement: give the old checkpoint of a step its name back if there is no new one."""
-        for hidden in self._folder.glob(f".step-*{_REPLACED}"):
-            final = self._folder / hidden.name.removeprefix(".").removesuffix(_REPLACED)
-            if not final.exists():
-                os.rename(hidden, final)
-
-    def _write(self, hidden: Path, shared: State, own: State) -> dict[str, dict[str, Any]]:
-        files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
-        return {name: write_file(hidden / name, state) for name, state in files.items()}
 
     def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
@@ -133,21 +115,23 @@ class Checkpoints:
         manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(hidden / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(hidden)
-        replaced = self._folder / f".{final.name}{_REPLACED}"
-        if final.exists():
-            os.rename(final, replaced)
+        shutil.rmtree(final, ignore_errors=True)  # another run's, on a disk of this node alone; a run repeats no step
         os.rename(hidden, final)
-        shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._of(old))
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank and return the results by rank; an OSError on one rank is raised on all ranks."""
+    def _together(self, action: Callable[[], Any], *, led: bool = False) -> list[Any]:
+        """Run an action on every rank, or with `led` where this rank leads, and return the results by rank.
+
+        An OSError on one rank is raised on all ranks.
+        """
+        result, fault = None, None
         try:
-            result, fault = action(), None
+            if self.leads or not led:
+                result = action()
         except OSError as error:
-            result, fault = None, str(error)
+            fault = str(error)
         answers = self._control.gather((result, fault))
         for rank, (_, fault) in enumerate(answers):
             if fault is not None:
@@ -167,30 +151,29 @@ class Checkpoints:
         result, fault = None, None
         try:
             result = action()
-        except _BadFileError as error:
-            fault = str(error)
         except _UNREADABLE as error:
             first_line = next(iter(str(error).splitlines()), "")
             reason = str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {first_line}"
-            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:200]})"
+            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:300]})"
         return result, [each for each in self._control.gather(fault) if each]
 
     def _read(self, step: int) -> Loaded:
-        """Read the files of a checkpoint that this rank needs; raise _BadFileError if one is missing or damaged."""
+        """Read the files of a checkpoint that this rank needs; raise DamagedError if one is missing or damaged."""
         folder = self._of(step)
-        path = folder / _MANIFEST
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != _FORMAT:
-                raise _BadFileError(f"{path} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
+                raise DamagedError(f"{_MANIFEST} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
             files, world_size = manifest["files"], manifest["world_size"]
             if type(world_size) is not int or not isinstance(files, dict):
                 raise TypeError
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
+        except DamagedError:
+            raise
         except FileNotFoundError:
-            raise _BadFileError(f"{path} is missing") from None
+            raise DamagedError(f"{_MANIFEST} is missing") from None
         except (*_UNREADABLE, ValueError):
-            raise _BadFileError(f"{path} cannot be read as a manifest") from None
+            raise DamagedError(f"{_MANIFEST} cannot be read as a manifest") from None
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
@@ -201,13 +184,10 @@ class Checkpoints:
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
-        if self.leads:
-            for step in list(self._steps()):
-                if step > used:
-                    damaged = self._folder / f"damaged-{step:08}"
-                    shutil.rmtree(damaged, ignore_errors=True)
-                    os.rename(self._of(step), damaged)
-        self._control.gather(None)
+        for step in [step for step in self._steps() if step > used]:
+            damaged = self._folder / f"damaged-{step:08}"
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(self._of(step), damaged)
 
     def _choose_leaders(self) -> bool:
         """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""
@@ -234,19 +214,19 @@ def write_file(path: Path, state: State) -> dict[str, Any]:
 
 
 def _check_file(path: Path, expected: object) -> None:
-    """Raise _BadFileError if a file differs from the size and SHA-256 in the manifest."""
+    """Raise DamagedError if a file differs from the size and SHA-256 in the manifest."""
     try:
         actual = path.stat().st_size
         if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
-            raise _BadFileError(f"{path} is not in its manifest")
+            raise DamagedError(f"{path.name} is not in its manifest")
         if actual != expected["bytes"]:
-            raise _BadFileError(f"{path} has {actual:,} bytes of {expected['bytes']:,}")
+            raise DamagedError(f"{path.name} has {actual:,} bytes of {expected['bytes']:,}")
         if sha256_of(path) != expected.get("sha256"):
-            raise _BadFileError(f"{path} has other bits than were written")
+            raise DamagedError(f"{path.name} has other bits than were written")
     except FileNotFoundError:
-        raise _BadFileError(f"{path} is missing") from None
+        raise DamagedError(f"{path.name} is missing") from None
     except OSError as error:
-        raise _BadFileError(f"{path} cannot be read: {error}") from None
+        raise DamagedError(f"{path.name} cannot be read: {error}") from None
 
 
 def _load_state(path: Path) -> State:

@@ -1,6 +1,7 @@
 """Checks of a config before any process is started."""
 
 import math
+import reprlib
 
 import thinwire
 from thinwire.collectives.plan import max_bytes
@@ -8,32 +9,34 @@ from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
 
 from .config import FILE_ONLY, Config
-from .datasets import check_fit
 from .device import pick_device
+from .images import check_fit
 from .metrics import chosen_sinks
 from .models import model_config
 
 DENSE = "none"
 LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"
 """What `default` is with --local-steps, for any number of ranks."""
-LARGEST_SEED = 1 << 62
-LARGEST_BATCH = 1 << 20
-LARGEST_STEPS = 1 << 40
+_LEAST = dict.fromkeys(("steps", "batch", "workers", "shard", "keep", "log_every"), 1)
+_LEAST |= dict.fromkeys(("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"), 0)
+_MOST = {
+    "steps": (1 << 40, "2**40"),
+    "local_steps": (1 << 40, "2**40"),
+    "batch": (1 << 20, f"{1 << 20:,} samples per rank and step"),
+    "seed": (1 << 62, "2**62"),
+    "workers": (LARGEST_WORLD, f"{LARGEST_WORLD} on one machine"),
+}
+"""The largest value of an option, and its text."""
 
 
 def check(config: Config) -> None:
     """Raise ValueError if a training with this config cannot run."""
-    _at_least(config, 1, "steps", "batch", "workers", "shard", "keep", "log_every")
-    _at_least(config, 0, "warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed")
-    for name in ("steps", "local_steps"):
-        if getattr(config, name) > LARGEST_STEPS:
-            raise ValueError(f"{_label(name)} is too large, expected at most 2**40")
-    if config.batch > LARGEST_BATCH:
-        raise ValueError(f"--batch {config.batch}, expected at most {LARGEST_BATCH:,} samples per rank and step")
-    if config.seed > LARGEST_SEED:
-        raise ValueError(f"--seed {config.seed}, expected at most 2**62")
-    if config.workers > LARGEST_WORLD:
-        raise ValueError(f"--workers {config.workers}, expected at most {LARGEST_WORLD} on one machine")
+    for name, least in _LEAST.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{_label(name)} {getattr(config, name)}, expected {least} or more")
+    for name, (most, text) in _MOST.items():
+        if getattr(config, name) > most:
+            raise ValueError(f"{_label(name)} {reprlib.repr(getattr(config, name))}, expected at most {text}")
     if not 0 < config.lr < math.inf:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
@@ -98,13 +101,6 @@ def check_world(config: Config, world_size: int) -> None:
     """Raise ValueError if the ranks cannot form replicas of `--shard` ranks."""
     if world_size % config.shard:
         raise ValueError(f"--shard {config.shard} with {world_size} ranks, expected a divisor of their number")
-
-
-def _at_least(config: Config, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value < least:
-            raise ValueError(f"{_label(name)} {value}, expected {least} or more")
 
 
 def _label(name: str) -> str:

@@ -16,8 +16,8 @@ from thinwire.tools.links.network import prepare
 from thinwire.tools.units import parse_link
 
 from .config import Config
+from .options import defaults
 from .place import Place
-from .recipes import defaults
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The options of `thinwire train`, with a help text under each.
 
-A recipe sets the values, a file overrides them (`config_file.py`), and the command line overrides both. This module
+A recipe sets the values, a file overrides them (`options.py`), and the command line overrides both. This module
 does not import torch, so that `--help` is fast.
 """
 

@@ -1,4 +1,4 @@
-"""Data that needs no download: the sources of Python's standard library, and handwritten digits (see digits/LICENSE).
+"""What a data set is, and text: a file, or the sources of Python's standard library.
 
 Samples form one endless stream, which depends only on the seed, and of which each rank takes its part in every step. So
 four ranks see the same samples as two ranks with twice the batch size.
@@ -10,22 +10,18 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .draws import below, normal, order
+from .draws import below, order
 
 _VALIDATION_SHARE = 20
-"""One source file in 20, or the last twentieth of a file, is for validation; of the digits, one in `_TEST_SHARE`."""
+"""One source file in 20, or the last twentieth of a file, is for validation."""
 _VALIDATION_WINDOWS = 256
-_TEST_SHARE = 5
-_NOISY_DRAWS = 10
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -92,46 +88,6 @@ class Text:
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         windows = text[starts[:, None] + torch.arange(self._context + 1, device=text.device)].long()
         return Batch(windows[:, :-1], windows[:, 1:])
-
-
-class Digits:
-    """8 x 8 images of handwritten digits, 1,797 of them; the target is the digit.
-
-    noise   standard deviation of the noise that is added to every pixel, from 0 to 1, anew in every epoch. With 0.5 no
-            model is ever certain, so that the losses of different trainings differ visibly.
-    """
-
-    inputs: ClassVar = (1, 8, 8)
-    classes: ClassVar = 10
-
-    def __init__(self, noise: float = 0.0, *, device: torch.device | str = "cpu") -> None:
-        self._noise = noise
-        path = resources.files(__package__).joinpath("digits/digits.csv.gz")
-        with path.open("rb") as packed, gzip.open(packed, "rt") as file:
-            rows = np.loadtxt(file, delimiter=",", dtype=np.float64)
-        table = torch.from_numpy(rows).to(device)  # 64 pixels from 0 to 16, followed by the digit
-        inputs, targets = table[:, :-1].float().div(16).view(-1, *self.inputs), table[:, -1].long()
-        kept = torch.arange(len(targets), device=device) % _TEST_SHARE == 0
-        self._train, self._test = Batch(inputs[~kept], targets[~kept]), Batch(inputs[kept], targets[kept])
-        self.length = len(self._train.targets)
-
-    def batch(self, start: int, size: int, seed: int) -> Batch:
-        """Return `size` images from position `start` of the stream, with the noise added."""
-        chosen = order(seed, length=self.length, start=start, size=size, device=self._train.targets.device)
-        inputs = self._noisy(self._train.inputs[chosen], seed=seed, what="noise", start=start)
-        return Batch(inputs, self._train.targets[chosen])
-
-    def validation(self, size: int) -> Iterator[Batch]:
-        """Yield the validation images. With noise, each image comes `_NOISY_DRAWS` times with different noise."""
-        for draw in range(_NOISY_DRAWS if self._noise else 1):
-            inputs = self._noisy(self._test.inputs, seed=0, what="validation", start=draw * len(self._test.targets))
-            yield from map(Batch, inputs.split(size), self._test.targets.split(size))
-
-    def _noisy(self, images: Tensor, seed: int, what: str, start: int) -> Tensor:
-        if not self._noise:
-            return images
-        places = torch.arange(start, start + len(images), device=images.device)
-        return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
 
 
 @torch.no_grad()

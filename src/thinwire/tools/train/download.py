@@ -3,9 +3,8 @@
 A file is renamed to its name when it is complete and has the SHA-256 that is listed here.
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -16,8 +15,13 @@ from thinwire.tools.files import sha256_of
 
 from . import cifar, idx
 
+TRIES = 3
+"""Number of tries for each mirror, in turns with the others."""
+PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before the second try, doubled before each later one."""
+TIMEOUT = 30.0
+"""Seconds without a connection, or without a byte, after which a try fails."""
 _PIECE = 1 << 16
-_LONGEST_PAUSE = 30.0
 _BUSY = {408, 425, 429}
 """HTTP status codes for which another try may succeed; other codes from 400 to 499 are final."""
 
@@ -71,51 +75,30 @@ SOURCES = {
 }
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def fetch(
-    dataset: str,
-    folder: Path,
-    *,
-    report: Report | None = None,
-    warn: Callable[[str], None] = _to_stderr,
-    sources: Mapping[str, Source] = SOURCES,
-    tries: int = 3,
-    pause: float = 1.0,
-    timeout: float = 30.0,
-) -> list[str]:
+def fetch(source: Source, folder: Path, report: Report, warn: Callable[[str], None]) -> list[str]:
     """Download the files of a data set that the folder does not have, or has damaged, and return their names.
 
-    report    called with a file's name, the number of bytes that are done, and its size
-    warn      called with a message if a file in the folder is damaged or a try fails
-    tries     number of tries for each mirror, in turns with the others
-    pause     seconds before the second try; doubled before each later try
-    timeout   seconds without a connection, or without a byte, after which a try fails
+    report   called with a file's name, the number of bytes that are done, and its size
+    warn     called with a message if a file in the folder is damaged or a try fails
 
     Raises OSError if a file cannot be downloaded or written, and ValueError if pooch is not installed.
     """
-    if dataset not in sources:
-        raise ValueError(f"data {dataset!r} cannot be downloaded, expected one of {', '.join(sources)}")
-    source = sources[dataset]
     with _clear_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     wanted = [file for file in source.files if not _have(folder, file, warn)]
     for file in wanted:
-        urls, faults = [mirror + file.name for mirror in source.mirrors] * tries, list[str]()
+        urls, faults = [mirror + file.name for mirror in source.mirrors] * TRIES, list[str]()
         while urls:
             url = urls.pop(0)
             if faults:
-                time.sleep(min(pause * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
-            try:
-                _try(url, folder, file, report=report, timeout=timeout)
+                time.sleep(min(PAUSE * 2 ** (len(faults) - 1), _LONGEST_PAUSE))
+            fault, is_final = _try(url, folder, file, report)
+            if not fault:
                 break
-            except _FailedTry as fault:
-                if fault.final:
-                    urls = [other for other in urls if other != url]
-                faults.append(f"{url}: {fault}")
-                warn(f"{faults[-1]}; {'trying again' if urls else 'giving up'}")
+            if is_final:
+                urls = [other for other in urls if other != url]
+            faults.append(f"{url}: {' '.join(fault.split())}")
+            warn(f"{faults[-1]}; {'trying again' if urls else 'giving up'}")
         else:
             tried = "1 try" if len(faults) == 1 else f"{len(faults)} tries"
             raise OSError(
@@ -142,58 +125,48 @@ def _have(folder: Path, file: File, warn: Callable[[str], None]) -> bool:
     return digest == file.sha256
 
 
-def _try(url: str, folder: Path, file: File, *, report: Report | None, timeout: float) -> None:
+def _try(url: str, folder: Path, file: File, report: Report) -> tuple[str, bool]:
+    """Download a file. Return why that failed, "" if it did not, and whether the same URL cannot succeed later."""
     try:
         import pooch  # here, because only --download needs it
         import requests
     except ModuleNotFoundError as error:
         raise ValueError(f"downloads need {error.name}, which is not installed: pip install 'thinwire[data]'") from None
     pooch.get_logger().setLevel("ERROR")
-    downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=timeout)
+    downloader = pooch.HTTPDownloader(progressbar=_Progress(file, report), chunk_size=_PIECE, timeout=TIMEOUT)
     given: dict[str, Any] = {"fname": file.name, "path": folder, "downloader": downloader}
     with _clear_errors(folder / file.name):
         try:
             pooch.retrieve(url, f"sha256:{file.sha256}", **given)
             (folder / file.name).chmod(0o644)  # pooch leaves it readable by its owner alone
+            return "", False
         except requests.HTTPError as error:
-            answer = error.response
-            code, reason = (answer.status_code, answer.reason) if answer is not None else (0, "without an answer")
-            raise _FailedTry(f"HTTP {code} {reason}", final=400 <= code < 500 and code not in _BUSY) from error
-        except requests.RequestException as error:
-            raise _FailedTry(_line(error), final=isinstance(error, requests.exceptions.SSLError)) from error
-        except ValueError as error:  # of another SHA-256
-            raise _FailedTry(_line(error)) from error
+            answer: Any = error.response
+            code = answer.status_code
+            return f"HTTP {code} {answer.reason}", 400 <= code < 500 and code not in _BUSY
+        except (requests.RequestException, ValueError) as error:  # ValueError: of another SHA-256, or `_Progress`
+            return str(error) or type(error).__name__, isinstance(error, requests.exceptions.SSLError)
 
 
 class _Progress:
     """Progress bar of pooch, which ends a download that is longer than the file."""
 
-    def __init__(self, file: File, report: Report | None) -> None:
-        self._file, self._report, self._done = file, report, 0
-        self.total = 0
+    total = 0
 
-    def update(self, nbytes: int) -> None:
-        """Count a piece; the last may be shorter than `nbytes`."""
+    def __init__(self, file: File, report: Report) -> None:
+        self._file, self._report, self._done = file, report, 0
+
+    def update(self, nbytes: int) -> None:  # the last piece may be shorter
         self._done += nbytes
         if self._done >= self._file.nbytes + 2 * _PIECE:
-            raise _FailedTry(f"more than the {self._file.nbytes:,} bytes that were expected")
-        if self._report is not None:
-            self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
+            raise ValueError(f"more than the {self._file.nbytes:,} bytes that were expected")
+        self._report(self._file.name, min(self._done, self._file.nbytes), self._file.nbytes)
 
-    def reset(self) -> None:
-        """Start again; pooch counts the whole file once more at its end."""
+    def reset(self) -> None:  # pooch counts the whole file once more at its end
         self._done = 0
 
     def close(self) -> None:
-        """Do nothing: the caller shows the progress."""
-
-
-class _FailedTry(Exception):
-    """A failed try to download a file; `final` if another try at the same URL cannot succeed."""
-
-    def __init__(self, message: str, *, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
+        pass
 
 
 @contextmanager
@@ -206,7 +179,3 @@ def _clear_errors(path: Path, done: str = "written") -> Iterator[None]:
         full = error.errno in (ENOSPC, EDQUOT, EFBIG)
         advice = "remove it" if done == "read" else "make room there" if full else "check the path"
         raise OSError(f"{path} cannot be {done}: {reason}; {advice}, or give another folder") from error
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

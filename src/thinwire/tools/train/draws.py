@@ -62,8 +62,6 @@ def order(seed: int, length: int, start: int, size: int, device: torch.device = 
     >>> sorted(first.tolist()), sorted(second.tolist()), first.equal(second)
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], False)
     """
-    if start < 0 or size < 1:
-        raise ValueError(f"{size} samples from place {start}, expected 1 or more, from 0 on")
     parts, end = [], start + size
     while start < end:
         epoch, at = divmod(start, length)

@@ -12,7 +12,8 @@ dense/          a folder like this one, of the dense reference
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from thinwire.tools.files import replace_text
@@ -44,14 +45,12 @@ def choose_folder(config: Config) -> Path:
 def _numbered(name: str) -> Path:
     """Make and return the first of name, name-2, name-3 ... in runs/ that does not exist, also for another job."""
     RUNS.mkdir(exist_ok=True)
-    folder, number = RUNS / name, 1
-    while True:
-        try:
+    for number in count(1):
+        folder = RUNS / (f"{name}-{number}" if number > 1 else name)
+        with suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = RUNS / f"{name}-{number}"
+            break
+    return folder
 
 
 def write_config(folder: Path, config: Config) -> None:

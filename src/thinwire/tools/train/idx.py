@@ -1,5 +1,8 @@
 """Reader of MNIST's and Fashion-MNIST's files, in the IDX format (http://yann.lecun.com/exdb/mnist), gzipped or not.
 
+Fashion-MNIST is that of Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
+learning algorithms", 2017. It is never downloaded: it may be in the folder of Debian's package.
+
 4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
 4 each    the dimensions, highest byte first: count, and for images rows and columns
 rest      the values, exactly as many as the dimensions give
@@ -13,6 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+PACKAGE = "dataset-fashion-mnist"
+INSTALLED = Path("/usr/share/datasets/fashion-mnist")
+"""The folder of Debian's package."""
 PIXELS = 28
 CLASSES = 10
 LARGEST = 1_000_000
@@ -32,32 +38,60 @@ _FIRST_LABELS = {
 """First labels of the training images. They tell the two data sets apart, whose files have the same names and sizes."""
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Return the names in `FILES` that the folder has neither with nor without .gz."""
-    return [name for name in FILES if _find(folder, name) is None]
+def find_mnist(folder: Path) -> dict[str, Path]:
+    """Return the path of each file of MNIST; raise ValueError if the folder lacks one."""
+    paths = _find(folder)
+    if len(paths) < len(FILES):
+        raise ValueError(
+            f"{folder} has no {_missing(paths)}[.gz]; expected MNIST's files there, each with or without .gz: "
+            f"{', '.join(FILES)}; put them there, or add --download"
+        )
+    return paths
 
 
-def read_parts(folder: Path, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+def find_fashion(folder: Path) -> dict[str, Path]:
+    """Return the paths in the first of `folder` and Debian's folder that has any; raise ValueError if it lacks one."""
+    advice = (
+        f"apt-get install {PACKAGE}, or put {', '.join(FILES)}, each with or without .gz, into {folder} or into "
+        "another folder that --data-dir names"
+    )
+    for place in (folder, INSTALLED):
+        paths = _find(place)
+        if len(paths) == len(FILES):
+            return paths
+        if paths:
+            raise ValueError(f"{place} has no {_missing(paths)}[.gz], but others of Fashion-MNIST's files; {advice}")
+    raise ValueError(f"neither {folder} nor {INSTALLED} has Fashion-MNIST, and it is not downloaded; {advice}")
+
+
+def _find(folder: Path) -> dict[str, Path]:
+    """Return the paths of those of `FILES` that the folder has, with or without .gz."""
+    found = {name: [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()] for name in FILES}
+    return {name: paths[0] for name, paths in found.items() if paths}
+
+
+def _missing(paths: dict[str, Path]) -> str:
+    return next(name for name in FILES if name not in paths)
+
+
+def read_parts(paths: dict[str, Path], name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Read images (count, 1, 28, 28) and labels (count), both uint8, of "train" and of "test".
 
     Raises ValueError if a file is damaged or not of the data set `name`, "MNIST" or "Fashion-MNIST".
     """
-    parts = {"train": _read_part(folder, "train"), "test": _read_part(folder, "t10k")}
+    parts = {"train": _read_part(paths, "train"), "test": _read_part(paths, "t10k")}
     for other, first in _FIRST_LABELS.items():
         if other != name and parts["train"][1][: len(first)].numpy().tobytes() == first:
-            path = _find(folder, files("train")[1])
             raise ValueError(
-                f"{path}: the labels of {other}, expected those of {name}, whose files have the same names; "
-                f"give the folder of {name} by --data-dir"
+                f"{paths[files('train')[1]]}: the labels of {other}, expected those of {name}, whose files have the "
+                f"same names; give the folder of {name} by --data-dir"
             )
     return parts
 
 
-def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    images_path, labels_path = (_find(folder, name) for name in files(part))
-    assert images_path is not None
-    assert labels_path is not None
-    images, labels = read_idx(images_path, (PIXELS, PIXELS)), read_idx(labels_path, ())
+def _read_part(paths: dict[str, Path], part: str) -> tuple[Tensor, Tensor]:
+    images_path, labels_path = (paths[name] for name in files(part))
+    images, labels = _read(images_path, (PIXELS, PIXELS)), _read(labels_path, ())
     if len(images) != len(labels):
         raise ValueError(
             f"{labels_path}: {len(labels)} labels, expected {len(images)}, the images in {images_path.name}"
@@ -67,7 +101,7 @@ def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return images[:, None], labels
 
 
-def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
+def _read(path: Path, shape: tuple[int, ...]) -> Tensor:
     """Read a file of samples of this shape, as uint8 with the count first; raise ValueError for other content."""
     header, magic = 4 * (2 + len(shape)), 0x0800 + 1 + len(shape)
     try:
@@ -90,10 +124,6 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
         given = "more" if len(body) > expected else f"{len(body):,}"
         raise ValueError(f"{path}: {given} bytes after the header, expected {expected:,} for {count:,} samples")
     return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(count, *shape)
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def _times(sizes: tuple[int, ...] | list[int]) -> str:

@@ -1,42 +1,51 @@
-"""MNIST, Fashion-MNIST and CIFAR-10, from a folder.
+"""Data sets of images, and all data sets by name.
 
 Images stay uint8 on their device, and each batch becomes float32 there when it is requested, with the same bits on all
-devices. CIFAR-10's training images are shifted by up to 4 pixels each way, with black around them, and mirrored with
-probability 1/2. Both are drawn by the sample's position in the stream: so an image looks different in every epoch, but
-the same in any batch.
+devices. What is drawn for a training image is drawn by the sample's position in the stream: so an image looks different
+in every epoch, but the same in any batch.
 """
 
+import gzip
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cifar, fashion, idx
-from .data import Batch
-from .draws import below, order
+from . import cifar, idx
+from .data import Batch, Data, Text
+from .draws import below, normal, order
+from .models import GPTConfig, ModelConfig, ResNet18Config
 
 _SHIFT = 4
+_TEST_SHARE = 5
+"""One digit in so many is for validation."""
+_NOISY_DRAWS = 10
+
+Parts = dict[str, tuple[Tensor, Tensor]]
+"""Images (count, channels, rows, columns) and labels (count), both uint8, of "train" and "test"."""
 
 
 class _Images:
-    """A data set of images (count, channels, rows, columns) and labels (count), kept as uint8."""
+    """A data set of images, with the mean and the standard deviation of each channel as parts of its largest value."""
 
+    inputs: ClassVar[tuple[int, int, int]]
+    """Shape of an image: channels, height and width."""
     classes: ClassVar = 10
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+    largest: ClassVar = 255
 
-    def __init__(
-        self,
-        parts: dict[str, tuple[Tensor, Tensor]],
-        *,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, parts: Parts, device: torch.device | str) -> None:
         self._images, self._labels = (part.to(device) for part in parts["train"])
         self._test_images, self._test_labels = (part.to(device) for part in parts["test"])
-        self._mean, self._std = (255 * torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (mean, std))
+        self._mean, self._std = (
+            self.largest * torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self.mean, self.std)
+        )
         self.length = len(self._labels)
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
@@ -58,39 +67,75 @@ class _Images:
         return Batch(images.float().sub_(self._mean).div_(self._std), labels.long())
 
 
+class Digits(_Images):
+    """8 x 8 images of handwritten digits, 1,797 of them (see digits/LICENSE).
+
+    noise   standard deviation of the noise that is added to every pixel, from 0 to 1, anew in every epoch. With 0.5 no
+            model is ever certain, so that the losses of different trainings differ visibly.
+    """
+
+    inputs = (1, 8, 8)
+    mean, std, largest = (0.0,), (1.0,), 16
+
+    def __init__(self, noise: float = 0.0, *, device: torch.device | str = "cpu") -> None:
+        self._noise = noise
+        path = resources.files(__package__).joinpath("digits/digits.csv.gz")
+        with path.open("rb") as packed, gzip.open(packed, "rt") as file:
+            table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))  # 64 pixels, and the digit
+        images, labels = table[:, :-1].reshape(-1, *self.inputs), table[:, -1]
+        test = torch.arange(len(labels)) % _TEST_SHARE == 0
+        super().__init__({"train": (images[~test], labels[~test]), "test": (images[test], labels[test])}, device)
+
+    def batch(self, start: int, size: int, seed: int) -> Batch:
+        """Return `size` images from position `start` of the stream, with the noise added."""
+        images, labels = super().batch(start, size, seed)
+        return Batch(self._noisy(images, seed, what="noise", start=start), labels)
+
+    def validation(self, size: int) -> Iterator[Batch]:
+        """Yield the validation images. With noise, each image comes `_NOISY_DRAWS` times with different noise."""
+        images, labels = self._made(self._test_images, self._test_labels)
+        for draw in range(_NOISY_DRAWS if self._noise else 1):
+            noisy = self._noisy(images, seed=0, what="validation", start=draw * len(labels))
+            yield from map(Batch, noisy.split(size), labels.split(size))
+
+    def _noisy(self, images: Tensor, seed: int, what: str, start: int) -> Tensor:
+        if not self._noise:
+            return images
+        places = torch.arange(start, start + len(images), device=images.device)
+        return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
+
+
 class MNIST(_Images):
     """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation."""
 
-    inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
+    inputs = (1, idx.PIXELS, idx.PIXELS)
+    mean, std = (0.1307,), (0.3081,)
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        missing = idx.missing_files(folder)
-        if missing:
-            raise ValueError(
-                f"{folder} has no {missing[0]}[.gz]; expected MNIST's files there, each with or without .gz: "
-                f"{', '.join(idx.FILES)}; put them there, or add --download"
-            )
-        super().__init__(idx.read_parts(folder, "MNIST"), mean=(0.1307,), std=(0.3081,), device=device)
+        super().__init__(idx.read_parts(idx.find_mnist(folder), "MNIST"), device)
 
 
 class FashionMNIST(_Images):
     """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation."""
 
-    inputs: ClassVar = (1, idx.PIXELS, idx.PIXELS)
+    inputs = (1, idx.PIXELS, idx.PIXELS)
+    mean, std = (0.2860,), (0.3530,)
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        parts = idx.read_parts(fashion.find_folder(folder), "Fashion-MNIST")
-        super().__init__(parts, mean=(0.2860,), std=(0.3530,), device=device)
+        super().__init__(idx.read_parts(idx.find_fashion(folder), "Fashion-MNIST"), device)
 
 
 class CIFAR10(_Images):
-    """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation."""
+    """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation.
 
-    inputs: ClassVar = cifar.SHAPE
+    Training images are shifted by up to 4 pixels each way, with black around them, and mirrored with probability 1/2.
+    """
+
+    inputs = cifar.SHAPE
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
     def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-        super().__init__(cifar.read_cifar(folder), mean=mean, std=std, device=device)
+        super().__init__(cifar.read_cifar(folder), device)
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
         count, channels, side, _ = images.shape
@@ -103,3 +148,67 @@ class CIFAR10(_Images):
         padded = F.pad(images, (_SHIFT,) * 4).view(count, channels, wide * wide)
         pixels = (rows[:, :, None] * wide + columns[:, None, :]).view(count, 1, side * side)
         return padded.gather(2, pixels.expand(-1, channels, -1)).view(images.shape)
+
+
+FOLDERS: dict[str, type[MNIST | FashionMNIST | CIFAR10]] = {
+    "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10,
+}  # fmt: skip
+"""Data sets that are read from a folder."""
+IMAGES: dict[str, type[_Images]] = {"digits": Digits, **FOLDERS}
+
+
+def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
+    """Load a data set: "text", or one of `IMAGES`. That the model fits has been checked.
+
+    folder    the folder of the images; for text, a file that is read in place of Python's sources
+    context   number of bytes in a sample of text, as many as the model sees at once
+    device    device of the data and of the batches; the samples do not depend on it
+
+    >>> load_data("digits", Path("data")).length
+    1437
+    """
+    if name == "text":
+        assert context is not None
+        return Text(context, file=folder if folder.is_file() else None, device=device)
+    return Digits(device=device) if name == "digits" else FOLDERS[name](folder, device=device)
+
+
+def check_fit(config: ModelConfig, name: str) -> None:
+    """Raise ValueError if the model cannot be trained on this data. The data need not be loaded or downloaded.
+
+    >>> from thinwire.tools.train.models import model_config
+    >>> check_fit(model_config("cnn:size=8"), "mnist")
+    Traceback (most recent call last):
+        ...
+    ValueError: model cnn takes images of 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or data digits
+    """
+    if name == "text":
+        if not isinstance(config, GPTConfig):
+            others = _others(config.inputs)
+            raise ValueError(f"model {config.name} takes images, and text has none: use model gpt, or {others}")
+        return
+    if name not in IMAGES:
+        raise ValueError(f"data {name!r} is unknown, expected one of text, {', '.join(IMAGES)}")
+    data = IMAGES[name]
+    channels, size, _ = data.inputs
+    cnn = f"cnn:size={size}" if channels == 1 else f"cnn:channels={channels},size={size}"
+    if isinstance(config, GPTConfig):
+        raise ValueError(f"model gpt takes text, and {name} has images: use model {cnn}, or data text")
+    if config.inputs != data.inputs:
+        raise ValueError(
+            f"model {config.name} takes images of {_times(config.inputs)}, and {name} has {_times(data.inputs)}: "
+            f"use model {'resnet18 or ' if data.inputs == ResNet18Config.inputs else ''}{cnn}, "
+            f"or {_others(config.inputs)}"
+        )
+    if config.classes < data.classes:
+        raise ValueError(f"model {config.name} with classes={config.classes}, but {name} has {data.classes} classes")
+
+
+def _others(inputs: tuple[int, ...]) -> str:
+    """Return the data with images of this shape, as text for an error message."""
+    fitting = [name for name, data in IMAGES.items() if data.inputs == inputs]
+    return f"data {' or '.join(fitting)}" if fitting else "other data"
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

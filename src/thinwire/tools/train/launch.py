@@ -11,8 +11,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -28,8 +28,8 @@ from .checks import check
 from .config import Config
 from .device import pick_backend, pick_device
 from .download import SOURCES, fetch
-from .fashion import find_folder
 from .fresh_store import fresh_store
+from .idx import find_fashion
 from .place import Place
 from .rank import Rank, on_signals
 
@@ -51,12 +51,18 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     check(config)
     _fetch(config)
     signals = _Signals()
+    links: Links | None = None
     try:
-        with (
-            on_signals(signals.handle),
-            _links(config, why_relay) as links,
-            Workers(config.workers, max(1, cores() // config.workers), LIMIT_SECONDS, links) as workers,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(on_signals(signals.handle))
+            if config.link is not None:
+                speed = parse_link(config.link)
+                print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr)
+                net = network(config.workers, *speed, relay=why_relay is not None)
+                stack.enter_context(net)
+                links = net.links
+            threads = max(1, cores() // config.workers)
+            workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
             workers.form(config.workers, Rank, config, None, None if links is None else links.counter)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
@@ -68,18 +74,6 @@ def launch(config: Config, why_relay: str | None = None) -> int:
     return 0 if signals.received is None else 128 + signals.received
 
 
-@contextmanager
-def _links(config: Config, why_relay: str | None) -> Iterator[Links | None]:
-    """Make links of the rate that `--link` gives; None without it."""
-    if config.link is None:
-        yield None
-        return
-    speed = parse_link(config.link)
-    print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr, flush=True)
-    with network(config.workers, *speed, relay=why_relay is not None) as net:
-        yield net.links
-
-
 class _Stop(BaseException):
     """Raised by a signal before the ranks are ready, or by a second Ctrl-C."""
 
@@ -87,9 +81,8 @@ class _Stop(BaseException):
 class _Signals:
     """Passes SIGINT and SIGTERM on to the ranks once they are ready. A second Ctrl-C ends the program at once."""
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self.pass_on: Callable[[], None] | None = None
+    received: int | None = None
+    pass_on: Callable[[], None] | None = None
 
     def handle(self, number: int) -> None:
         """Pass a signal on, or stop the program."""
@@ -136,8 +129,8 @@ def _exit_before_group(error: Exception, place: Place) -> NoReturn:
     if isinstance(error, ValueError):
         raise error
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    why = _why_no_group(str(error))
-    raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {why}") from None
+    fault = f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {_why_no_group(str(error))}"
+    raise ValueError(fault) from None
 
 
 def _why_no_group(text: str) -> str:
@@ -226,7 +219,7 @@ def _is_first_of_node() -> bool:
 def _fetch(config: Config) -> None:
     """Download missing files of the data set, if --download is given, with a progress bar on a terminal."""
     if config.download and config.data == "fashion-mnist":
-        find_folder(config.data_dir)  # raises ValueError with advice if it is missing
+        find_fashion(config.data_dir)  # raises ValueError with advice if it is missing
     if not config.download or config.data not in SOURCES:
         return
     from rich.console import Console
@@ -241,5 +234,8 @@ def _fetch(config: Config) -> None:
                 tasks[name] = bar.add_task(name)
             bar.update(tasks[name], completed=done, total=total)
 
-        for name in fetch(config.data, config.data_dir, report=report):
-            print(f"fetched {config.data_dir / name}", file=sys.stderr)
+        def warn(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        for name in fetch(SOURCES[config.data], config.data_dir, report, warn):
+            warn(f"fetched {config.data_dir / name}")

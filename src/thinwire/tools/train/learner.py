@@ -14,7 +14,7 @@ exchange tensors of the device, as with MPS, a copy of the model in CPU memory r
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +36,6 @@ from .checks import DENSE, check_world, local_compressor, sends_updates
 from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
-from .sharding import gather_weights, scatter_weights, shard_model
 
 MOMENTUM = 0.9
 """Momentum of SGD, both torch's and thinwire's."""
@@ -57,11 +57,13 @@ class Learner:
         self._mesh: Any = None
         if config.shard > 1:
             check_world(config, dist.get_world_size())
-            self._mesh = shard_model(self.model, config.shard, device)
+            self._mesh = _shard_model(self.model, config.shard, device)
             self._whole = build(config.seed).to(device)  # FSDP's forward pass needs all ranks, an evaluation does not
         elif not through_host and not config.local_steps:
             self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=True, **_own_buffers())
         self._optimizer, self.sync = self._make_optimizer()
+        self._is_ours = isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
+        self._exchange: Any = self._optimizer if self._is_ours else self.sync
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
         torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
 
@@ -105,7 +107,7 @@ class Learner:
 
     def weights(self) -> dict[str, Any]:
         """Return the state of the model; all ranks call this."""
-        return self.model.state_dict() if self._mesh is None else gather_weights(self.model)
+        return self.model.state_dict() if self._mesh is None else _gather_weights(self.model)
 
     @contextmanager
     def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
@@ -114,7 +116,7 @@ class Learner:
         total   sums numbers over ranks.
         """
         if self._mesh is not None:
-            self._whole.load_state_dict(gather_weights(self.model))
+            self._whole.load_state_dict(_gather_weights(self.model))
             self._whole.eval()
         floats = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         own = [buffer.clone() for buffer in floats]
@@ -165,7 +167,7 @@ class Learner:
             if self._mesh is None:
                 self.model.load_state_dict(shared["model"])
             else:
-                scatter_weights(self.model, shared["model"])
+                _scatter_weights(self.model, shared["model"])
         except RuntimeError as error:
             reason = " ".join(str(error).partition(":")[2].split())  # after "Error(s) in loading state_dict for ..."
             raise ValueError(f"the weights are not those of the model: {reason}") from None
@@ -192,14 +194,6 @@ class Learner:
         is_short = policy.by_ranks or (every and given == DEFAULT)
         spec = f"{given} ({format_spec(policy.final)})" if is_short else given
         return f"{spec} after every {every} local step{'s' * (every > 1)}" if every else spec
-
-    @property
-    def _is_ours(self) -> bool:
-        return isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
-
-    @property
-    def _exchange(self) -> Any:
-        return self._optimizer if self._is_ours else self.sync
 
     def _make_optimizer(self) -> tuple[Any, Synchronizer]:
         config, target = self._config, self._module if self._twin is None else self._twin
@@ -246,6 +240,36 @@ def _own_buffers() -> dict[str, Any]:
     """Return DDP's option that keeps it from sending rank 0's buffers to all ranks. Newer versions have renamed it."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def _shard_model(model: nn.Module, shard: int, device: torch.device) -> Any:
+    """Shard a model over groups of `shard` ranks, block by block, and return the mesh of (replicate, shard)."""
+    from torch.distributed.fsdp import fully_shard  # takes seconds to load
+
+    shape = dist.get_world_size() // shard, shard
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for part in (*getattr(model, "blocks", ()), model):
+        fully_shard(part, mesh=mesh["shard"])
+    return mesh
+
+
+@torch.no_grad()
+def _gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a sharded model with whole tensors. All ranks of a replica call this."""
+    state: dict[str, Any] = model.state_dict()
+    return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in state.items()}
+
+
+def _scatter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into a sharded model, of which each rank takes its shard; raise errors as load_state_dict."""
+    from torch.distributed.tensor import distribute_tensor
+
+    loaded = dict(weights)
+    for name, like in model.state_dict().items():
+        if hasattr(like, "device_mesh") and name in weights and weights[name].shape == like.shape:
+            whole = weights[name].to(like.device)
+            loaded[name] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    model.load_state_dict(loaded)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -34,6 +34,8 @@ _MOST_UNDER_WAY = 16
 """Most messages with losses that are under way, so that a signal is seen soon."""
 _LARGEST = 1 << 53
 """Bound of the numbers in a checkpoint: of bytes, steps, samples."""
+_SCORES = dict.fromkeys(("step", "seconds", "bytes_sent", "bytes_dense", "loss", "accuracy"), 0.0)
+"""The form of an evaluation in a checkpoint."""
 
 
 @dataclass
@@ -181,7 +183,11 @@ class Training:
     def _go_on_from(self, loaded: Loaded) -> None:
         """Continue from a checkpoint; raise ValueError if it is another run's, DamagedError if no run wrote it."""
         shared = loaded.shared
-        counts, evaluated = _checked_counts(shared["counts"], loaded.step), _checked_scores(shared["evaluated"])
+        counts, evaluated = shared["counts"], shared["evaluated"]
+        if not _fits(counts, vars(Counts())) or counts["step"] != loaded.step:
+            raise DamagedError("its counts are not those of its step")
+        if not (evaluated is None or _fits(evaluated, _SCORES)):
+            raise DamagedError("its evaluation is incomplete")
         _check_same_run(self._config, shared["config"])
         if loaded.step > self._config.steps:
             raise ValueError(
@@ -191,16 +197,14 @@ class Training:
             self._learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
-        self._counts, self._evaluated = counts, evaluated
+        self._counts, self._evaluated = Counts(**counts), evaluated
 
     def _count(self, seconds: float) -> None:
         """Add the time and the bytes of the last step to the totals."""
-        counts, blocked = self._counts, self._count_exchange()
-        parts = {"compress": "encode", "wait": "exchange", "decode": "decode"}
-        split = {phase: blocked.get(name, 0.0) for phase, name in parts.items()}
-        split["compute"] = max(0.0, seconds - sum(split.values()))
-        for phase in PHASES:
-            counts.split[phase] += split[phase]
+        blocked = self._count_exchange()
+        parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
+        for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
+            self._counts.split[phase] += part
 
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
@@ -365,32 +369,13 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _checked_counts(saved: object, step: int) -> Counts:
-    """Return the totals of a checkpoint; raise DamagedError if a value has another type than in `Counts`."""
-    expected = vars(Counts())
-    if not isinstance(saved, dict) or saved.keys() != expected.keys() or saved["step"] != step:
-        raise DamagedError("its counts do not match its step")
-    split = saved["split"]
-    if not isinstance(split, dict) or split.keys() != expected["split"].keys():
-        raise DamagedError(f"counts.split is of type {type(split).__name__}")
-    given = {**saved, **split}
-    for name, default in {**expected, **expected["split"]}.items():
-        if name != "split" and not (_is_number(given[name], type(default)) and given[name] >= 0):
-            raise DamagedError(f"counts.{name} is not a number of at least 0")
-    return Counts(**saved)
-
-
-def _checked_scores(saved: object) -> dict[str, Any] | None:
-    """Return the evaluation of a checkpoint, or None if it has none; raise DamagedError if it is something else."""
-    names = ("step", "seconds", "bytes_sent", "bytes_dense", "loss", "accuracy")
-    if saved is None or (isinstance(saved, dict) and all(_is_number(saved.get(name), float) for name in names)):
-        return saved
-    raise DamagedError("its evaluation is incomplete")
-
-
-def _is_number(value: object, kind: type) -> bool:
-    """Return whether a value is of the kind, finite, and not so large that a float would not hold it exactly."""
-    return (type(value) is int or (kind is float and type(value) is float)) and abs(value) < _LARGEST
+def _fits(saved: object, like: object) -> bool:
+    """Return whether a saved value has this form, with numbers from 0 on that a float holds exactly."""
+    if isinstance(like, dict):
+        if not isinstance(saved, dict) or saved.keys() != like.keys():
+            return False
+        return all(_fits(saved[name], part) for name, part in like.items())
+    return (type(saved) is int or type(saved) is type(like) is float) and 0 <= saved < _LARGEST
 
 
 def _check_same_run(config: Config, saved: object) -> None:

@@ -35,7 +35,6 @@ from .folder import METRICS_FILE
 
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
-
 Sink = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
 """A destination of metrics besides metrics.jsonl: writes numbers by name for a step, and closes."""
 
@@ -48,7 +47,11 @@ class Metrics:
         _cut(path, first_step)
         self._lines = Writer(path, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
-        self._sinks = [_open(name, folder, config, first_step) for name in chosen_sinks(config.log_to)]
+        modes = {"wandb": os.environ.get("WANDB_MODE", "online"), "wandb-offline": "offline"}
+        self._sinks = [
+            _open_wandb(folder, config, modes[name]) if name in modes else _open_tensorboard(folder, first_step)
+            for name in chosen_sinks(config.log_to)
+        ]
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
         """Write a line to metrics.jsonl, with null for NaN, and its numbers to other sinks under the name kind/name."""
@@ -83,12 +86,6 @@ def chosen_sinks(names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _open(name: str, folder: Path, config: Config, first_step: int) -> Sink:
-    if name == "tensorboard":
-        return _open_tensorboard(folder, first_step)
-    return _open_wandb(folder, config, offline=name == "wandb-offline")
-
-
 def _open_tensorboard(folder: Path, first_step: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -101,26 +98,20 @@ def _open_tensorboard(folder: Path, first_step: int) -> Sink:
     return write, writer.close
 
 
-def _open_wandb(folder: Path, config: Config, offline: bool) -> Sink:
-    """Open the run with the folder's name at Weights & Biases. A resumed run continues it."""
+def _open_wandb(folder: Path, config: Config, mode: str) -> Sink:
+    """Open the run with the folder's name at Weights & Biases. A resumed run continues it, by an id in its folder."""
     wandb: Any = importlib.import_module("wandb")
-    name = folder.resolve().name
-    mode = "offline" if offline else os.environ.get("WANDB_MODE", "online")
+    name, path = folder.resolve().name, folder / "wandb-id"
+    if not path.exists():
+        allowed = re.sub(r"[^A-Za-z0-9_-]", "-", name)
+        path.write_text(f"{allowed}-{os.urandom(4).hex()}", encoding="utf-8")
+    identity = path.read_text(encoding="utf-8")
     given = {"resume": "allow", "dir": str(folder), "mode": mode, "config": config.record()}
     try:
-        run: Any = wandb.init(project="thinwire", name=name, id=_identity(folder), **given)
+        run: Any = wandb.init(project="thinwire", name=name, id=identity, **given)
     except Exception as error:  # for example without a login; wandb raises many kinds
         raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
     return lambda scalars, step: run.log(dict(scalars), step=step), run.finish
-
-
-def _identity(folder: Path) -> str:
-    """Return the id of the run, which is drawn once and kept in its folder."""
-    path = folder / "wandb-id"
-    if not path.exists():
-        name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.resolve().name)  # only characters that wandb allows
-        path.write_text(f"{name}-{os.urandom(4).hex()}", encoding="utf-8")
-    return path.read_text(encoding="utf-8")
 
 
 def _cut(path: Path, first_step: int) -> None:

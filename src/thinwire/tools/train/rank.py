@@ -16,9 +16,9 @@ from thinwire.tools.loopback import Counter
 from .config import Config
 from .control import Control
 from .data import Data
-from .datasets import load_data
 from .device import pick_device
 from .folder import choose_folder, locked
+from .images import load_data
 from .loop import Training
 from .models import model_config
 from .place import Place
@@ -41,14 +41,16 @@ class Rank:
         if counter is None and self._place.on_one_machine:
             counter = Counter("lo", times=world_size)
         self._counter = counter
-        self._config, self._stops = config, False
+        self._config = config
+        self._signals: list[int] = []
+        """Those that have come."""
         self._device = pick_device(config.device, self._place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def run(self) -> bool:
         """Train and return whether training finished; False if a signal stopped it."""
-        with on_signals(lambda _: self._stop()), ExitStack() as stack:
+        with on_signals(self._signals.append), ExitStack() as stack:
             control = Control()
             self._compare(control)
             config = self._config
@@ -82,13 +84,13 @@ class Rank:
             counter=self._counter,
             compile_seconds=self._compile_seconds,
         )
-        return training.run(should_stop=lambda: self._stops)
+        return training.run(should_stop=lambda: bool(self._signals))
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
         record = {name: value for name, value in self._config.record().items() if name not in _MAY_DIFFER}
-        first = control.from_first(record)
-        for rank, other in enumerate(control.gather(record)):
+        first, *others = control.gather(record)
+        for rank, other in enumerate(others, start=1):
             for name, value in other.items():
                 if value != first[name]:
                     flag = f"--{name.replace('_', '-')}"
@@ -121,9 +123,6 @@ class Rank:
             if Place.of_torchrun() is not None:
                 command = f"torchrun ... -m {command}"
             print(f"stopped at step {results[-1].steps}, checkpoint written; go on with: {command}", flush=True)
-
-    def _stop(self) -> None:
-        self._stops = True
 
 
 @contextmanager

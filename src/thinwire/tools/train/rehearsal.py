@@ -49,7 +49,9 @@ def _rehearse(group: LocalGroup, config: Config, device: torch.device) -> None:
             model, compressor=config.compressor, warmup_steps=1, refresh_every=2, group=group
         ).step
     else:
-        exchange = thinwire.SGD(model, lr=0.1, momentum=0.9, compressor=config.compressor, group=group).step
+        exchange = thinwire.SGD(
+            model, lr=0.1, momentum=0.9, compressor=config.compressor, warmup_steps=1, group=group
+        ).step
     for step in range(_STEPS):
         model.zero_grad()
         given = torch.arange(64.0, device=device) + step + group.rank

@@ -98,24 +98,12 @@ def print_results(results: Sequence[Result], world_size: int) -> None:
     table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {ranks}", box=None, padding=(0, 2, 0, 0))
     for result in results:
         table.add_column(result.name, justify="right", no_wrap=True)
-    rows: dict[str, list[str]] = {
-        "validation loss": [f"{result.loss:.4f}" for result in results],
-        "accuracy": ["" if result.accuracy is None else f"{result.accuracy:.2%}" for result in results],
-        "MB sent per rank": [_megabytes(result.bytes_sent) for result in results],
-        "reduction": [reduction(result.bytes_sent, result.bytes_dense) for result in results],
-    }
-    later = [result.reduction_after_warmup for result in results]
-    if any(each is not None for each in later):
-        rows["  after the warm-up"] = ["" if each is None else reduction(1.0, each) for each in later]
-    rows.update(_rows_of_ranks(results))
-    if any(result.interface_bytes is not None for result in results):
-        rows["MB on the interface"] = [_megabytes(result.interface_bytes) for result in results]
-    rows["seconds"] = [f"{result.seconds:.1f}" for result in results]
-    rows["ms/step"] = [f"{1000 * sum(result.split.values()):.1f}" for result in results]
-    for phase in PHASES:
-        rows[f"  {phase}"] = [f"{1000 * result.split[phase]:.1f}" for result in results]
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
+    has_nodes = any(each["bytes_inside_nodes"] for result in results for each in result.ranks)
+    columns = [_cells(result, has_nodes) for result in results]
+    for name in columns[0]:
+        cells = [column.get(name) for column in columns]
+        if any(cell is not None for cell in cells):
+            table.add_row(name, *(cell or "" for cell in cells))
     Console().print(table)
     if len(results) == 2:
         print(compare(*results))
@@ -133,23 +121,34 @@ def compare(ours: Result, dense: Result) -> str:
     return f"Compared with dense training: {', '.join(parts)}."
 
 
-def _rows_of_ranks(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Return what rank 0 has sent between and inside nodes, and what each rank of a sharded model has sent."""
-    rows: dict[str, list[str]] = {}
-    if any(each["bytes_inside_nodes"] for result in results for each in result.ranks):
-        for where in ("between", "inside"):
-            sent = [result.ranks[0][f"bytes_{where}_nodes"] if result.ranks else None for result in results]
-            rows[f"  {where} nodes"] = list(map(_megabytes, sent))
-    for replica in sorted({each["replica"] for result in results for each in result.ranks if "replica" in each}):
-        rows[f"  replica {replica}, by shard"] = [
-            " ".join(_megabytes(each["bytes_between_nodes"]) for each in result.ranks if each.get("replica") == replica)
-            for result in results
-        ]
-    return rows
+def _cells(result: Result, has_nodes: bool) -> dict[str, str | None]:
+    """Return the column of a training, by row; None where the row is left out unless another training has it.
+
+    has_nodes   whether to add what rank 0 has sent between and inside nodes.
+    """
+    later = result.reduction_after_warmup
+    cells = {
+        "validation loss": f"{result.loss:.4f}",
+        "accuracy": "" if result.accuracy is None else f"{result.accuracy:.2%}",
+        "MB sent per rank": _megabytes(result.bytes_sent),
+        "reduction": reduction(result.bytes_sent, result.bytes_dense),
+        "  after the warm-up": None if later is None else reduction(1.0, later),
+    }
+    for where in ("between", "inside") if has_nodes and result.ranks else ():
+        cells[f"  {where} nodes"] = _megabytes(result.ranks[0][f"bytes_{where}_nodes"])
+    for each in result.ranks:
+        if "replica" in each:
+            name, sent = f"  replica {each['replica']}, by shard", _megabytes(each["bytes_between_nodes"])
+            cells[name] = f"{cells[name]} {sent}" if name in cells else sent
+    if result.interface_bytes is not None:
+        cells["MB on the interface"] = _megabytes(result.interface_bytes)
+    cells["seconds"] = f"{result.seconds:.1f}"
+    cells["ms/step"] = f"{1000 * sum(result.split.values()):.1f}"
+    return cells | {f"  {phase}": f"{1000 * result.split[phase]:.1f}" for phase in PHASES}
 
 
-def _megabytes(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 1e6:,.2f}"
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.2f}"
 
 
 def _figures(line: Mapping[str, Any]) -> str:

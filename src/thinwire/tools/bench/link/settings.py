@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from thinwire.tools.links.carrier import FASTEST
+from thinwire.tools.links.relay import FASTEST
 from thinwire.tools.units import LinkSpeed, parse_link
 
 from ..harness import File, Names, Numbers, arg, at_least, check_file, check_world

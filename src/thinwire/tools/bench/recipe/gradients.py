@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from thinwire.collectives import CollectiveError
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.sync.buckets import Bucket
-from thinwire.tools.train.models.gpt import GPT
+from thinwire.tools.train.models import GPT
 from thinwire.tools.workers import RankClass, WorkerError
 
 _LONGEST_CONTEXT = 256

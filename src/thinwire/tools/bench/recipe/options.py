@@ -99,8 +99,7 @@ class Options:
 
     def load_data(self) -> "Data":
         """Load the data onto the device. Digits get noise, because trainings would otherwise end too much alike."""
-        from thinwire.tools.train.data import Digits
-        from thinwire.tools.train.datasets import load_data
+        from thinwire.tools.train.images import Digits, load_data
 
         if self.data_name == "digits":
             return Digits(noise=0.5, device=self.device)
@@ -129,7 +128,7 @@ def check(options: Options) -> None:
     """Raise ValueError for options that cannot be run."""
     import torch
 
-    from thinwire.tools.train.datasets import check_fit
+    from thinwire.tools.train.images import check_fit
 
     from .. import training
 
