@@ -15,7 +15,8 @@ from support.cases import BACKENDS
 from thinwire import kernels
 from thinwire.testing import RankPool
 from thinwire.testing.processes import server
-from thinwire.tools.train import idx
+from thinwire.tools.train import FASHION_FOLDER
+from thinwire.tools.train.idx import FASHION_PACKAGE
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what runs in the background like that, and the commands under test would inherit it.
@@ -56,11 +57,11 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def fashion_package() -> Path:
     """The folder of Debian's package for Fashion-MNIST. `make test` installs it where it can, and CI needs it."""
-    if not idx.INSTALLED.is_dir():
-        reason = f"no {idx.INSTALLED} on this machine: apt-get install {idx.PACKAGE}"
+    if not FASHION_FOLDER.is_dir():
+        reason = f"no {FASHION_FOLDER} on this machine: apt-get install {FASHION_PACKAGE}"
         assert not os.environ.get("CI"), reason
         pytest.skip(reason)
-    return idx.INSTALLED
+    return FASHION_FOLDER
 
 
 @pytest.fixture(params=BACKENDS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from support.signals import signal_me
 from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import Fault, inject
-from thinwire.tools.train import idx, loop
+from thinwire.tools.train import loop
 from thinwire.tools.train.images import Digits
 from thinwire.tools.train.learner import Learner
 from thinwire.tools.train.rank import Rank
@@ -237,10 +237,3 @@ class Hold:
 
         patch(Rank, "_stop", note)
         patch(loop, "schedule", wait)
-
-
-class NoFashion:
-    """Debian's package of Fashion-MNIST is not there."""
-
-    def install(self, patch: Patch) -> None:
-        patch(idx, "INSTALLED", Path("nowhere"))

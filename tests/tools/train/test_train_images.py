@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.tools.train import idx as idx_reader
+from thinwire.tools.train import FASHION_FOLDER
 from thinwire.tools.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
 from thinwire.tools.train.data import Data
 from thinwire.tools.train.idx import files
@@ -142,30 +142,12 @@ def test_a_bad_gzip_file_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes
         MNIST(tmp_path)
 
 
-def test_fashion_is_read_from_the_folder_or_else_from_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(idx_reader, "INSTALLED", put(tmp_path / "installed", mnist_files(), zipped=True))
-    assert FashionMNIST(tmp_path / "none").length == COUNT
-    shorter = {
-        IMAGES: idx(0x803, 7, 28, 28, body=bytes(7 * 784)),
-        LABELS: idx(0x801, 7, body=bytes(7)),
-    }
-    own = put(tmp_path / "own", {**mnist_files(), **shorter})
-    assert FashionMNIST(own).length == 7
-
-
-@pytest.mark.parametrize("where", ["own", "installed"])
 @pytest.mark.parametrize("name", [*files("train"), *files("t10k")])
-def test_a_folder_with_some_of_fashion_names_what_it_lacks(
-    tmp_path: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if the package is there: which of the two is meant is for the user to say."""
-    monkeypatch.setattr(idx_reader, "INSTALLED", put(tmp_path / "installed", mnist_files()))
-    (put(tmp_path / where, mnist_files()) / name).unlink()
-    with pytest.raises(ValueError, match=f"^{tmp_path / where} has no {name}") as caught:
-        FashionMNIST(tmp_path / "own")
-    assert "apt-get install dataset-fashion-mnist, or put train-images" in str(caught.value)
+def test_a_folder_with_some_of_fashion_names_what_it_lacks(tmp_path: Path, name: str) -> None:
+    (put(tmp_path, mnist_files()) / name).unlink()
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no {name}") as caught:
+        FashionMNIST(tmp_path)
+    assert f"apt-get install dataset-fashion-mnist puts it into {FASHION_FOLDER}, or put" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +168,8 @@ def test_files_of_the_other_set_are_refused(
         kind(folder)
 
 
-def test_the_real_fashion(fashion_package: Path, tmp_path: Path) -> None:
-    data = FashionMNIST(tmp_path)
+def test_the_real_fashion(fashion_package: Path) -> None:
+    data = FashionMNIST(fashion_package)
     assert data.length == 60_000
     inputs, targets = data.batch(0, 60_000, seed=0)
     assert targets.bincount().tolist() == [6000] * 10
@@ -411,15 +393,14 @@ def test_a_folder_without_the_data(tmp_path: Path, name: str, expected: list[str
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "a file"])
-def test_fashion_that_is_nowhere(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not downloaded, so the error says how to get it."""
-    folder, installed = tmp_path / "data", tmp_path / "installed"
-    monkeypatch.setattr(idx_reader, "INSTALLED", installed)
+def test_fashion_that_is_nowhere(tmp_path: Path, kind: str) -> None:
+    """It is not downloaded, so the error says how to get it. A folder that was named is not replaced by another."""
+    folder = tmp_path / "data"
     if kind == "empty":
         folder.mkdir()
     elif kind == "a file":
         folder.write_bytes(b"")
-    with pytest.raises(ValueError, match=f"^neither {folder} nor {installed} has Fashion-MNIST") as caught:
+    with pytest.raises(ValueError, match=f"^{folder} has no .* of Fashion-MNIST") as caught:
         load_data("fashion-mnist", folder)
     for text in ["apt-get install dataset-fashion-mnist", *files("train"), *files("t10k"), "--data-dir"]:
         assert text in str(caught.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.disks import small_disk
-from support.training_faults import FullDisk, InSteps, NoFashion
+from support.training_faults import FullDisk, InSteps
 from support.training_runs import (
     SMALL,
     Done,
@@ -136,11 +136,11 @@ def test_missing_fashion_is_one_line_that_says_what_to_install(
     """Before any rank is started, where files are to be fetched."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
-    NoFashion().install(monkeypatch.setattr)
-    assert cli.main(["train", "--recipe", "fashion-cnn", "--download", "--device", "cpu"]) == 2
+    given = ["--recipe", "fashion-cnn", "--data-dir", "nowhere", "--download", "--device", "cpu"]
+    assert cli.main(["train", *given]) == 2
     output = capfd.readouterr()
     assert_one_line(
-        Done(2, output.out, output.err), "neither data/fashion-mnist nor nowhere has Fashion-MNIST",
+        Done(2, output.out, output.err), "nowhere has no train-images-idx3-ubyte[.gz] of Fashion-MNIST",
         "apt-get install dataset-fashion-mnist", "t10k-labels-idx1-ubyte", "--data-dir",
     )  # fmt: skip
     assert output.err.count("\n") == 1, output.err

@@ -10,3 +10,8 @@ metrics.py, view.py     metrics that are written; progress that is shown
 data.py, images.py      the data sets: text, and images by idx.py and cifar.py
 models.py               the models
 """
+
+from pathlib import Path
+
+FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package puts Fashion-MNIST. Here, for modules that must not load torch or tyro."""

@@ -35,7 +35,7 @@ class Config:
     data: Literal["digits", "text", "mnist", "fashion-mnist", "cifar10"] = "digits"
     """digits, and text of this machine's Python sources, need no network."""
     data_dir: Annotated[Path, arg(metavar="PATH")] = Path("data")
-    """Where the files of mnist, fashion-mnist and cifar10 are. Debian's dataset-fashion-mnist is found without it."""
+    """Where the files of mnist, fashion-mnist and cifar10 are. fashion-cnn has the folder of Debian's package."""
     download: bool = False
     """Fetch files of mnist or cifar10 that are missing there. Needs pip install 'thinwire[data]'."""
     steps: int = 300

@@ -1,7 +1,7 @@
 """Reader of MNIST's and Fashion-MNIST's files, in the IDX format (http://yann.lecun.com/exdb/mnist), gzipped or not.
 
 Fashion-MNIST is that of Xiao, Rasul and Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine
-learning algorithms", 2017. It is never downloaded: it may be in the folder of Debian's package.
+learning algorithms", 2017. It is never downloaded: Debian has a package of it.
 
 4 bytes   magic: 0, 0, 8 for unsigned bytes, the number of dimensions
 4 each    the dimensions, highest byte first: count, and for images rows and columns
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PACKAGE = "dataset-fashion-mnist"
-INSTALLED = Path("/usr/share/datasets/fashion-mnist")
-"""The folder of Debian's package."""
+from . import FASHION_FOLDER
+
+FASHION_PACKAGE = "dataset-fashion-mnist"
 PIXELS = 28
 CLASSES = 10
 LARGEST = 1_000_000
@@ -50,18 +50,15 @@ def find_mnist(folder: Path) -> dict[str, Path]:
 
 
 def find_fashion(folder: Path) -> dict[str, Path]:
-    """Return the paths in the first of `folder` and Debian's folder that has any; raise ValueError if it lacks one."""
-    advice = (
-        f"apt-get install {PACKAGE}, or put {', '.join(FILES)}, each with or without .gz, into {folder} or into "
-        "another folder that --data-dir names"
-    )
-    for place in (folder, INSTALLED):
-        paths = _find(place)
-        if len(paths) == len(FILES):
-            return paths
-        if paths:
-            raise ValueError(f"{place} has no {_missing(paths)}[.gz], but others of Fashion-MNIST's files; {advice}")
-    raise ValueError(f"neither {folder} nor {INSTALLED} has Fashion-MNIST, and it is not downloaded; {advice}")
+    """Return the path of each file of Fashion-MNIST; raise ValueError, with how to get it, if the folder lacks one."""
+    paths = _find(folder)
+    if len(paths) < len(FILES):
+        raise ValueError(
+            f"{folder} has no {_missing(paths)}[.gz] of Fashion-MNIST, which is not downloaded; apt-get install "
+            f"{FASHION_PACKAGE} puts it into {FASHION_FOLDER}, or put {', '.join(FILES)}, each with or without .gz, "
+            "into a folder; then name the folder by --data-dir"
+        )
+    return paths
 
 
 def _find(folder: Path) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from . import FASHION_FOLDER
 from .config import CONFIG_FILE, Config, newest_run, option
 from .folder import METRICS_FILE
 
@@ -31,8 +32,8 @@ RECIPES: dict[str | None, Config] = {
     ),
     # A CNN for clothes of 28 x 28 pixels, by Debian or from a folder: minutes on two cores.
     "fashion-cnn": Config(
-        recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=Path("data/fashion-mnist"),
-        batch=64, steps=2000, optimizer="sgd",
+        recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=FASHION_FOLDER, batch=64,
+        steps=2000, optimizer="sgd",
         lr=0.03,  # as for torch.optim.SGD with momentum 0.9
         weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     ),
