@@ -26,8 +26,7 @@ from ..compressors import format_spec
 from ..sync.buckets import Bucket, plain_name, shaped
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
-from .backward import after_backward
-from .fsdp import AttachedModel, ShardedParameters, check_module, sharded_parameters
+from .fsdp import AttachedModel, ShardedParameters, after_backward, check_module, sharded_parameters
 
 _ADAM_LIKE = (
     torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
