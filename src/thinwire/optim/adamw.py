@@ -10,7 +10,7 @@ is larger than that of the averaged gradient: `second_moment.py` describes by ho
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any
@@ -26,9 +26,8 @@ from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
-from ..sync.parts import Updates
+from ..sync.parts import Rule, Updates
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.residuals import NamedVectors
 from ..sync.step import Step
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
@@ -50,22 +49,6 @@ _PIECE, _AT_ONCE = 1 << 20, 8
 So there is no second copy of all of them.
 """
 _FOUR_BITS = Quantize(bits=4)
-
-
-@dataclass(frozen=True)
-class AdamRule:
-    """The numbers of `AdamUpdate`, for one family of parameters at one step."""
-
-    numbers: Mapping[str, float]
-    """beta1, beta2, scale, floor, limit and rate."""
-    on_device: Tensor | None = None
-    """The same numbers in GPU memory, with the factor of the gradient."""
-
-    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
-        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
-        m, v = moments
-        on_device = self.on_device if m.dtype == torch.float32 else None
-        return AdamUpdate(m, v, factor=factor, **self.numbers, on_device=on_device)
 
 
 class _DeviceNumbers:
@@ -243,11 +226,11 @@ class AdamW(CompressedOptimizer):
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
             return made
-        rules = [rule for rule in made.rules if isinstance(rule, AdamRule)]
-        rows = [by_numbers.numbers_of(factor=1 / made.scale, **rule.numbers) for rule in rules]
+        families = self._families.all
+        rows = [by_numbers.numbers_of(factor=1 / made.scale, **self._numbers_of(family)) for family in families]
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
-        on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
-        return replace(made, rules=on_device, numbers=numbers)
+        rules = [self._rule(family, row) for family, row in zip(families, numbers, strict=True)]
+        return replace(made, rules=rules, numbers=numbers)
 
     def _choose_dense(self) -> None:
         """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
@@ -298,28 +281,31 @@ class AdamW(CompressedOptimizer):
             self._rates = made_from, by_name
         return self._rates[1]
 
-    def _rule(self, family: Family) -> AdamRule:
+    def _rule(self, family: Family, on_device: Tensor | None = None) -> Rule:
+        """Return the rule of a family; `on_device` has its numbers, and the factor of the gradient, in GPU memory."""
+        numbers = self._numbers_of(family)
+
+        def update(_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
+            m, v = moments
+            kept = on_device if m.dtype == torch.float32 else None
+            return AdamUpdate(m, v, factor=factor, **numbers, on_device=kept)
+
+        return update
+
+    def _numbers_of(self, family: Family) -> dict[str, float]:
+        """Return the numbers of the update, which divides momentum by sqrt(v) * scale + floor, as Adam corrects it."""
         group = self.param_groups[family.group]
         beta1, beta2 = group["compressed_betas"]
-        scale, floor = self._divisor(family)
-        return AdamRule(
-            {
-                "beta1": beta1,
-                "beta2": beta2 if self.refresh_every else 1.0,
-                "scale": scale,
-                "floor": floor,
-                "limit": _limit(group, self.sync.world_size),
-                "rate": self._rate(group),
-            }
-        )
-
-    def _divisor(self, family: Family) -> tuple[float, float]:
-        """Return (scale, floor): momentum is divided by sqrt(v) * scale + floor, with Adam's bias corrections."""
         first, second = family.weights
-        group = self.param_groups[family.group]
-        beta1, _ = group["compressed_betas"]
         first = beta1 * first + 1 - beta1
-        return first / (second or 1.0) ** 0.5, first * group["eps"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2 if self.refresh_every else 1.0,
+            "scale": first / (second or 1.0) ** 0.5,
+            "floor": first * group["eps"],
+            "limit": _limit(group, self.sync.world_size),
+            "rate": self._rate(group),
+        }
 
     def _step_by_gradients(self, piece: Piece) -> None:
         """Take the step of torch's AdamW; each operation handles all parameters, because they are many and small."""
@@ -362,9 +348,6 @@ class AdamW(CompressedOptimizer):
         keep = 1 - float(group["lr"]) * group["weight_decay"]
         rates = [self._rate_of(group, name) for name in names]
         kernels.adam(parameters[0].device).step(parameters, updates, keep=keep, rates=rates)
-
-    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        parameter.add_(update, alpha=-self._rate_of(group, name))
 
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
         """Return the factor of an averaged update: it was divided by sqrt(v), and sqrt(c v) is correct."""
@@ -499,11 +482,8 @@ class AdamW(CompressedOptimizer):
         measured = {"scales": dict(self._scales), "measured": dict(self._found)}
         return {**super()._own_state(), **self._families.state_dict(), **measured}
 
-    def _parse_own_state(self, state: Mapping[str, Any], loaded: Mapping[str, NamedVectors]) -> Callable[[], None]:
-        take_count = super()._parse_own_state(state, loaded)
-        known = loaded["exp_avg_sq"]
-        untrained = [] if self._sharded is not None else [name for name in self._parameters if name not in known]
-        families = self._families.parsed(state, steps=int(state["count"]), untrained=untrained)
+    def _parse_own_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        families = self._families.parsed(state)
         saved, here = int(state["world_size"]), self.sync.world_size
         scales, found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
@@ -511,7 +491,6 @@ class AdamW(CompressedOptimizer):
         )
 
         def take() -> None:
-            take_count()
             self._families.take(families)
             self._choose_dense()
             self._scales, self._found, self._measures_next = scales, found, saved != here

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,16 +17,10 @@ Params = nn.Module | ParamsT
 """A DDP model, another module, parameters, (name, parameter) pairs, or dicts of them with options."""
 
 
-class Found(NamedTuple):
-    """The parameter groups and the DDP model of an optimizer."""
-
-    groups: list[dict[str, Any]]
-    """Parameter groups as torch's optimizers take them, with (name, parameter) pairs."""
-    ddp: DistributedDataParallel | None
-
-
-def find_parameters(given: Params, ddp: DistributedDataParallel | None) -> Found:
-    """Return the parameter groups, with a name for every parameter, and the DDP model.
+def find_parameters(
+    given: Params, ddp: DistributedDataParallel | None
+) -> tuple[list[dict[str, Any]], DistributedDataParallel | None]:
+    """Return the parameter groups with (name, parameter) pairs, as torch's optimizers take them, and the DDP model.
 
     `ddp` is the DDP model of the parameters, if they are not given as a DDP model. Without it, `ddp_of` looks for one.
     """
@@ -62,7 +56,7 @@ def find_parameters(given: Params, ddp: DistributedDataParallel | None) -> Found
         for number, (group, items) in enumerate(zip(groups, listed, strict=True))
     ]
     _check(named, ddp, known)
-    return Found(named, ddp)
+    return named, ddp
 
 
 def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:

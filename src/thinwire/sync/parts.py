@@ -1,10 +1,10 @@
 """Data types of a step: the updates of an optimizer, slices that are being sent, and their results."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,11 +29,8 @@ class Mode(Enum):
     UPDATES = "as the updates that an optimizer makes of them"
 
 
-class Rule(Protocol):
-    """The rule by which an optimizer makes updates from gradients, for one family of parameters at one step."""
-
-    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> Update:
-        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
+Rule = Callable[[Slice, Sequence[Tensor], float], Update]
+"""Makes the update of a slice, from its moments and the factor of its gradient, for one family at one step."""
 
 
 @dataclass(frozen=True)

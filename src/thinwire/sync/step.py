@@ -424,7 +424,7 @@ class Step(StepRecord):
             for vectors in self.updates.moments
         ]
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
-        return self.updates.rules[slice_.family].update(slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
+        return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, sent: Sent) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
