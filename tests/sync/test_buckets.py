@@ -59,7 +59,7 @@ def test_every_element_is_sent_or_kept(drawn: list[tuple[int, int, int, bool]]) 
                 assert groups[name] == part.family
                 carried.append(name)
             at += size
-        assert part.gaps() == gaps
+        assert part.gaps == gaps
     assert carried == [name for name in names if name not in packed]
 
 

@@ -342,14 +342,14 @@ class CompressedOptimizer(Optimizer):
         """Apply the slices one after the other, because their averages use the same memory."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale
-        for average in sent.averages():
+        for is_update, parts in sent.averages():
             named = (
                 (name, self._parameters[name], shaped(part, self._parameters[name]))
-                for name, part in average.parts()
+                for name, part in parts
                 if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
             for piece in _pieces(named, self._families.number_of):
-                if average.is_update:
+                if is_update:
                     self._step_by_updates(piece)
                 else:
                     gradients = [_unscaled(part, unscale) for part in piece.tensors]

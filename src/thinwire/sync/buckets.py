@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +80,8 @@ class Slice:
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the (start, stop) of packed parameters in the middle, counted from the start of the slice."""
         ends = list(accumulate(self.sizes))
         return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
 
@@ -89,9 +90,10 @@ class Slice:
         """Return the seed of this slice's random draws, which is combined with the step number."""
         return zlib.crc32(str(self.names[0]).encode())
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return the (start, stop) of packed parameters in the middle, counted from the start of the slice."""
-        return self._gaps
+    def parts(self, flat: Flat) -> list[tuple[str, Any]]:
+        """Return the name and the part of each parameter in a flat tensor of this slice, without gaps."""
+        parts = zip(self.names, flat.split(list(self.sizes)), strict=True)
+        return [(name, part) for name, part in parts if name is not None]
 
 
 class Packed(NamedTuple):
@@ -137,7 +139,7 @@ def plan_bucket(
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
     >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
-    >>> [(one.name, one.start) for one in plan.packed], [(one.start, one.stop, one.gaps()) for one in plan.slices]
+    >>> [(one.name, one.start) for one in plan.packed], [(one.start, one.stop, one.gaps) for one in plan.slices]
     ([('b', 8000)], [(0, 17010, [(8000, 8010)])])
     """
     packed: list[Packed] = []

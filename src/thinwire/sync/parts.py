@@ -1,7 +1,7 @@
 """Data types of a step: the updates of an optimizer, slices that are being sent, and their results."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -56,21 +56,6 @@ class Updates:
     sampled: frozenset[str] = frozenset()
     numbers: Tensor | None = None
     together_bytes: int = 0
-
-
-class Average(NamedTuple):
-    """The averages of one slice. The memory is reused for the next slice."""
-
-    slice: Slice
-    flat: Tensor
-    """Averages over all ranks, one parameter after the other as in `slice`."""
-    is_update: bool
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and averages of each parameter; gaps are left out."""
-        for name, part in zip(self.slice.names, self.flat.split(list(self.slice.sizes)), strict=True):
-            if name is not None:
-                yield name, part
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import AdamUpdate, Update
 from .assignment import Assignment
 from .buckets import Bucket, Packed, Slice, Together, together
-from .parts import Average, Mode, PackedGradients, Sent, Slot, StepRecord, Updates
+from .parts import Mode, PackedGradients, Sent, Slot, StepRecord, Updates
 from .policy import DENSE
 from .shards import ShardGroup
 from .workspace import Workspace
@@ -221,13 +221,7 @@ class Step(StepRecord):
         with refusing(operations):
             self._hold(slot)
         reduction = Reduction(
-            request=slot.request,
-            operations=operations,
-            tensor=known.source,
-            residual=known.residual,
-            state=None,
-            key=None,
-            buffers=slot.buffers,
+            slot.request, operations, known.source, known.residual, state=None, key=None, buffers=slot.buffers
         )
         side = self.sync.workspace.side_stream(known.gradient.device)
 
@@ -251,38 +245,22 @@ class Step(StepRecord):
         else:
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self.sync.workspace.scratch(gradient, dtype)
-        residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.residual_of(slice_, source)
-        slot, reduction = self._begin(slice_, source=source, residual=residual, state=state)
-        sent = Sent(
-            slice=slice_,
-            gradient=gradient,
-            source=source,
-            slot=slot,
-            reduction=reduction,
-            residual=residual,
-            update=update,
-        )
+        sent = self._begin(slice_, gradient, source=source, update=update)
         if self.mode is not Mode.WARMUP and _is_recordable(update):
             sent.key = self.sync.workspace.addresses(sent)
 
         def encode() -> None:
             if update is not None:
-                with reduction.handle.report.clock("update"):
+                with sent.reduction.handle.report.clock("update"):
                     update.write(self._clipped(sent), source)
             elif self.mode is Mode.WARMUP:
                 assert isinstance(gradient, Tensor)
                 self._as_gradient(source.copy_(gradient))
-            if slice_.gaps():  # packed parameters, which are sent separately
-                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps()])
-            reduction.encode()
+            if slice_.gaps:  # packed parameters, which are sent separately
+                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
+            sent.reduction.encode()
 
-        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
-        self._prepare(sent)
-
-    def _prepare(self, sent: Sent) -> None:
-        """Keep how a slice was sent, if the next step can do the same."""
-        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
-            self.sync.workspace.prepare(sent)
+        self._encode_and_submit(sent, encode)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
@@ -304,20 +282,8 @@ class Step(StepRecord):
         if known is not None and known.origin == origin:
             self._send_again(known)
             return
-        residual, state = (
-            (None, None) if isinstance(slice_.compressor, NoCompression) else self.sync.residual_of(slice_, packed)
-        )
-        slot, reduction = self._begin(slice_, source=packed, residual=residual, state=state, packs=True)
         places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
-        sent = Sent(
-            slice=slice_,
-            gradient=packed,
-            source=packed,
-            slot=slot,
-            reduction=reduction,
-            residual=residual,
-            places=places,
-        )
+        sent = self._begin(slice_, packed, source=packed, places=places)
         if origin is not None:
             sent.key, sent.origin = (*self.sync.workspace.addresses(sent), *origin), origin
 
@@ -326,17 +292,24 @@ class Step(StepRecord):
             self._sample(slice_, packed)
             if self.updates is not None:
                 self._as_gradient(packed)
-            reduction.encode()
+            sent.reduction.encode()
 
-        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
-        self._prepare(sent)
+        self._encode_and_submit(sent, encode)
 
     def _begin(
-        self, slice_: Slice, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
-    ) -> tuple[Slot, Reduction]:
-        """Begin the operation that sends `source`, which is written later; return its slot and reduction."""
-        sync, dense = self.sync, self.flushes or isinstance(slice_.compressor, NoCompression)
-        state = None if dense else state
+        self,
+        slice_: Slice,
+        gradient: Flat,
+        *,
+        source: Tensor,
+        update: Update | None = None,
+        places: Sequence[tuple[Flat, Packed]] = (),
+    ) -> Sent:
+        """Begin the operation that sends `source`, which is written later. Only packed parameters have places."""
+        sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
+        keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
+        residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
+        state = None if self.flushes else state
         operations = sync.number_operations(source.device)
         self._check_no_failure(operations)
         with refusing(operations):
@@ -346,9 +319,9 @@ class Step(StepRecord):
                 [operation.channel for operation in operations],
                 has_residual=residual is not None,
                 state=state,
-                algorithm=self._algorithm(slice_.compressor, source, packs),
+                algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=None if dense or packs or self.mode is Mode.WARMUP else sync.shard_compressor,
+                shard_compressor=sync.shard_compressor if keeps and not places and not self.flushes else None,
             )
             self._hold(slot)
             key = None
@@ -356,15 +329,16 @@ class Step(StepRecord):
                 key = mix_key(self.number, slice_.seed)
                 if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
                     key = mix_key(key, self.rank)  # each rank rounds by its own random draws
-            return slot, Reduction(
-                request=slot.request,
-                operations=operations,
-                tensor=source,
-                residual=residual,
-                state=state,
-                key=key,
-                buffers=slot.buffers,
+            reduction = Reduction(
+                slot.request, operations, source, residual, state=state, key=key, buffers=slot.buffers
             )
+        return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
+
+    def _encode_and_submit(self, sent: Sent, encode: Callable[[], None]) -> None:
+        """Encode a slice or replay the recording of it, submit it, and keep how, if the next step can do the same."""
+        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
+        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
+            self.sync.workspace.prepare(sent)
 
     def _encode_or_replay(self, sent: Sent, encode: Callable[[], None]) -> None:
         """Encode a slice, or replay the recording of it."""
@@ -449,10 +423,10 @@ class Step(StepRecord):
         """Keep samples of the gradients of a slice, if the optimizer has requested them."""
         if self.updates is None or not self.updates.sampled:
             return
-        for name, part in zip(slice_.names, gradient.split(list(slice_.sizes)), strict=True):
+        for name, part in slice_.parts(gradient):
             if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
                 factor = self._clip / self.updates.scale
-                self.samples[str(name)] = _sample(part, step=self.number, name=str(name), factor=factor)
+                self.samples[name] = _sample(part, step=self.number, name=name, factor=factor)
 
     # The end of a step.
 
@@ -510,18 +484,13 @@ class Step(StepRecord):
                     parts[name].copy_(part)
 
     @torch.no_grad()
-    def averages(self) -> Iterator[Average]:
-        """Update residuals and moments, and yield the averages of one slice after the other."""
+    def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
+        """Update residuals and moments, and yield the averages of one slice after the other.
+
+        Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
+        """
         for bucket, _ in self._summed:
-            slice_ = Slice(
-                start=0,
-                stop=bucket.tensor.numel(),
-                compressor=DENSE,
-                family=None,
-                names=bucket.names,
-                sizes=bucket.sizes,
-            )
-            yield Average(slice_, bucket.tensor, False)
+            yield False, list(bucket.parts().items())
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -529,9 +498,9 @@ class Step(StepRecord):
             else:
                 out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
-                if sent.residual is not None and sent.slice.gaps():  # gaps have no residual
-                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps()])
-            yield Average(sent.slice, out, sent.update is not None)
+                if sent.residual is not None and sent.slice.gaps:  # gaps have no residual
+                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps])
+            yield sent.update is not None, sent.slice.parts(out)
 
     def release(self) -> None:
         """Release the gradients, payloads and copies of a finished step."""
