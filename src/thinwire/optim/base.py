@@ -399,7 +399,7 @@ class CompressedOptimizer(Optimizer):
 
         All ranks do this in the same order.
         """
-        residuals = self.sync.pop_residuals([name for name, _ in named])
+        residuals = self.sync.unsent.pop({name for name, _ in named})
         for name, parameter in named:
             if name in residuals:
                 self.sync.average([residuals[name]], DENSE)

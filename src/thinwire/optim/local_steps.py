@@ -472,7 +472,7 @@ class LocalSteps(Optimizer):
         self.sync.count(step)
         current.is_received, current.is_void = True, step.finite is False
         if self.decay != 1.0 and not current.is_void:
-            self.sync.scale_residuals(self.decay, current.fragment.names)
+            self.sync.unsent.scale(self.decay, current.fragment.names.__contains__)
 
     def _resume(self, under_way: Mapping[str, Any]) -> None:
         fragment = self.fragments[under_way["fragment"]]

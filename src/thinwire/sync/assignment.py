@@ -10,50 +10,19 @@ All ranks make the same assignment: measurements that differ between ranks are a
 import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
 from .buckets import BucketPlan, Together, plan_bucket
 from .parts import StepRecord
 from .policy import DENSE, Policy, share_bytes
+from .ranks import Ranks
 from .trials import Trials
 
 _log = logging.getLogger("thinwire")
-
-
-class Ranks(Protocol):
-    """The part of `Synchronizer` that an assignment uses."""
-
-    layout: list[tuple[str, ...]]
-
-    @property
-    def rank(self) -> int:
-        """Return the rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps taken so far."""
-
-    @property
-    def residuals(self) -> dict[str, Tensor]:
-        """Return this rank's residuals, by parameter."""
-
-    def average_over_all(self, tensor: Tensor) -> Tensor:
-        """Return the average of a small tensor over all ranks, those of other shards included."""
-
-    def has_residual(self, name: str) -> bool:
-        """Return whether this rank has a residual for a parameter."""
-
-    def fold_owners(self) -> None:
-        """Add the residuals of the shards that this rank owns to its own residuals."""
 
 
 class Assignment:
@@ -216,7 +185,7 @@ class Auto(Assignment):
             torch.cuda.current_stream(device).synchronize()
         trials.begins(step)
         chosen: Mapping[str, Compressor] = trials.assigned(step, sizes)
-        with_residual = [name for name in sizes if sync.has_residual(name)]
+        with_residual = [name for name in sizes if name in sync.unsent]
         flushes = False
         if trials.choice is not None and not self._flushed:
             flushes = any(self.sends_dense(name, sizes[name], step) for name in with_residual)
@@ -225,7 +194,7 @@ class Auto(Assignment):
             # Parameters with a residual get a compressor that uses it, though `flushes` sends them dense. The others
             # stay dense, such as those whose residual an optimizer has applied.
             chosen = {**chosen, **dict.fromkeys(with_residual, trials.compressors[1])}
-            sync.fold_owners()
+            sync.unsent.fold()
         self._choose(chosen)
         return flushes
 

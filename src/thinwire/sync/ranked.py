@@ -43,7 +43,7 @@ def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     sync: Any = getattr(owner, "sync", owner)
     shards: ShardGroup | None = sync.shards
     if shards is not None:
-        sync.fold_owners()
+        sync.unsent.fold()
     state = own_state(owner.state_dict())
     tensors: dict[str, Tensor] = {}
     rest = strip(state, "", tensors)

@@ -12,21 +12,16 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from math import ceil
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..collectives import ShardState
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
-from ..collectives.groups import Group
 from ..collectives.handle import Handle
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
-from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
@@ -38,8 +33,8 @@ from .assignment import Assignment
 from .buckets import Bucket, Packed, Slice, Together, together
 from .parts import Mode, PackedGradients, Sent, Slot, StepRecord, Updates
 from .policy import DENSE
+from .ranks import Ranks
 from .shards import ShardGroup
-from .workspace import Workspace
 
 PACKED_BYTES = 1 << 20
 """Packed parameters of several buckets wait until they have this many bytes in total.
@@ -48,37 +43,12 @@ They are sent together because every operation has a cost, even a small one.
 """
 
 
-class Owner(Protocol):
-    """The part of `Synchronizer` that a step uses."""
-
-    group: Group
-    timeout: float | timedelta | None
-    algorithm: str
-    shard_compressor: Compressor | None
-    max_bytes: int | None
-    wanted_layout: list[tuple[str, ...]]
-    workspace: Workspace
-    shards: ShardGroup | None
-
-    @property
-    def assignment(self) -> Assignment:
-        """Return the assignment, which gives each parameter its compressor."""
-
-    def channels_of(self, device: torch.device) -> list[Channel]:
-        """Return the channels of the group."""
-
-    def number_operations(self, device: torch.device) -> list[Operation]:
-        """Return the next operations on the group's channels."""
-
-    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a slice, and the state of the shards that this rank owns."""
-
-
 @dataclass(kw_only=True)
 class Step(StepRecord):
     """A step that is under way."""
 
-    sync: Owner
+    sync: Ranks
+    assignment: Assignment
     collects: bool
     """True if all buckets are collected before the first is sent."""
     rank: int
@@ -176,7 +146,7 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def _encode(self, bucket: Together, last: bool) -> None:
-        tensor, plan = bucket.flat, self.sync.assignment.plan(bucket, self)
+        tensor, plan = bucket.flat, self.assignment.plan(bucket, self)
         for compressor, parts in plan.packed_by_compressor:
             self._packed.append(
                 PackedGradients(bucket=bucket, parts=parts, compressor=compressor, copied=self._copied(tensor, parts))
@@ -220,9 +190,7 @@ class Step(StepRecord):
         self._check_no_failure(operations)
         with refusing(operations):
             self._hold(slot)
-        reduction = Reduction(
-            slot.request, operations, known.source, known.residual, state=None, key=None, buffers=slot.buffers
-        )
+        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
         side = self.sync.workspace.side_stream(known.gradient.device)
 
         def encode() -> None:
@@ -329,9 +297,7 @@ class Step(StepRecord):
                 key = mix_key(self.number, slice_.seed)
                 if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
                     key = mix_key(key, self.rank)  # each rank rounds by its own random draws
-            reduction = Reduction(
-                slot.request, operations, source, residual, state=state, key=key, buffers=slot.buffers
-            )
+            reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
         return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
 
     def _encode_and_submit(self, sent: Sent, encode: Callable[[], None]) -> None:

@@ -1,0 +1,137 @@
+"""The ranks that take part in training, and what this rank keeps from step to step to exchange with them."""
+
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import Handle, ShardState, all_reduce_compressed
+from ..collectives.all_reduce import check_timeout
+from ..collectives.groups import Group, channels, check_kind, place
+from ..collectives.plan import ALGORITHMS
+from ..collectives.transport.channel import Channel
+from ..collectives.transport.operation import Operation
+from ..compressors import Compressor
+from .buckets import Slice
+from .policy import DENSE
+from .residuals import Residuals
+from .saves import Saves
+from .shards import ShardGroup
+from .statistics import SyncStats
+from .workspace import Workspace
+
+
+class Ranks:
+    """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
+
+    def __init__(
+        self,
+        *,
+        group: Group,
+        algorithm: str,
+        shard_compressor: Compressor | None,
+        error_feedback: bool,
+        max_bytes: int | None,
+        timeout: float | timedelta | None,
+        shards: ShardGroup | None,
+    ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        self._timeout_seconds = check_timeout(timeout)
+        check_kind(group)
+        self.group, self.algorithm, self.shard_compressor = group, algorithm, shard_compressor
+        self.error_feedback, self.max_bytes, self.timeout, self.shards = error_feedback, max_bytes, timeout, shards
+        if shards is not None:
+            shards.timeout = timeout
+        self.unsent, self.stats = Residuals(), SyncStats()
+        self.wanted_layout: list[tuple[str, ...]] = []
+        """The buckets that the next step uses, if possible, as parameter names.
+
+        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
+        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
+        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
+        """
+        self.layout: list[tuple[str, ...]] = []
+        """The buckets of the last step that was not skipped, as parameter names."""
+        self.workspace = Workspace(group)
+        self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
+        self._saves = Saves()
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps taken, without those that were skipped."""
+        return self.stats.steps
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank has not sent so far, by parameter, as flat views."""
+        return self.unsent.named()
+
+    def residual_norm(self) -> float:
+        """Return the norm of this rank's residuals. If it keeps growing, too little is sent."""
+        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
+
+        Sums are compressed by the same compressor.
+        """
+        handles: list[Handle] = []
+        started = time.perf_counter()
+        for tensor in tensors:
+            handles.append(
+                all_reduce_compressed(
+                    tensor,
+                    compressor,
+                    op=dist.ReduceOp.AVG,
+                    group=self.group,
+                    async_op=True,
+                    timeout=self.timeout,
+                    shard_compressor=compressor,
+                )
+            )
+        for handle in handles:
+            handle.wait()
+        self.stats.add_averages(handles, started)
+
+    def average_over_all(self, tensor: Tensor) -> Tensor:
+        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
+        self.average([tensor], DENSE)
+        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process among all ranks that take part."""
+        return place(self.group)[0]
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks that take part."""
+        return place(self.group)[1]
+
+    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
+        if not self.error_feedback or not slice_.compressor.contracts:
+            return None, None
+        state = self.unsent.state(slice_)
+        return self.unsent.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
+
+    def number_operations(self, device: torch.device) -> list[Operation]:
+        """Return the next operations on the group's channels."""
+        operations = [Operation(channel) for channel in self.channels_of(device)]
+        for operation in operations:
+            operation.limit(self._timeout_seconds)
+        return operations
+
+    def channels_of(self, device: torch.device) -> list[Channel]:
+        """Return the channels of the group, which are looked up once for each default process group of torch."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = self._channels.get(device)
+        if found is None or found[0] is not world:
+            found = self._channels[device] = world, channels(self.group, device)
+            self._saves.number(found[1])
+        return found[1]
