@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
-from ..collectives.handle import Handle
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
 from ..collectives.transport.operation import Operation
@@ -62,7 +61,7 @@ class Step(StepRecord):
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
+    _summed: list[Bucket] = field(default_factory=list)
     """Buckets that torch's own all-reduce sums."""
     _waiting: list[Bucket] = field(default_factory=list)
     """Buckets that wait to be sent together."""
@@ -98,13 +97,12 @@ class Step(StepRecord):
             if self.updates.numbers is not None:
                 self.updates.numbers[:, :2].mul_(self._clip)
         layout = self.sync.wanted_layout
-        regroup = layout != self.layout and {name for names in layout for name in names} == parts.keys()
-        if regroup:
+        if layout != self.layout and {name for names in layout for name in names} == parts.keys():
             self._regrouped = [
                 Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
                 for names in layout
             ]
-        return self._regrouped if regroup else self._buckets
+        return self._regrouped or self._buckets
 
     def _wait_or_send(self, bucket: Bucket, last: bool) -> None:
         """Let a bucket wait, or send it with those that wait. All ranks decide alike, by the sizes alone."""
@@ -140,22 +138,24 @@ class Step(StepRecord):
             tensor = self._as_gradient(tensor.clone())
         tensor.mul_(1.0 / size)  # multiplied before the sum, as in DDP, so that bits are the same
         handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
-        self._summed.append((Bucket(tensor, bucket.names, bucket.sizes), handle))
+        self._summed.append(bucket._replace(tensor=tensor))
         self.handles.append(handle)
         self.labels.append("torch's all-reduce")
 
     @torch.no_grad()
     def _encode(self, bucket: Together, last: bool) -> None:
         tensor, plan = bucket.flat, self.assignment.plan(bucket, self)
-        for compressor, parts in plan.packed_by_compressor:
-            self._packed.append(
-                PackedGradients(bucket=bucket, parts=parts, compressor=compressor, copied=self._copied(tensor, parts))
-            )
+        for compressor, parts in plan.packed.items():
+            copied = None
+            if self.updates is None and isinstance(tensor, Tensor):  # an optimizer's gradients are not overwritten
+                with self._stream(tensor.device):
+                    copied = torch.cat([tensor[part.start : part.stop] for part in parts])
+            self._packed.append(PackedGradients(bucket, parts, compressor, copied))
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             with self._stream(tensor.device):
                 self._send_packed()  # first, because encoding them takes little time
         for slice_ in plan.slices:
-            known = None if self._encodes_here else self._sent_before(slice_, tensor)
+            known = self._sent_before(slice_, tensor)
             if known is not None:
                 self._send_again(known)
                 continue
@@ -166,13 +166,6 @@ class Step(StepRecord):
             with self._stream(tensor.device):
                 self._send_slice(slice_, tensor[slice_.start : slice_.stop])
 
-    def _copied(self, tensor: Flat, parts: Sequence[Packed]) -> Tensor | None:
-        """Copy gradients that are overwritten before they are sent; return None for an optimizer's, which stay."""
-        if self.updates is not None or isinstance(tensor, Joined):
-            return None
-        with self._stream(tensor.device):
-            return torch.cat([tensor[part.start : part.stop] for part in parts])
-
     @property
     def _samples(self) -> bool:
         """Return whether this step samples gradients, which a recording cannot do."""
@@ -180,7 +173,7 @@ class Step(StepRecord):
 
     def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
         """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
-        if self.mode is not Mode.UPDATES or self._samples or self.flushes:
+        if self.mode is not Mode.UPDATES or self._encodes_here or self._samples or self.flushes:
             return None
         return self.sync.workspace.prepared(slice_, bucket, self.sync.channels_of(bucket.device))
 
@@ -246,7 +239,7 @@ class Step(StepRecord):
         origin: tuple[Hashable, ...] | None = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
             origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
-        known = None if self._encodes_here else self._sent_before(slice_, packed)
+        known = self._sent_before(slice_, packed)
         if known is not None and known.origin == origin:
             self._send_again(known)
             return
@@ -405,7 +398,7 @@ class Step(StepRecord):
         if self.mode is not Mode.TORCH:
             self.finite = all(handle.report.finite for handle in self.handles)
         elif self.updates is not None:
-            self.finite = all(is_finite(bucket.tensor) for bucket, _ in self._summed)
+            self.finite = all(is_finite(bucket.tensor) for bucket in self._summed)
         self._join_streams()
 
     def _join_streams(self) -> None:
@@ -455,7 +448,7 @@ class Step(StepRecord):
 
         Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
         """
-        for bucket, _ in self._summed:
+        for bucket in self._summed:
             yield False, list(bucket.parts().items())
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:

@@ -175,9 +175,7 @@ class Trials:
 
     def choose_dense(self, reason: str) -> None:
         """Choose dense without measuring."""
-        self.choice = Choice(
-            specs=tuple(map(format_spec, self.compressors)), step_seconds=(), reason=reason, buckets=()
-        )
+        self.choice = Choice(tuple(map(format_spec, self.compressors)), (), reason, ())
 
     # Checkpoints.
 
