@@ -352,11 +352,10 @@ class BackwardPass:
                 f"parameter {name!r} got more gradient after it was sent: its module ran more often than in the step "
                 "before; let every step run the same modules, or fully_shard the module around it"
             )
-        while self._sent < len(self._groups) - 1 and self._is_complete(self._groups[self._sent]):
+        while self._sent < len(self._groups) - 1 and all(
+            0 < self._expected[each] <= self._came[each] for each in self._groups[self._sent]
+        ):
             self._send(receiver)
-
-    def _is_complete(self, names: Sequence[str]) -> bool:
-        return all(0 < self._expected[name] <= self._came[name] for name in names)
 
     def _send(self, receiver: Receiver) -> None:
         """Send the next bucket, unless one before it has failed: FSDP's backward pass must not be interrupted."""

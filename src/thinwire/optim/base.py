@@ -387,8 +387,9 @@ class CompressedOptimizer(Optimizer):
         policy = self.sync.policy
         key = None if policy.auto else (policy.phase(step), self.sync.dense)
         if key is None or key not in self._gradients_in_phase:
-            sends = self.sync.assignment.sends_gradient
-            found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
+            sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
+            sizes = [(name, p.numel()) for name, p in self.named_parameters()]
+            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
             if key is None:
                 return found
             self._gradients_in_phase[key] = found
@@ -434,7 +435,11 @@ class CompressedOptimizer(Optimizer):
         if self._gathered is not None:
             complete = checkpoint.consolidated(self._gathered, self.sync.rank)
             return {**complete, "param_groups": super().state_dict()["param_groups"]}  # a scheduler may have stepped
-        self._fill_state()
+        for name, parameter in self.named_parameters():  # as torch does: views in the shapes of the parameters
+            like = self._parameters[name]
+            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
+            if kept:
+                self.state[parameter] = {"step": torch.tensor(float(self._steps_of(name))), **kept}
         packed = super().state_dict()
         self.state.clear()  # otherwise it would keep vectors that have moved
         return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
@@ -557,14 +562,6 @@ class CompressedOptimizer(Optimizer):
     def _parse_own_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check what a subclass has saved besides, and return a function that takes it over."""
         return lambda: None
-
-    def _fill_state(self) -> None:
-        """Fill `state` as torch does: with views of the vectors, in the shapes of the parameters."""
-        for name, parameter in self.named_parameters():
-            like = self._parameters[name]
-            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
-            if kept:
-                self.state[parameter] = {"step": torch.tensor(float(self._steps_of(name))), **kept}
 
     def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
         """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""

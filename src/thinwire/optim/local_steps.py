@@ -255,6 +255,7 @@ class LocalSteps(Optimizer):
         if not self.steps and not self._is_checked:  # the program may have loaded weights since this was made
             for part in self._parts():
                 part.take_common()
+        is_common = self._round is None and all(each.exchanged_at == self.steps for each in self.fragments)
         inner = [optimizer.state_dict() for optimizer in self.optimizers]
         return {
             "state": [state["state"] for state in inner],
@@ -268,7 +269,7 @@ class LocalSteps(Optimizer):
                 "left_out": self.left_out,
                 "common": self._by_name(lambda part: part.common),
                 "outer": self._by_name(lambda part: part.momentum),
-                "weights": None if self._is_common else self._by_name(Part.local),
+                "weights": None if is_common else self._by_name(Part.local),
                 "under_way": self._under_way(),
             },
         }
@@ -356,11 +357,6 @@ class LocalSteps(Optimizer):
     def _setting(self) -> dict[str, Any]:
         """Return the options by which a saved state and this optimizer must agree."""
         return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
-
-    @property
-    def _is_common(self) -> bool:
-        """Return whether the weights of this rank are the common ones."""
-        return self._round is None and all(fragment.exchanged_at == self.steps for fragment in self.fragments)
 
     def _by_name(self, flat: Any) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}

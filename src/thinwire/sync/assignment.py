@@ -80,13 +80,6 @@ class Assignment:
         """Return whether no parameter is compressed in the current step."""
         return self.policy.is_dense(step, self._chosen)
 
-    def sends_gradient(self, name: str, numel: int, step: int) -> bool:
-        """Return whether this parameter's gradient is sent while an optimizer sends updates for others.
-
-        step   the current step or the next one.
-        """
-        return self.policy.is_small(name, numel) or self.sends_dense(name, numel, step)
-
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
         """Return whether this parameter is not compressed.
 
@@ -139,7 +132,12 @@ class Adaptive(Assignment):
         return False
 
     def _share(self, sync: Ranks) -> None:
-        sizes = {name: size for name, size in sorted(self.sizes.items()) if self.policy.adapts(name, size)}
+        policy = self.policy
+        sizes = {
+            name: size
+            for name, size in sorted(self.sizes.items())
+            if not policy.is_excluded(name) and not policy.is_small(name, size) and policy.of_layer(name) is None
+        }
         if not sizes:
             return
         residuals = sync.residuals

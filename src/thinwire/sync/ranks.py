@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import Handle, ShardState, all_reduce_compressed
+from ..collectives import ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout
 from ..collectives.groups import Group, channels, check_kind, place
 from ..collectives.plan import ALGORITHMS
@@ -80,20 +80,13 @@ class Ranks:
 
         Sums are compressed by the same compressor.
         """
-        handles: list[Handle] = []
-        started = time.perf_counter()
-        for tensor in tensors:
-            handles.append(
-                all_reduce_compressed(
-                    tensor,
-                    compressor,
-                    op=dist.ReduceOp.AVG,
-                    group=self.group,
-                    async_op=True,
-                    timeout=self.timeout,
-                    shard_compressor=compressor,
-                )
+        started, mean, group, timeout = time.perf_counter(), dist.ReduceOp.AVG, self.group, self.timeout
+        handles = [
+            all_reduce_compressed(
+                each, compressor, op=mean, group=group, async_op=True, timeout=timeout, shard_compressor=compressor
             )
+            for each in tensors
+        ]
         for handle in handles:
             handle.wait()
         self.stats.add_averages(handles, started)

@@ -48,34 +48,33 @@ class NamedVectors:
 
         A name of None stands for a gap, whose elements belong to no parameter.
         """
-        with self._lock:  # backward may run in a thread of its own
-            return self._slice(names, sizes=sizes, dtype=dtype, device=device)
-
-    def _slice(
-        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
         key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
-        kept = self._slices.get(key)
-        if kept is not None and kept.dtype == wide and kept.device == device:
+        with self._lock:  # backward may run in a thread of its own
+            kept = self._slices.get(key)
+            if kept is None or kept.dtype != wide or kept.device != device:
+                kept = self._slices[key] = self._make(key, wide, device)
             return kept
-        for name, size in zip(names, sizes, strict=True):
+
+    def _make(self, key: _Key, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory with the vectors of these parameters, which move there from their slices."""
+        for name, size in key:
             if name in self._parts and self._parts[name].numel() != size:
                 raise ValueError(
                     f"parameter {name!r} has {size} elements, its residual has {self._parts[name].numel()}: it belongs "
                     "to another model"
                 )
         self.generation = next(_generations)
-        made = torch.zeros(sum(sizes), dtype=wide, device=device)
-        for name, part in zip(names, made.split(list(sizes)), strict=True):
+        sizes = [size for _, size in key]
+        made = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for (name, _), part in zip(key, made.split(sizes), strict=True):
             if name is not None:
                 if name in self._parts:
                     part.copy_(self._parts[name])
                 self._parts[name] = part
-        moved = {name for name in names if name is not None}
+        moved = {name for name, _ in key if name is not None}
         self._slices = {
             other: flat for other, flat in self._slices.items() if moved.isdisjoint(name for name, _ in other)
         }
-        self._slices[key] = made
         return made
 
     def __getitem__(self, name: str) -> Tensor:

@@ -378,7 +378,7 @@ class Synchronizer(Ranks):
             yield
         except Exception as error:
             if self.shards is not None:
-                is_theirs = self.shards.has_raised(error)
+                is_theirs = error is self.shards.raised
                 if is_theirs or not isinstance(error, CollectiveError):  # else all ranks of the group know it
                     for operation in self.number_operations(device):
                         operation.refuse(str(error))
@@ -486,9 +486,10 @@ class Synchronizer(Ranks):
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
         scaler = self.grad_scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        if scale != self._scale:
-            self.unsent.scale(scale / self._scale, self._is_gradient)
-        self._scale = scale
 
-    def _is_gradient(self, name: str) -> bool:
-        return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
+        def is_gradient(name: str) -> bool:
+            return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
+
+        if scale != self._scale:
+            self.unsent.scale(scale / self._scale, is_gradient)
+        self._scale = scale
