@@ -64,6 +64,17 @@ class Measured:
     buckets: tuple[BucketTimes, ...]
     """Times of the buckets, in the order in which they are sent."""
 
+    def record(self) -> dict[str, Any]:
+        """Return the measurements as a dict, for checkpoints."""
+        buckets = [[list(one.names), one.ready, list(one.held)] for one in self.buckets]
+        return {"candidates": list(self.specs), "step_seconds": list(self.step_seconds), "buckets": buckets}
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> "Measured":
+        """Return the measurements that `record` was made from."""
+        buckets = tuple(BucketTimes(tuple(names), ready, tuple(held)) for names, ready, held in record["buckets"])
+        return Measured(tuple(record["candidates"]), tuple(record["step_seconds"]), buckets)
+
 
 @dataclass(frozen=True)
 class BucketChoice:

@@ -25,7 +25,7 @@ from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
 from . import checkpoint
-from .assignment import Adaptive, Assignment, Auto
+from .assignment import Adaptive, Assignment
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
@@ -36,6 +36,7 @@ from .residuals import Residuals
 from .shards import ShardGroup, is_sharded
 from .statistics import SyncStats
 from .step import Step
+from .trials import Auto
 from .workspace import Workspace
 
 SKIPPED_IN_A_ROW = 20
