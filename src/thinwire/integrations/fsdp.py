@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -281,18 +281,6 @@ class _ParameterHook:
             hook(self._name)
 
 
-class Receiver(Protocol):
-    """The object that sends the buckets of a model: an optimizer of thinwire, or what `attach` makes."""
-
-    sync: Synchronizer
-
-    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step."""
-
-    def end_backward(self, error: Exception | None) -> None:
-        """Do what is left at the end of the backward pass, after all buckets were sent; raise the error of the pass."""
-
-
 class AttachedModel:
     """Averages the gradients of a sharded model in its backward pass, for any optimizer."""
 
@@ -321,8 +309,11 @@ class BackwardPass:
     sends everything at its end. Later ones send a bucket when as many gradients have come as in the pass before.
     """
 
-    def __init__(self, parameters: ShardedParameters, receiver: Receiver) -> None:
-        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist."""
+    def __init__(self, parameters: ShardedParameters, receiver: Any) -> None:
+        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist.
+
+        receiver   an optimizer of thinwire, or an `AttachedModel`.
+        """
         self._parameters, self._receiver = parameters, weakref.ref(receiver)
         self._expected: Counter[str] = Counter()
         self.reset()
@@ -357,7 +348,7 @@ class BackwardPass:
         ):
             self._send(receiver)
 
-    def _send(self, receiver: Receiver) -> None:
+    def _send(self, receiver: Any) -> None:
         """Send the next bucket, unless one before it has failed: FSDP's backward pass must not be interrupted."""
         number, self._sent = self._sent, self._sent + 1
         if self._error is None:

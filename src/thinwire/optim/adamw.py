@@ -200,11 +200,7 @@ class AdamW(CompressedOptimizer):
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
         """True if c is measured at the next step, as after resuming with another world size."""
-        self._sent_numbers, self._step_numbers, self._rate_numbers = (
-            _DeviceNumbers(),
-            _DeviceNumbers(),
-            _DeviceNumbers(),
-        )
+        self._sent_numbers, self._step_numbers, self._rate_numbers = (_DeviceNumbers() for _ in range(3))
         self._rates: tuple[object, dict[str, Tensor]] = None, {}
         """The rates of all parameters in GPU memory, and what they were computed from."""
         self._on_device: _StepNumbers | None = None
@@ -381,18 +377,14 @@ class AdamW(CompressedOptimizer):
             return frozenset()
         if warms_up:
             return frozenset(self._sent_as_updates(number + 1))
-        due = {
-            each for each in self._families.present if self._measures_next or self._is_refresh(self._steps_after(each))
-        }
-        ends = {each for each in self._families.present if self._steps_after(each) == self._own_warmup}
-        sampled = (
-            [name for name in self._sent_as_updates(number) if self._families.number_of[name] in due] if due else []
+        family_of, after = (
+            self._families.number_of,
+            {n: self._families.all[n].steps + 1 for n in self._families.present},
         )
-        return frozenset(sampled) | {name for name in self.sync.dense if self._families.number_of[name] in ends}
-
-    def _steps_after(self, number: int) -> int:
-        """Return the steps that a family will have taken after this one."""
-        return self._families.all[number].steps + 1
+        due = {family for family, steps in after.items() if self._measures_next or self._is_refresh(steps)}
+        ends = {family for family, steps in after.items() if steps == self._own_warmup}
+        sampled = {name for name in self._sent_as_updates(number) if family_of[name] in due} if due else set()
+        return frozenset(sampled | {name for name in self.sync.dense if family_of[name] in ends})
 
     def _after_step(self, sent: Step) -> None:
         self._follow_weights(sent)
@@ -420,12 +412,11 @@ class AdamW(CompressedOptimizer):
 
     def _measure(self, sent: Step) -> None:
         """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
-        ordered = {name: sent.samples[name] for name in self._parameters if name in sent.samples}
-        if self.sync.shards is not None:  # all shards measure the same parameters; a shard may have no element of one
-            assert sent.updates is not None
-            nothing = torch.zeros(0, device=next(iter(self._parameters.values())).device)
-            names = [name for name in self._parameters if name in sent.updates.sampled]
-            ordered = {name: sent.samples.get(name, nothing) for name in names}
+        assert sent.updates is not None
+        # All shards measure the same parameters; a shard may have no element of one.
+        names = sent.samples if self.sync.shards is None else sent.updates.sampled
+        nothing = torch.zeros(0, device=next(iter(self._parameters.values())).device)
+        ordered = {name: sent.samples.get(name, nothing) for name in self._parameters if name in names}
         for part in ordered.values():
             if part.is_cuda:  # it was made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
@@ -433,9 +424,7 @@ class AdamW(CompressedOptimizer):
             known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
         self._measures_next = False
-        if (
-            not sent.warms_up
-        ):  # the second moments of sampled tensors are this rank's own by now, if they are compressed
+        if not sent.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
             compressed = (name for name in ordered if name not in self.sync.dense)
             self._scales |= {name: self._found[name] for name in compressed if name in self._found}
 

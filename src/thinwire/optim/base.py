@@ -151,10 +151,9 @@ class CompressedOptimizer(Optimizer):
 
         Raises ValueError with DDP, which sends in the backward pass.
         """
-        if self.ddp is not None:
-            raise ValueError("with DDP the exchange is part of the backward pass; do not call exchange()")
-        if self._backward is not None:
-            raise ValueError("with FSDP the exchange is part of the backward pass; do not call exchange()")
+        if self.ddp is not None or self._backward is not None:
+            kind = "FSDP" if self.ddp is None else "DDP"
+            raise ValueError(f"with {kind} the exchange is part of the backward pass; do not call exchange()")
         if self._sharded is not None:
             for bucket, first, last in self._sharded.buckets():
                 self.add_bucket(bucket, first=first, last=last)

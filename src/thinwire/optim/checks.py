@@ -1,7 +1,6 @@
 """Checks of an optimizer's arguments, and for mistakes that would stay unnoticed, before its first step or a load."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,7 @@ from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
-
-Named = Sequence[tuple[str, Tensor]]
+from .fragments import Named
 
 
 def check_number(name: str, given: float, *, below: float = float("inf")) -> None:

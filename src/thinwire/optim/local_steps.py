@@ -125,7 +125,7 @@ class LocalSteps(Optimizer):
     ) -> None:
         self.optimizers = _listed(optimizer)
         named, buffers = _named(self.optimizers, model)
-        self.every, self.delay = _check_schedule(every, fragments, delay, len(named))
+        _check_schedule(every, fragments, delay, len(named))
         check_number("outer_lr", outer_lr)
         check_number("outer_momentum", outer_momentum, below=1.0)
         if nesterov and not outer_momentum:
@@ -133,7 +133,7 @@ class LocalSteps(Optimizer):
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay {decay!r}, expected a number from 0 to 1")
         self.outer_lr, self.outer_momentum, self.nesterov = float(outer_lr), float(outer_momentum), nesterov
-        self.decay = float(decay)
+        self.every, self.delay, self.decay = every, delay, float(decay)
         policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if policy.auto:
             raise ValueError("compressor 'auto', which chooses by the time of single steps; give one")
@@ -581,7 +581,7 @@ def _named(optimizers: Iterable[Optimizer], model: nn.Module | None) -> tuple[Na
     return list(named.items()), [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
 
 
-def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> tuple[int, int]:
+def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> None:
     for name, given, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
         if type(given) is not int or given < least:
             raise ValueError(f"{name} {given!r}, expected a whole number, {least} or more")
@@ -595,7 +595,6 @@ def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> 
             f"delay {delay}, expected at most {every // fragments}: every {every // fragments} steps another exchange "
             f"begins (every={every}, fragments={fragments}), and one is under way at a time"
         )
-    return every, delay
 
 
 def _check_ddp(parameters: Sequence[Tensor], group: Group, device: torch.device) -> None:

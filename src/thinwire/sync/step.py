@@ -295,17 +295,17 @@ class Step(StepRecord):
 
     def _encode_and_submit(self, sent: Sent, encode: Callable[[], None]) -> None:
         """Encode a slice or replay the recording of it, submit it, and keep how, if the next step can do the same."""
-        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
+        recording = sent.slot.recording
+
+        def encode_or_replay() -> None:
+            if recording is None or sent.key is None or self._samples:
+                encode()
+            elif recording.run(sent.key, encode):
+                sent.reduction.encode(is_replayed=True)
+
+        self._submit(sent, encode_or_replay)
         if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
             self.sync.workspace.prepare(sent)
-
-    def _encode_or_replay(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a slice, or replay the recording of it."""
-        recording = sent.slot.recording
-        if recording is None or sent.key is None or self._samples:
-            encode()
-        elif recording.run(sent.key, encode):
-            sent.reduction.encode(is_replayed=True)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
         """Encode a slice by calling `encode`, and hand the payload to the wire."""
