@@ -112,19 +112,17 @@ def check_order(policy: Policy) -> None:
     Once updates are sent, momentum differs between ranks, and no later step may use averaged gradients.
     """
     phases = [parsed(given) for _, given in policy.warmup]
-    updates = [given.sparse for given in phases]
-    if True not in updates:
+    first = next((index for index, given in enumerate(phases) if given.sparse), None)
+    if first is None:
         return
-    first = updates.index(True)
     if policy.auto:
         raise ValueError(
             f"{format_spec(phases[first])} before auto, which tries to send gradients first: an optimizer cannot "
             "return from updates to gradients; remove the sparse phases from the warm-up"
         )
-    final = policy.final
-    later = [given for given, update in list(zip(phases, updates, strict=True))[first:] if not update]
-    if isinstance(final, NoCompression):
-        later.append(final)
+    later = [given for given in phases[first:] if not given.sparse]
+    if isinstance(policy.final, NoCompression):
+        later.append(policy.final)
     if later:
         raise ValueError(
             f"{format_spec(phases[first])} before {format_spec(later[0])}: an optimizer cannot return from "

@@ -69,16 +69,11 @@ class Families:
 
     def reset(self, steps: Mapping[str, int]) -> None:
         """Begin anew, with the number of steps that each parameter has taken; 0 if it is missing."""
-        kinds: dict[tuple[int, int], Family] = {}
-        first = {group: steps.get(name, 0) for name, group in reversed(self._groups.items())}
-        for group, count in [
-            *sorted(first.items()),
-            *((group, steps.get(name, 0)) for name, group in self._groups.items()),
-        ]:
-            kinds.setdefault((group, count), Family(group, count))
-        self.all, numbers = list(kinds.values()), {kind: number for number, kind in enumerate(kinds)}
-        self.number_of.update({name: numbers[group, steps.get(name, 0)] for name, group in self._groups.items()})
-        self._absent = None
+        kind_of = {name: (group, steps.get(name, 0)) for name, group in self._groups.items()}
+        first = dict(reversed(kind_of.values()))  # by group
+        kinds = list(dict.fromkeys([*sorted(first.items()), *kind_of.values()]))
+        self.all, self._absent = [Family(group, count) for group, count in kinds], None
+        self.number_of.update({name: kinds.index(kind) for name, kind in kind_of.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

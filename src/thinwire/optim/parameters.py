@@ -1,6 +1,7 @@
 """Parsing of an optimizer's parameters: groups, a name for every parameter, and the DDP model if there is one."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -140,16 +141,15 @@ def _check(groups: list[dict[str, Any]], ddp: DistributedDataParallel | None, kn
     pairs = [pair for group in groups for pair in group["params"]]
     if not any(parameter.requires_grad for _, parameter in pairs):
         raise ValueError("no parameter that requires a gradient was given")
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
+    given = Counter(name for name, _ in pairs)
+    twice, count = given.most_common(1)[0]
+    if count > 1:
         raise ValueError(f"parameter {twice!r} was given twice")
     if ddp is not None:
         ignored = {plain_name(name) for name in getattr(ddp, "parameters_to_ignore", ())}
         unknown = next((name for name, p in pairs if name in ignored and p.requires_grad), None)
         if unknown is not None:
             raise ValueError(f"parameter {unknown!r} is one that DDP ignores: step it by another optimizer")
-        given = set(names)
         for name, _ in averaged_by(ddp):
             if name not in given:
                 raise ValueError(

@@ -7,6 +7,7 @@ The packed parameters of several buckets are copied into one tensor and exchange
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -172,9 +173,9 @@ def group_parameters(
 
     Raises ValueError if two parameters have the same name, or if a gradient is sparse.
     """
-    if len({name for name, _ in named}) < len(named):
-        names = [name for name, _ in named]
-        raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
+    for name, count in Counter(name for name, _ in named).most_common(1):
+        if count > 1:
+            raise ValueError(f"two parameters are called {name!r}")
     groups: list[list[tuple[str, Tensor]]] = []
     unfinished: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, Tensor]], int]] = {}
     for name, parameter in reversed(named):

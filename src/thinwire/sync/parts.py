@@ -143,8 +143,8 @@ class StepRecord:
     """Description of each operation in `handles`."""
     slots: list[Slot] = field(default_factory=list)
     """Slots that this step has used."""
-    packs: set[tuple[str | None, ...]] = field(default_factory=set)
-    """Names of the packed parameters of each operation."""
+    packs: set[int] = field(default_factory=set)
+    """The `id` of each slice of packed parameters."""
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
+from ..collectives.groups import compressing_ranks, place
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
 from ..collectives.transport.operation import Operation
@@ -48,12 +49,6 @@ class Step(StepRecord):
 
     sync: Ranks
     assignment: Assignment
-    collects: bool
-    """True if all buckets are collected before the first is sent."""
-    rank: int
-    world_size: int
-    nodes: int
-    """Number of nodes; with one group, that of ranks."""
     _encodes_here: bool = False
     """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
     _held: int = 0
@@ -70,6 +65,14 @@ class Step(StepRecord):
     _clip: float | Tensor = 1.0
     """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
 
+    def __post_init__(self) -> None:
+        self._rank, self._world_size = place(self.sync.group)
+        self._nodes = compressing_ranks(self.sync.group)
+        """Number of nodes; with one group, that of ranks."""
+        clips = self.updates is not None and self.updates.max_norm is not None
+        self._collects = clips or bool(self.sync.wanted_layout)
+        """True if all buckets are collected before the first is sent."""
+
     # Backward: encode, and hand over to the wire.
 
     def add(self, bucket: Bucket, *, last: bool) -> None:
@@ -79,9 +82,9 @@ class Step(StepRecord):
         self._buckets.append(bucket)
         self.layout.append(bucket.names)
         self.numels.update(zip(bucket.names, bucket.sizes, strict=True))
-        self.bytes_dense += ring(bucket.tensor.nbytes, self.world_size)
-        self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self.nodes // self.world_size, self.nodes)
-        if not self.collects:
+        self.bytes_dense += ring(bucket.tensor.nbytes, self._world_size)
+        self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self._nodes // self._world_size, self._nodes)
+        if not self._collects:
             self._wait_or_send(bucket, last)
         elif last:
             buckets = self._collected()
@@ -133,10 +136,10 @@ class Step(StepRecord):
         return torch.cuda.stream(side)
 
     def _all_reduce_by_torch(self, bucket: Bucket) -> None:
-        tensor, size = bucket.tensor, self.world_size
+        tensor = bucket.tensor
         if self.updates is not None:  # an optimizer's gradients must not change
             tensor = self._as_gradient(tensor.clone())
-        tensor.mul_(1.0 / size)  # multiplied before the sum, as in DDP, so that bits are the same
+        tensor.mul_(1.0 / self._world_size)  # multiplied before the sum, as in DDP, so that bits are the same
         handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
         self._summed.append(bucket._replace(tensor=tensor))
         self.handles.append(handle)
@@ -235,7 +238,7 @@ class Step(StepRecord):
 
     def _send_group(self, group: Sequence[PackedGradients]) -> None:
         slice_, packed = self.sync.workspace.packed(group)
-        self.packs.add(slice_.names)
+        self.packs.add(id(slice_))
         origin: tuple[Hashable, ...] | None = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
             origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
@@ -289,7 +292,7 @@ class Step(StepRecord):
             if slot.request.draws:
                 key = mix_key(self.number, slice_.seed)
                 if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
-                    key = mix_key(key, self.rank)  # each rank rounds by its own random draws
+                    key = mix_key(key, self._rank)  # each rank rounds by its own random draws
             reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
         return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
 
@@ -327,7 +330,7 @@ class Step(StepRecord):
                 return "dense"
             return "auto" if packs else self.sync.algorithm
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
-        return "gather" if self.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
+        return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _hold(self, slot: Slot) -> None:
         self.slots.append(slot)

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.all_reduce import refusing
-from ..collectives.groups import Group, as_group, compressing_ranks, is_member, needs_torch, place
+from ..collectives.groups import Group, as_group, compressing_ranks, is_member, needs_torch
 from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
@@ -294,7 +294,7 @@ class Synchronizer(Ranks):
             self.begin(bucket.tensor.device)
         self.send(bucket, last=last)
 
-    def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
+    def begin(self, device: torch.device, updates: Updates | None = None) -> None:
         """Begin a step.
 
         updates   the settings of an optimizer that sends updates; None if gradients are sent.
@@ -316,21 +316,10 @@ class Synchronizer(Ranks):
         )
         self.workspace.drop_moved(self.unsent, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
-        collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
-        rank, world_size = place(self.group)
+        mode = Mode.TORCH if is_sent_by_torch else mode
         self._step = Step(
-            sync=self,
-            assignment=self.assignment,
-            number=number,
-            mode=Mode.TORCH if is_sent_by_torch else mode,
-            updates=updates,
-            collects=collects,
-            flushes=flushes,
-            rank=rank,
-            world_size=world_size,
-            nodes=compressing_ranks(self.group),
+            sync=self, assignment=self.assignment, number=number, mode=mode, updates=updates, flushes=flushes
         )
-        return self._step
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
         """Send one bucket of the step under way."""
