@@ -250,8 +250,10 @@ class LocalSteps(Optimizer):
         """
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.sync.rank)
-        if self._round is not None:
-            self._settle(self._round)
+        if self._round is not None and self._membership is None:
+            self._receive(self._round)
+        elif self._round is not None:
+            self._end_round(self._round)  # since members may have changed with it
         if not self.steps and not self._is_checked:  # the program may have loaded weights since this was made
             for part in self._parts():
                 part.take_common()
@@ -445,13 +447,6 @@ class LocalSteps(Optimizer):
         if self._membership is not None and current.change is not None:
             self._membership.follow(current.change, self.sync)
             self._membership.hand_over(self.common_state, self._device)
-
-    def _settle(self, current: Round) -> None:
-        """Receive an exchange; where ranks come and go, end the round, since members may have changed with it."""
-        if self._membership is None:
-            self._receive(current)
-        else:
-            self._end_round(current)
 
     def _receive(self, current: Round) -> None:
         """Wait for the means over ranks, and update the residuals; the weights do not change yet."""

@@ -94,7 +94,7 @@ class Auto(Assignment):
         if sync.world_size == 1:
             reason = "nothing is compressed, because there is one rank"
             self.choice = Choice(tuple(map(format_spec, self.compressors)), (), reason, ())
-        elif self.is_due(sync.steps):
+        elif sync.steps >= self.end:
             numbers = torch.tensor(self.numbers(sync.layout), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
@@ -125,10 +125,6 @@ class Auto(Assignment):
         """Return the first step after the trials."""
         return self._start + len(self._schedule) + (STEPS if self._mixture is not None else 0)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the choice must be made before this step."""
-        return self.choice is None and step >= self.end
-
     def assigned(self, step: int, names: Collection[str]) -> dict[str, Compressor]:
         """Return the compressor of each of these parameters at a step; the same object as long as nothing changes."""
         if self.choice is not None:
@@ -148,7 +144,7 @@ class Auto(Assignment):
 
         It does if the step tries a compressor that is not sparse: from gradients to updates is easy, but not back.
         """
-        number = None if self.choice is not None else self._number(step)
+        number = self._number(step)
         return number is not None and number < len(self.compressors) and not self.compressors[number].sparse
 
     def begins(self, step: int) -> None:
@@ -160,7 +156,7 @@ class Auto(Assignment):
 
     def ended(self, step: StepRecord) -> None:
         """Record the times of each bucket, after all buckets of a step were exchanged."""
-        number = None if self.choice is not None else self._number(step.number)
+        number = self._number(step.number)
         if number is None or number == len(self.compressors) or self._is_first(step.number):
             return
         if step.is_sent_by_torch and any(handle.ended is None for handle in step.handles):
@@ -251,8 +247,9 @@ class Auto(Assignment):
     # The place of a step in the trials.
 
     def _number(self, step: int) -> int | None:
+        """Return the number of the compressor that a step tries; None if it is no step of the trials."""
         place = step - self._start
-        if place < 0:
+        if place < 0 or self.choice is not None:
             return None
         return self._schedule[place] if place < len(self._schedule) else len(self.compressors)
 
