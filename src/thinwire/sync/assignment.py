@@ -128,12 +128,7 @@ class Adaptive(Assignment):
         return False
 
     def _share(self, sync: Ranks) -> None:
-        policy = self.policy
-        sizes = {
-            name: size
-            for name, size in sorted(self.sizes.items())
-            if not policy.is_excluded(name) and not policy.is_small(name, size) and policy.of_layer(name) is None
-        }
+        sizes = {name: size for name, size in sorted(self.sizes.items()) if self.policy.adapts(name, size)}
         if not sizes:
             return
         residuals = sync.residuals

@@ -140,15 +140,14 @@ class Policy:
     def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
         return (
-            not _fits(name, self.include) or _fits(name, self.exclude) or isinstance(self.of_layer(name), NoCompression)
+            not _fits(name, self.include) or _fits(name, self.exclude) or isinstance(self._of_layer(name), NoCompression)
         )
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
         return numel < self.min_numel and not self.is_excluded(name)
 
-    def of_layer(self, name: str) -> Compressor | None:
-        """Return the override for this parameter, or None."""
+    def _of_layer(self, name: str) -> Compressor | None:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
     def compressor_of(
@@ -166,10 +165,15 @@ class Policy:
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        given = self.of_layer(name) or (shared or {}).get(name)
+        given = self._of_layer(name) or (shared or {}).get(name)
         if given is None and self.by_ranks:
             return default_compressor(self.ranks or 2, step - self.warmup_steps)
         return given or self.final
+
+    def adapts(self, name: str, numel: int) -> bool:
+        """Return whether this parameter takes part when bytes are redistributed."""
+        compressed = not self.is_excluded(name) and not self.is_small(name, numel)
+        return bool(self.adapt_every) and compressed and self._of_layer(name) is None
 
     def check_order(self) -> None:
         """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
