@@ -140,7 +140,9 @@ class Policy:
     def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
         return (
-            not _fits(name, self.include) or _fits(name, self.exclude) or isinstance(self._of_layer(name), NoCompression)
+            not _fits(name, self.include)
+            or _fits(name, self.exclude)
+            or isinstance(self._of_layer(name), NoCompression)
         )
 
     def is_small(self, name: str, numel: int) -> bool:

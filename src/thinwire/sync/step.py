@@ -42,6 +42,9 @@ PACKED_BYTES = 1 << 20
 They are sent together because every operation has a cost, even a small one.
 """
 
+_SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
+"""One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
+
 
 @dataclass(kw_only=True)
 class Step(StepRecord):
@@ -382,13 +385,19 @@ class Step(StepRecord):
         return copy
 
     def _sample(self, slice_: Slice, gradient: Flat) -> None:
-        """Keep samples of the gradients of a slice, if the optimizer has requested them."""
+        """Keep samples of the gradients of a slice, if the optimizer has requested them.
+
+        All ranks draw the same positions for the same step and name.
+        """
         if self.updates is None or not self.updates.sampled:
             return
         for name, part in slice_.parts(gradient):
             if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
-                factor = self._clip / self.updates.scale
-                self.samples[name] = _sample(part, step=self.number, name=name, factor=factor)
+                count = min(part.numel(), max(_FEWEST_SAMPLES, ceil(part.numel() / _SAMPLED_SHARE)))
+                layout, key = RandomKLayout(part.numel(), part.dtype, count), zlib.crc32(name.encode())
+                positions, _ = positions_and_widths(layout, mix_key(self.number, key), part.device)
+                sample = part[positions].to(residual_dtype(part.dtype))
+                self.samples[name] = sample * (self._clip / self.updates.scale)
 
     # The end of a step.
 
@@ -499,22 +508,6 @@ def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | Non
 def _is_recordable(update: Update | None) -> bool:
     """Return whether GPU memory holds all numbers of an update that change from step to step."""
     return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
-
-
-_SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
-"""One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
-
-
-def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> Tensor:
-    """Return some elements of a flat gradient, times `factor`.
-
-    All ranks draw the same positions for the same step and name.
-    """
-    numel = gradient.numel()
-    count = min(numel, max(_FEWEST_SAMPLES, ceil(numel / _SAMPLED_SHARE)))
-    layout = RandomKLayout(numel, gradient.dtype, count)
-    positions, _ = positions_and_widths(layout, mix_key(step, zlib.crc32(name.encode())), gradient.device)
-    return gradient[positions].to(residual_dtype(gradient.dtype)) * factor
 
 
 def is_finite(tensor: Tensor) -> bool:
