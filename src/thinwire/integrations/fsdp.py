@@ -72,9 +72,8 @@ def sharded_parameters(named: Mapping[str, Tensor], group: Group) -> "ShardedPar
         )
     for name, parameter in found.items():
         _check_placement(name, parameter)
-    meshes = {id(parameter.device_mesh): parameter.device_mesh for parameter in found.values()}  # type: ignore[attr-defined]
-    mesh = next(iter(meshes.values()))
-    if any(other != mesh for other in meshes.values()):
+    mesh, *others = (parameter.device_mesh for parameter in found.values())  # type: ignore[attr-defined]
+    if any(other != mesh for other in others):
         raise ValueError("parameters on different meshes, expected one mesh for the whole model")
     _check_group(group, mesh)
     return ShardedParameters(named, mesh)

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from math import sqrt
 from weakref import WeakKeyDictionary
@@ -26,28 +27,25 @@ from .statistics import SyncStats
 from .workspace import Workspace
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Ranks:
     """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
 
-    def __init__(
-        self,
-        *,
-        group: Group,
-        algorithm: str,
-        shard_compressor: Compressor | None,
-        error_feedback: bool,
-        max_bytes: int | None,
-        timeout: float | timedelta | None,
-        shards: ShardGroup | None,
-    ) -> None:
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
-        self._timeout_seconds = check_timeout(timeout)
-        check_kind(group)
-        self.group, self.algorithm, self.shard_compressor = group, algorithm, shard_compressor
-        self.error_feedback, self.max_bytes, self.timeout, self.shards = error_feedback, max_bytes, timeout, shards
-        if shards is not None:
-            shards.timeout = timeout
+    group: Group
+    algorithm: str
+    shard_compressor: Compressor | None
+    error_feedback: bool
+    max_bytes: int | None
+    timeout: float | timedelta | None
+    shards: ShardGroup | None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        self._timeout_seconds = check_timeout(self.timeout)
+        check_kind(self.group)
+        if self.shards is not None:
+            self.shards.timeout = self.timeout
         self.unsent, self.stats = Residuals(), SyncStats()
         self.wanted_layout: list[tuple[str, ...]] = []
         """The buckets that the next step uses, if possible, as parameter names.
@@ -58,7 +56,7 @@ class Ranks:
         """
         self.layout: list[tuple[str, ...]] = []
         """The buckets of the last step that was not skipped, as parameter names."""
-        self.workspace = Workspace(group)
+        self.workspace = Workspace(self.group)
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self._saves = Saves()
 
