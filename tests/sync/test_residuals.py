@@ -73,7 +73,7 @@ def test_any_companies(companies: list[list[str]]) -> None:
         flat.add_(torch.arange(flat.numel()) + 10.0 * number + 1)
         for name, part in zip(names, flat.split([SIZES[name] for name in names]), strict=True):
             expected[name] = part.clone()
-        for name in vectors.named():
+        for name in vectors:
             assert torch.equal(vectors[name], expected[name]), name
 
 
@@ -109,7 +109,7 @@ def test_scale_reaches_everything_once() -> None:
     slice_of(vectors, ["b", "d"])
     vectors.load(vectors.named())
     vectors.scale(0.5, lambda name: True)
-    assert {value for name in vectors.named() for value in vectors[name].tolist()} == {0.5}
+    assert {value for name in vectors for value in vectors[name].tolist()} == {0.5}
 
 
 def test_scale_leaves_names_alone_that_are_not_chosen() -> None:
@@ -117,7 +117,7 @@ def test_scale_leaves_names_alone_that_are_not_chosen() -> None:
     slice_of(vectors, ["a", "b"]).fill_(1.0)
     slice_of(vectors, ["d"]).fill_(1.0)
     vectors.scale(0.5, lambda name: name != "b")
-    assert {name: set(vectors[name].tolist()) for name in vectors.named()} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
+    assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
 
 
 @pytest.fixture

@@ -84,6 +84,9 @@ class NamedVectors:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
     def named(self) -> dict[str, Tensor]:
         """Return the vectors of all parameters, by name, without copying them."""
         return dict(self._parts)
