@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..collectives import all_reduce_compressed
 from ..collectives.groups import group_of_one
 from ..collectives.handle import Span
 from ..compressors import compressor as parsed
@@ -469,14 +468,11 @@ class CompressedOptimizer(Optimizer):
         apart = set(self._sent_as_updates(self.sync.steps))
         state: dict[int, dict[str, Tensor]] = {}
         for name in self._parameters:
-            moments = {kind: v[name].clone() for kind, v in self._vectors.items() if name in v}
-            if not moments:
+            own = {kind: vectors[name] for kind, vectors in self._vectors.items() if name in vectors}
+            if not own:
                 continue
+            moments = {kind: self.sync.mean_of(m) if name in apart else m.clone() for kind, m in own.items()}
             if name in apart:
-                for moment in moments.values():
-                    all_reduce_compressed(
-                        moment, "none", op=dist.ReduceOp.AVG, group=self.sync.group, timeout=self.sync.timeout
-                    )
                 self._to_torch(name, moments)
             shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
             if self.sync.shards is not None:

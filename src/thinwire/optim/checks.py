@@ -5,10 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_reduce_compressed
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..sync.policy import Policy, Spec
@@ -68,12 +66,9 @@ def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Pol
 def check_replicas(sync: Synchronizer, named: Named) -> None:
     """Raise ValueError if parameters differ between ranks, because they would stay different unnoticed."""
     sums = torch.stack([_digest(p) for _, p in named])
-    mean = sums.clone()
-    all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=sync.group, timeout=sync.timeout)
-    apart = (sums - mean).abs() > 1e-9 * (1.0 + mean.abs())
-    worst = apart.double()
-    all_reduce_compressed(worst, "none", op=dist.ReduceOp.SUM, group=sync.group, timeout=sync.timeout)
-    for (name, _), differs in zip(named, worst.tolist(), strict=True):
+    mean = sync.mean_of(sums)
+    apart = sync.mean_of(((sums - mean).abs() > 1e-9 * (1.0 + mean.abs())).double())
+    for (name, _), differs in zip(named, apart.tolist(), strict=True):
         if differs:
             raise ValueError(
                 f"parameter {name!r} differs between ranks before the first step; start all ranks from the same "
@@ -90,8 +85,7 @@ def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
     if not grads:
         return
     mine = torch.stack([_digest(grad) for grad in grads])
-    mean = mine.clone()
-    all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=sync.group, timeout=sync.timeout)
+    mean = sync.mean_of(mine)
     if bool(mine.any()) and torch.allclose(mine, mean, rtol=1e-12, atol=0.0):
         warnings.warn(
             "gradients are the same on all ranks before they are exchanged. If DDP has averaged them, nothing is "

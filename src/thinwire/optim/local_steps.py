@@ -512,9 +512,8 @@ class LocalSteps(Optimizer):
             )
         for bucket in buckets:
             bucket.tensor.zero_()
-        for fragment in self.fragments:
-            for part in fragment.parts:
-                part.restart()
+        for part in self._parts():
+            part.restart()
         for optimizer in self.optimizers:
             for parameter, kept in list(optimizer.state.items()):
                 if any(isinstance(t, Tensor) and t.is_floating_point() and not is_finite(t) for t in kept.values()):

@@ -90,6 +90,12 @@ class Ranks:
             handle.wait()
         self.stats.add_averages(handles, started)
 
+    def mean_of(self, tensor: Tensor) -> Tensor:
+        """Return the average of a tensor over ranks, sent dense; its bytes are not counted."""
+        mean = tensor.clone()
+        all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
+        return mean
+
     def average_over_all(self, tensor: Tensor) -> Tensor:
         """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
         self.average([tensor], DENSE)
