@@ -383,14 +383,13 @@ class CompressedOptimizer(Optimizer):
         Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
         """
         policy = self.sync.policy
-        key = None if policy.auto else (policy.phase(step), self.sync.dense)
-        if key is None or key not in self._gradients_in_phase:
+        key = policy.phase(step), self.sync.dense
+        if policy.auto or key not in self._gradients_in_phase:
             sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
             sizes = [(name, p.numel()) for name, p in self.named_parameters()]
-            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
-            if key is None:
-                return found
-            self._gradients_in_phase[key] = found
+            self._gradients_in_phase[key] = {
+                name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)
+            }
         return self._gradients_in_phase[key]
 
     def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, Tensor]]) -> None:
