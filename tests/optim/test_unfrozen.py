@@ -158,25 +158,6 @@ def test_another_number_of_ranks_goes_on_in_its_warm_up() -> None:
     assert {float(step) for _, step in found} == {4.0}, "its own steps"
 
 
-def load_older(group: LocalGroup) -> None:
-    """Older checkpoints have one count for all parameters, and no moments of frozen ones."""
-    first = Run(group)
-    first.train(0, 4)
-    state = copy.deepcopy(first.optimizer.state_dict())
-    ours = state["thinwire"]
-    for name in ("families", "family_of", "local"):
-        del ours[name]
-    ours["weights"] = ours["weights"][:1]
-    ends = []
-    for given in (first.optimizer.state_dict(), state):
-        run = Run(group)
-        run.model.load_state_dict(first.model.state_dict())
-        run.optimizer.load_state_dict(given)
-        run.train(4, 9)
-        ends.append(optimizer_bits(run.optimizer))
-    assert_same(*ends, "of an older checkpoint")
-
-
 def load_damaged(group: LocalGroup) -> None:
     first = Run(group)
     first.train(0, 6)
@@ -199,16 +180,13 @@ DAMAGES: list[tuple[dict[str, Any], str]] = [
     ({"weights": [["a", "b"], ["a", "b"]]}, "could not convert"),
     ({"family_of": {f"{LATE}.weight": None}}, f"'{LATE}.weight' has no family"),
     ({"count": None}, "TypeError"),
+    ({"local": None}, "'local' is no list"),
     ({"scales": []}, "AttributeError"),
 ]
 
 
 def test_damaged_families_change_nothing() -> None:
     run_threads(load_damaged, 2)
-
-
-def test_older_checkpoints_are_loaded() -> None:
-    run_threads(load_older, 2)
 
 
 def from_torch(group: LocalGroup) -> Tensor:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import thinwire
+from thinwire.sync.trials import Auto
 
 
 def force(sync: thinwire.Synchronizer, best: int) -> None:
     """Let the candidate of this number be the quickest, by what ranks say that they have measured."""
-    trials = sync.assignment._trials
-    assert trials is not None
+    trials = sync.assignment
+    assert isinstance(trials, Auto)
     seconds = [1.0 if number == best else 2.0 for number in range(len(trials.compressors))]
 
     def numbers(layout: Sequence[tuple[str, ...]]) -> list[float]:

@@ -8,11 +8,11 @@ import pytest
 
 from thinwire import Policy, Synchronizer
 from thinwire.collectives.handle import Handle, Report, Span
-from thinwire.compressors import format_spec
+from thinwire.compressors import Compressor, format_spec
 from thinwire.sync import trials as trials_module
 from thinwire.sync.auto import GRADIENTS, MARGIN, BucketTimes, Choice, Measured, confirm, decide, updates
 from thinwire.sync.parts import Mode, StepRecord
-from thinwire.sync.trials import BEFORE, STEPS, TURNS, Trials, schedule
+from thinwire.sync.trials import BEFORE, STEPS, TURNS, Auto, schedule
 
 UPDATES = updates(2)
 """What two ranks may send updates by."""
@@ -27,6 +27,10 @@ def measured(
     specs = (NONE, EIGHT, TOPK)[: len(steps)]
     buckets = (BucketTimes(names, at, times) for names, at, times in zip(NAMES, ready, held, strict=False))
     return Measured(specs, steps, tuple(buckets))
+
+
+def trials_of(compressors: tuple[Compressor, ...], warmup: int = 0) -> Auto:
+    return Auto(Policy("auto", warmup=[(warmup, "none")] if warmup else ()), None, compressors)
 
 
 def chosen(choice: Choice) -> list[str]:
@@ -95,29 +99,28 @@ def test_every_compressor_has_its_turns_and_sparse_ones_come_last() -> None:
 
 def test_trials_come_after_the_warm_up_and_after_ddp_has_its_buckets() -> None:
     for warmup, start in ((0, BEFORE), (10, 10)):
-        trials = Trials(GRADIENTS, warmup)
+        trials = trials_of(GRADIENTS, warmup)
         assert trials.assigned(start - 1, ["a"]) == {}
         assert trials.assigned(start, ["a"]) == {"a": GRADIENTS[0]}
         assert trials.assigned(start + STEPS, ["a"]) == {"a": GRADIENTS[1]}
-        assert not trials.is_due(start + 2 * TURNS * STEPS - 1)
-        assert trials.is_due(start + 2 * TURNS * STEPS)
+        assert trials.end == start + 2 * TURNS * STEPS
 
 
 def test_gradients_are_tried_before_updates() -> None:
-    trials = Trials(UPDATES, 5)
+    trials = trials_of(UPDATES, 5)
     tried = [trials.tries_gradients(step) for step in range(5, trials.end)]
     assert tried == [True] * 2 * TURNS * STEPS + [False] * TURNS * STEPS
 
 
 def test_a_mixture_gets_a_turn_of_its_own() -> None:
-    trials, layout = Trials(GRADIENTS, 0), [("c",), ("b",)]
+    trials, layout = trials_of(GRADIENTS), [("c",), ("b",)]
     end = trials.end
     trials.decide([12.0, 5.0, 0.0, 0.9, 0.3, 1.0, 10.0, 3.0], layout)
     assert trials.choice is None
     assert trials.end == end + STEPS
     assert {name: format_spec(one) for name, one in trials.assigned(end, "bc").items()} == {"c": NONE, "b": EIGHT}
-    restored = Trials(GRADIENTS, 0)
-    restored.load_state_dict(trials.state_dict())
+    restored = trials_of(GRADIENTS)
+    restored.load_state_dict(trials.state_dict(), same_world=True)
     for one in (trials, restored):
         one.decide([9.0], layout)
         assert one.choice is not None
@@ -134,7 +137,7 @@ class Clock:
 
 
 def test_the_quicker_turn_of_dense_and_the_slower_one_of_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, trials = Clock(), Trials(GRADIENTS, 0)
+    clock, trials = Clock(), trials_of(GRADIENTS)
     monkeypatch.setattr(trials_module, "time", clock)
     turns = [1.0, 5.0, 3.0, 7.0]  # dense, 8 bits, dense, 8 bits
     for step in range(trials.end + 1):
@@ -156,7 +159,7 @@ def record_of(step: int, held: float) -> StepRecord:
 
 
 def test_the_time_of_the_link_is_divided_by_the_bytes_of_buckets() -> None:
-    trials = Trials(GRADIENTS, 0)
+    trials = trials_of(GRADIENTS)
     for step in range(trials.end):
         trials.ended(record_of(step, held=4.0 if step < BEFORE + STEPS else 2.0))
     _, _, first_ready, *first, second_ready, none, eight = trials.numbers(NAMES[:2])
@@ -168,11 +171,11 @@ def test_the_time_of_the_link_is_divided_by_the_bytes_of_buckets() -> None:
 def test_trials_that_were_saved_in_the_middle_end_with_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(trials_module, "time", clock)
-    whole, resumed, half = Trials(GRADIENTS, 0), Trials(GRADIENTS, 0), BEFORE + 6
+    whole, resumed, half = trials_of(GRADIENTS), trials_of(GRADIENTS), BEFORE + 6
     for step in range(whole.end + 1):
         if step == half:
             saved = json.loads(json.dumps(whole.state_dict()))
-            resumed.load_state_dict(saved)
+            resumed.load_state_dict(saved, same_world=True)
         for trials in (whole, resumed) if step >= half else (whole,):
             trials.begins(step)
             trials.ended(record_of(step, held=1.0 + step))
@@ -183,10 +186,10 @@ def test_trials_that_were_saved_in_the_middle_end_with_the_same_choice(monkeypat
 
 
 def test_measuring_again_goes_on_as_before_for_one_step() -> None:
-    trials = Trials(GRADIENTS, 0)
+    trials = trials_of(GRADIENTS)
     trials.decide([12.0, 5.0, 0.0, 9.0, 3.0], [("a",)])
     assert trials.choice is not None
-    trials.again(100, ["a"])
+    trials.load_state_dict({**trials.state_dict(), "steps": 100, "entries": {"a": 1}}, same_world=False)
     assert trials.choice is None
     assert [trials.assigned(step, ["a"])["a"] for step in (100, 101)] == [GRADIENTS[1], GRADIENTS[0]]
 

@@ -120,7 +120,7 @@ def miss_a_time(group: LocalGroup) -> tuple[str, list[str]]:
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
     seconds = [2.0, float("nan") if group.rank == 1 else 3.0]
     force(sync, 0)
-    sync.assignment._trials.numbers = lambda layout: seconds + [0.0, *seconds] * len(layout)  # type: ignore[attr-defined]
+    sync.assignment.numbers = lambda layout: seconds + [0.0, *seconds] * len(layout)  # type: ignore[attr-defined]
     for step in range(OVER + 1):
         model.zero_grad()
         model(gradients(model, group.rank, step)).backward()

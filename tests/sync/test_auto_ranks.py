@@ -101,7 +101,7 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.addHandler(handler)
     try:
         run = Run(kind, ddp=True, best=0)
-        del run.sync.assignment._trials.numbers  # type: ignore[union-attr]
+        del run.sync.assignment.numbers  # type: ignore[union-attr]
         run.train(rank, 0, OVER_UPDATES + STEPS + 1)
     finally:
         logger.removeHandler(handler)

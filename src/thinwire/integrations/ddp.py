@@ -7,7 +7,7 @@ hook's annotations as objects, so this module must not postpone their evaluation
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,8 +26,7 @@ from ..compressors import format_spec
 from ..sync.buckets import Bucket, plain_name, shaped
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
-from .backward import after_backward
-from .fsdp import AttachedModel, ShardedParameters, check_module, sharded_parameters
+from .fsdp import AttachedModel, ShardedParameters, after_backward, check_module, sharded_parameters
 
 _ADAM_LIKE = (
     torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
@@ -154,19 +153,11 @@ def _hook_of_sync(
 
     The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
     """
-    sync, flat = state.receiver, _flat(state, bucket)
-    if bucket.index() == 0:
-        state.waiting = []
-    future = _future_of(flat)
+    sync, (flat, future) = state.receiver, _send(state, bucket)
     state.waiting.append((future, flat, bucket.parameters()))
-    _add(state, bucket, flat)
     if bucket.is_last():
         waiting, state.waiting = state.waiting, []
-        if state.error is None:
-            try:
-                sync.finish()
-            except Exception as error:
-                _fail(state, error)
+        _attempt(state, sync.finish)
         for done, one, _ in waiting:
             if state.error is not None:
                 one.tensor.fill_(torch.nan)  # some parts may be averages already, and others not
@@ -181,45 +172,37 @@ def _hook_of_optimizer(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Send a bucket, and return it unchanged in a future; the optimizer's `step` does the rest."""
-    flat = _flat(state, bucket)
-    _add(state, bucket, flat)
+    flat, future = _send(state, bucket)
     if bucket.is_last() and state.error is None:
         after_backward(state.receiver.watch_gradients)
-    future = _future_of(flat)
     future.set_result(flat.tensor)
     return future
 
 
-def _add(state: _HookState, bucket: Any, flat: Bucket) -> None:
-    """Send a bucket, unless a bucket before it has failed."""
-    first = bucket.index() == 0
-    if first:
-        state.error = None
-    if state.error is None:
-        try:
-            state.receiver.add_bucket(flat, first=first, last=bucket.is_last())
-        except Exception as error:
-            _fail(state, error)
-
-
-def _fail(state: _HookState, error: Exception) -> None:
-    state.error = error
-
-    def raise_it() -> None:
-        raise error
-
-    after_backward(raise_it)
-
-
-def _future_of(bucket: Bucket) -> "Future[Tensor]":
-    device = bucket.tensor.device
-    return Future(devices=[device] if device.type == "cuda" else None)
-
-
-def _flat(state: _HookState, bucket: Any) -> Bucket:
-    parameters = bucket.parameters()
+def _send(state: _HookState, bucket: Any) -> tuple[Bucket, "Future[Tensor]"]:
+    """Send a bucket, unless one before it has failed; return it, and a future for DDP."""
+    parameters, device, first = bucket.parameters(), bucket.buffer().device, bucket.index() == 0
     names, sizes = tuple(state.names[id(p)] for p in parameters), tuple(p.numel() for p in parameters)
-    return Bucket(bucket.buffer(), names, sizes)
+    flat = Bucket(bucket.buffer(), names, sizes)
+    if first:
+        state.error, state.waiting = None, []
+    _attempt(state, lambda: state.receiver.add_bucket(flat, first=first, last=bucket.is_last()))
+    return flat, Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _attempt(state: _HookState, action: Callable[[], None]) -> None:
+    """Run an action, unless one before it has failed; let an error be raised after the backward pass."""
+    if state.error is not None:
+        return
+    try:
+        action()
+    except Exception as error:
+        state.error = failed = error
+
+        def raise_it() -> None:
+            raise failed
+
+        after_backward(raise_it)
 
 
 def _write_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]]) -> None:

@@ -9,12 +9,13 @@ the same shard of the other replicas. A parameter is a `DTensor`; all else in th
 is a plain one. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its gradients are there.
 """
 
+import gc
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,20 @@ from ..collectives.groups import Group, as_group
 from ..sync.buckets import Bucket, flatten, group_parameters
 from ..sync.shards import ShardGroup, is_sharded, local_of
 from ..sync.synchronizer import Synchronizer
-from .backward import after_backward
-from .fsdp_errors import name_lost_ranks
 
 _SAMPLES = 1024
 """Number of elements of a bucket that are compared to see whether gradients were changed after they were sent."""
+_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
+"""Attributes of a parameter group of FSDP that `set_custom_all_gather` sets. Older torch has none: its errors stay."""
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Run an action after everything that DDP or FSDP does at the end of the backward pass under way.
+
+    A callback that is queued by another callback comes last.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(action))
 
 
 def check_module(module: nn.Module) -> None:
@@ -62,9 +72,8 @@ def sharded_parameters(named: Mapping[str, Tensor], group: Group) -> "ShardedPar
         )
     for name, parameter in found.items():
         _check_placement(name, parameter)
-    meshes = {id(parameter.device_mesh): parameter.device_mesh for parameter in found.values()}  # type: ignore[attr-defined]
-    mesh = next(iter(meshes.values()))
-    if any(other != mesh for other in meshes.values()):
+    mesh, *others = (parameter.device_mesh for parameter in found.values())  # type: ignore[attr-defined]
+    if any(other != mesh for other in others):
         raise ValueError("parameters on different meshes, expected one mesh for the whole model")
     _check_group(group, mesh)
     return ShardedParameters(named, mesh)
@@ -200,8 +209,32 @@ class ShardedParameters:
         self._sampled = []
 
     def name_lost_ranks(self, sync: Synchronizer) -> None:
-        """Let FSDP's own collectives raise errors with the rank that was lost; all ranks of a replica call this."""
-        name_lost_ranks(self._named.values(), sync)
+        """Let FSDP's own collectives raise errors with the rank that was lost, over gloo.
+
+        All ranks of a replica call this: it connects them. NCCL does not raise such errors, but ends the process.
+        """
+        if self.group.size == 1 or not self.group.connect():
+            return
+        for group in self._parameter_groups():
+            for name in _COLLECTIVES:
+                collective = getattr(group, name, None)
+                if isinstance(collective, _NamedCollective):
+                    collective = collective.collective  # of an optimizer before this one
+                if collective is not None:
+                    setattr(group, name, _NamedCollective(collective, sync))
+
+    def _parameter_groups(self) -> Iterator[Any]:
+        """Yield what FSDP gathers and reduces together; a parameter does not refer to it, so look at all models."""
+        fsdp: Any = sys.modules["torch.distributed.fsdp"]
+        wanted = {id(parameter) for parameter in self._named.values()}
+        classes: list[type] = [fsdp.FSDPModule]
+        for each in classes:
+            classes += each.__subclasses__()
+        for module in gc.get_referrers(*classes):
+            if issubclass(type(module), fsdp.FSDPModule) and not wanted.isdisjoint(map(id, module.parameters())):
+                state = module._get_fsdp_state()
+                groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+                yield from (group for group in groups if group is not None)
 
     def register_hook(self, hook: Callable[[str], None]) -> None:
         """Let FSDP call `hook` with the name of each parameter whose gradient is reduced, in place of any before."""
@@ -211,6 +244,28 @@ class ShardedParameters:
                 del kept[key]
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_ParameterHook(hook, name))
+
+
+class _NamedCollective:
+    """A collective of FSDP, whose errors name the rank that was lost: gloo's do not say whose connection was closed."""
+
+    def __init__(self, collective: Any, sync: Synchronizer) -> None:
+        self.collective, self._sync = collective, weakref.ref(sync)
+
+    def allocate(self, *args: Any, **options: Any) -> Tensor:
+        tensor: Tensor = self.collective.allocate(*args, **options)
+        return tensor
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Run the collective. If it fails, report the lost rank to all ranks that this one exchanges with."""
+        try:
+            return self.collective(*args, **options)
+        except RuntimeError as error:
+            sync = self._sync()
+            if sync is None or sync.shards is None:
+                raise
+            with sync.reporting(sync.shards.device):
+                raise sync.shards.explain(error) from error
 
 
 class _ParameterHook:
@@ -223,18 +278,6 @@ class _ParameterHook:
         hook = self._hook()
         if hook is not None:
             hook(self._name)
-
-
-class Receiver(Protocol):
-    """The object that sends the buckets of a model: an optimizer of thinwire, or what `attach` makes."""
-
-    sync: Synchronizer
-
-    def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step."""
-
-    def end_backward(self, error: Exception | None) -> None:
-        """Do what is left at the end of the backward pass, after all buckets were sent; raise the error of the pass."""
 
 
 class AttachedModel:
@@ -265,8 +308,11 @@ class BackwardPass:
     sends everything at its end. Later ones send a bucket when as many gradients have come as in the pass before.
     """
 
-    def __init__(self, parameters: ShardedParameters, receiver: Receiver) -> None:
-        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist."""
+    def __init__(self, parameters: ShardedParameters, receiver: Any) -> None:
+        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist.
+
+        receiver   an optimizer of thinwire, or an `AttachedModel`.
+        """
         self._parameters, self._receiver = parameters, weakref.ref(receiver)
         self._expected: Counter[str] = Counter()
         self.reset()
@@ -296,13 +342,12 @@ class BackwardPass:
                 f"parameter {name!r} got more gradient after it was sent: its module ran more often than in the step "
                 "before; let every step run the same modules, or fully_shard the module around it"
             )
-        while self._sent < len(self._groups) - 1 and self._is_complete(self._groups[self._sent]):
+        while self._sent < len(self._groups) - 1 and all(
+            0 < self._expected[each] <= self._came[each] for each in self._groups[self._sent]
+        ):
             self._send(receiver)
 
-    def _is_complete(self, names: Sequence[str]) -> bool:
-        return all(0 < self._expected[name] <= self._came[name] for name in names)
-
-    def _send(self, receiver: Receiver) -> None:
+    def _send(self, receiver: Any) -> None:
         """Send the next bucket, unless one before it has failed: FSDP's backward pass must not be interrupted."""
         number, self._sent = self._sent, self._sent + 1
         if self._error is None:

@@ -10,7 +10,7 @@ is larger than that of the averaged gradient: `second_moment.py` describes by ho
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any
@@ -26,9 +26,8 @@ from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
-from ..sync.parts import Updates
+from ..sync.parts import Rule, Updates
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.residuals import NamedVectors
 from ..sync.step import Step
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
@@ -50,22 +49,6 @@ _PIECE, _AT_ONCE = 1 << 20, 8
 So there is no second copy of all of them.
 """
 _FOUR_BITS = Quantize(bits=4)
-
-
-@dataclass(frozen=True)
-class AdamRule:
-    """The numbers of `AdamUpdate`, for one family of parameters at one step."""
-
-    numbers: Mapping[str, float]
-    """beta1, beta2, scale, floor, limit and rate."""
-    on_device: Tensor | None = None
-    """The same numbers in GPU memory, with the factor of the gradient."""
-
-    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
-        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
-        m, v = moments
-        on_device = self.on_device if m.dtype == torch.float32 else None
-        return AdamUpdate(m, v, factor=factor, **self.numbers, on_device=on_device)
 
 
 class _DeviceNumbers:
@@ -217,11 +200,7 @@ class AdamW(CompressedOptimizer):
         """c as measured and smoothed, also of tensors that do not need it yet."""
         self._measures_next = False
         """True if c is measured at the next step, as after resuming with another world size."""
-        self._sent_numbers, self._step_numbers, self._rate_numbers = (
-            _DeviceNumbers(),
-            _DeviceNumbers(),
-            _DeviceNumbers(),
-        )
+        self._sent_numbers, self._step_numbers, self._rate_numbers = (_DeviceNumbers() for _ in range(3))
         self._rates: tuple[object, dict[str, Tensor]] = None, {}
         """The rates of all parameters in GPU memory, and what they were computed from."""
         self._on_device: _StepNumbers | None = None
@@ -243,11 +222,11 @@ class AdamW(CompressedOptimizer):
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
             return made
-        rules = [rule for rule in made.rules if isinstance(rule, AdamRule)]
-        rows = [by_numbers.numbers_of(factor=1 / made.scale, **rule.numbers) for rule in rules]
+        families = self._families.all
+        rows = [by_numbers.numbers_of(factor=1 / made.scale, **self._numbers_of(family)) for family in families]
         numbers = self._sent_numbers.fill([number for row in rows for number in row], device).view(len(rows), -1)
-        on_device = [replace(rule, on_device=row) for rule, row in zip(rules, numbers, strict=True)]
-        return replace(made, rules=on_device, numbers=numbers)
+        rules = [self._rule(family, row) for family, row in zip(families, numbers, strict=True)]
+        return replace(made, rules=rules, numbers=numbers)
 
     def _choose_dense(self) -> None:
         """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
@@ -298,28 +277,31 @@ class AdamW(CompressedOptimizer):
             self._rates = made_from, by_name
         return self._rates[1]
 
-    def _rule(self, family: Family) -> AdamRule:
+    def _rule(self, family: Family, on_device: Tensor | None = None) -> Rule:
+        """Return the rule of a family; `on_device` has its numbers, and the factor of the gradient, in GPU memory."""
+        numbers = self._numbers_of(family)
+
+        def update(_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
+            m, v = moments
+            kept = on_device if m.dtype == torch.float32 else None
+            return AdamUpdate(m, v, factor=factor, **numbers, on_device=kept)
+
+        return update
+
+    def _numbers_of(self, family: Family) -> dict[str, float]:
+        """Return the numbers of the update, which divides momentum by sqrt(v) * scale + floor, as Adam corrects it."""
         group = self.param_groups[family.group]
         beta1, beta2 = group["compressed_betas"]
-        scale, floor = self._divisor(family)
-        return AdamRule(
-            {
-                "beta1": beta1,
-                "beta2": beta2 if self.refresh_every else 1.0,
-                "scale": scale,
-                "floor": floor,
-                "limit": _limit(group, self.sync.world_size),
-                "rate": self._rate(group),
-            }
-        )
-
-    def _divisor(self, family: Family) -> tuple[float, float]:
-        """Return (scale, floor): momentum is divided by sqrt(v) * scale + floor, with Adam's bias corrections."""
         first, second = family.weights
-        group = self.param_groups[family.group]
-        beta1, _ = group["compressed_betas"]
         first = beta1 * first + 1 - beta1
-        return first / (second or 1.0) ** 0.5, first * group["eps"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2 if self.refresh_every else 1.0,
+            "scale": first / (second or 1.0) ** 0.5,
+            "floor": first * group["eps"],
+            "limit": _limit(group, self.sync.world_size),
+            "rate": self._rate(group),
+        }
 
     def _step_by_gradients(self, piece: Piece) -> None:
         """Take the step of torch's AdamW; each operation handles all parameters, because they are many and small."""
@@ -363,9 +345,6 @@ class AdamW(CompressedOptimizer):
         rates = [self._rate_of(group, name) for name in names]
         kernels.adam(parameters[0].device).step(parameters, updates, keep=keep, rates=rates)
 
-    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        parameter.add_(update, alpha=-self._rate_of(group, name))
-
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
         """Return the factor of an averaged update: it was divided by sqrt(v), and sqrt(c v) is correct."""
         return float(group["reference_lr"] / self._scales.get(name, 1.0) ** 0.5)
@@ -398,18 +377,14 @@ class AdamW(CompressedOptimizer):
             return frozenset()
         if warms_up:
             return frozenset(self._sent_as_updates(number + 1))
-        due = {
-            each for each in self._families.present if self._measures_next or self._is_refresh(self._steps_after(each))
-        }
-        ends = {each for each in self._families.present if self._steps_after(each) == self._own_warmup}
-        sampled = (
-            [name for name in self._sent_as_updates(number) if self._families.number_of[name] in due] if due else []
+        family_of, after = (
+            self._families.number_of,
+            {n: self._families.all[n].steps + 1 for n in self._families.present},
         )
-        return frozenset(sampled) | {name for name in self.sync.dense if self._families.number_of[name] in ends}
-
-    def _steps_after(self, number: int) -> int:
-        """Return the steps that a family will have taken after this one."""
-        return self._families.all[number].steps + 1
+        due = {family for family, steps in after.items() if self._measures_next or self._is_refresh(steps)}
+        ends = {family for family, steps in after.items() if steps == self._own_warmup}
+        sampled = {name for name in self._sent_as_updates(number) if family_of[name] in due} if due else set()
+        return frozenset(sampled | {name for name in self.sync.dense if family_of[name] in ends})
 
     def _after_step(self, sent: Step) -> None:
         self._follow_weights(sent)
@@ -437,12 +412,11 @@ class AdamW(CompressedOptimizer):
 
     def _measure(self, sent: Step) -> None:
         """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
-        ordered = {name: sent.samples[name] for name in self._parameters if name in sent.samples}
-        if self.sync.shards is not None:  # all shards measure the same parameters; a shard may have no element of one
-            assert sent.updates is not None
-            nothing = torch.zeros(0, device=next(iter(self._parameters.values())).device)
-            names = [name for name in self._parameters if name in sent.updates.sampled]
-            ordered = {name: sent.samples.get(name, nothing) for name in names}
+        assert sent.updates is not None
+        # All shards measure the same parameters; a shard may have no element of one.
+        names = sent.samples if self.sync.shards is None else sent.updates.sampled
+        nothing = torch.zeros(0, device=next(iter(self._parameters.values())).device)
+        ordered = {name: sent.samples.get(name, nothing) for name in self._parameters if name in names}
         for part in ordered.values():
             if part.is_cuda:  # it was made on the stream that encodes
                 part.record_stream(torch.cuda.current_stream(part.device))
@@ -450,9 +424,7 @@ class AdamW(CompressedOptimizer):
             known = self._found.get(name)
             self._found[name] = found if known is None else (known + found) / 2
         self._measures_next = False
-        if (
-            not sent.warms_up
-        ):  # the second moments of sampled tensors are this rank's own by now, if they are compressed
+        if not sent.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
             compressed = (name for name in ordered if name not in self.sync.dense)
             self._scales |= {name: self._found[name] for name in compressed if name in self._found}
 
@@ -499,11 +471,8 @@ class AdamW(CompressedOptimizer):
         measured = {"scales": dict(self._scales), "measured": dict(self._found)}
         return {**super()._own_state(), **self._families.state_dict(), **measured}
 
-    def _parse_own_state(self, state: Mapping[str, Any], loaded: Mapping[str, NamedVectors]) -> Callable[[], None]:
-        take_count = super()._parse_own_state(state, loaded)
-        known = loaded["exp_avg_sq"]
-        untrained = [] if self._sharded is not None else [name for name in self._parameters if name not in known]
-        families = self._families.parsed(state, steps=int(state["count"]), untrained=untrained)
+    def _parse_own_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        families = self._families.parsed(state)
         saved, here = int(state["world_size"]), self.sync.world_size
         scales, found = (
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
@@ -511,7 +480,6 @@ class AdamW(CompressedOptimizer):
         )
 
         def take() -> None:
-            take_count()
             self._families.take(families)
             self._choose_dense()
             self._scales, self._found, self._measures_next = scales, found, saved != here

@@ -10,14 +10,14 @@ for the exchange, and applies all of it, or nothing if a rank's gradient was not
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..collectives.groups import group_of_one
 from ..collectives.handle import Span
@@ -26,17 +26,19 @@ from ..integrations import register_ddp_hook
 from ..integrations.fsdp import BackwardPass, sharded_parameters
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
+from ..sync import checkpoint
 from ..sync.buckets import Bucket, shaped
 from ..sync.parts import Rule, Updates
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
+from ..sync.shards import local_of
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
-from .checks import check_order, check_replicas, dense_policy, warn_of_averaged
+from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
 from .families import Families, Family
 from .guard import GradientGuard
 from .parameters import Params, count_ddp, ddp_of, find_parameters
-from .states import StatefulOptimizer
+from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
 
 _AT_ONCE = 1 << 20
 """Parameters take their step in pieces of about this many elements, so that there is no second copy of a model."""
@@ -51,9 +53,13 @@ class Piece(NamedTuple):
     tensors: list[Tensor]
 
 
-class CompressedOptimizer(StatefulOptimizer):
+class CompressedOptimizer(Optimizer):
     """Base class of `AdamW` and `SGD`."""
 
+    moments: tuple[str, ...]
+    """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
+    local_moments: tuple[str, ...]
+    """Names of the moments that differ between ranks."""
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
@@ -64,21 +70,20 @@ class CompressedOptimizer(StatefulOptimizer):
         *,
         ddp: DistributedDataParallel | None,
         max_grad_norm: float | None,
-        grad_scaler: GradScaler | None,
         **options: Any,
     ) -> None:
         check_order(policy)
-        found = find_parameters(params, ddp)
-        super().__init__(found.groups, defaults)
+        groups, ddp = find_parameters(params, ddp)
+        super().__init__(groups, defaults)
         for group in self.param_groups:
             # Updates are sent times lr / reference_lr, so that a residual keeps the lr of its step.
             group["reference_lr"] = float(group["lr"]) or 1.0
-        self._is_alone = found.ddp is None and options.get("group") is None and not dist.is_initialized()
+        self._is_alone = ddp is None and options.get("group") is None and not dist.is_initialized()
         if self._is_alone:
             options["group"], policy = group_of_one(), dense_policy(policy)
-        self._ddp = None if found.ddp is None else weakref.ref(found.ddp)  # weak: DDP holds this optimizer, as its hook
-        if self.ddp is not None and options.get("group") is None:
-            options["group"] = self.ddp.process_group
+        self._ddp = None if ddp is None else weakref.ref(ddp)  # weak: DDP holds this optimizer, as its hook
+        if ddp is not None and options.get("group") is None:
+            options["group"] = ddp.process_group
         if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
             raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
         self.max_grad_norm = max_grad_norm
@@ -91,7 +96,7 @@ class CompressedOptimizer(StatefulOptimizer):
         """Parameters by name; of a sharded model, this rank's shards."""
         shards = None if self._sharded is None else self._sharded.group
         families = self._families.number_of
-        self.sync = Synchronizer(policy, grad_scaler=grad_scaler, families=families, shards=shards, **options)
+        self.sync = Synchronizer(policy, families=families, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[Hashable, set[str]] = {}
         self._count = 0
@@ -110,8 +115,8 @@ class CompressedOptimizer(StatefulOptimizer):
             self._sharded.name_lost_ranks(self.sync)
         if self._sharded is not None and not self._sharded.is_offloaded:
             self._backward = BackwardPass(self._sharded, self)
-        if self.ddp is not None:
-            register_ddp_hook(self.ddp, self)
+        if ddp is not None:
+            register_ddp_hook(ddp, self)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -120,6 +125,11 @@ class CompressedOptimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) pairs, group by group."""
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group while the optimizer is constructed; raise ValueError later."""
@@ -140,10 +150,9 @@ class CompressedOptimizer(StatefulOptimizer):
 
         Raises ValueError with DDP, which sends in the backward pass.
         """
-        if self.ddp is not None:
-            raise ValueError("with DDP the exchange is part of the backward pass; do not call exchange()")
-        if self._backward is not None:
-            raise ValueError("with FSDP the exchange is part of the backward pass; do not call exchange()")
+        if self.ddp is not None or self._backward is not None:
+            kind = "FSDP" if self.ddp is None else "DDP"
+            raise ValueError(f"with {kind} the exchange is part of the backward pass; do not call exchange()")
         if self._sharded is not None:
             for bucket, first, last in self._sharded.buckets():
                 self.add_bucket(bucket, first=first, last=last)
@@ -255,12 +264,28 @@ class CompressedOptimizer(StatefulOptimizer):
     def _step_by_updates(self, piece: Piece) -> None:
         """Apply the averaged updates, and everything else that a step does to a parameter."""
 
-    @abstractmethod
-    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        """Change a parameter by its update, and by nothing else."""
+    def _rate_of(self, group: dict[str, Any], name: str) -> float:
+        """Return the factor by which an averaged update changes a parameter."""
+        return float(group["reference_lr"])
+
+    def _to_updates(self, names: Collection[str]) -> None:
+        """Convert the moments of parameters that are sent as updates from now on."""
 
     def _to_gradient(self, name: str) -> None:
         """Convert the moments, averaged over ranks, of a parameter that is sent as a gradient from now on."""
+
+    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
+
+    def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
+        """Prepare for the first step after the moments of torch's optimizer were loaded.
+
+        steps   the number of steps that each parameter has taken.
+        """
+
+    def _steps_of(self, name: str) -> int:
+        """Return the number of steps that a parameter has taken."""
+        return self._count
 
     def _after_step(self, sent: Step) -> None:
         """Finish a step that was taken; this is called after the step was counted."""
@@ -315,14 +340,14 @@ class CompressedOptimizer(StatefulOptimizer):
         """Apply the slices one after the other, because their averages use the same memory."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale
-        for average in sent.averages():
+        for is_update, parts in sent.averages():
             named = (
                 (name, self._parameters[name], shaped(part, self._parameters[name]))
-                for name, part in average.parts()
+                for name, part in parts
                 if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
             )
             for piece in _pieces(named, self._families.number_of):
-                if average.is_update:
+                if is_update:
                     self._step_by_updates(piece)
                 else:
                     gradients = [_unscaled(part, unscale) for part in piece.tensors]
@@ -346,6 +371,7 @@ class CompressedOptimizer(StatefulOptimizer):
             self._to_gradients(group, [(name, self._parameters[name]) for name in changed])
 
     def _sent_as_updates(self, step: int) -> list[str]:
+        """Return the names of parameters whose updates are sent at a step."""
         if self._warms_up(step):
             return []
         by_gradient = self._sent_as_gradients(step)
@@ -357,13 +383,13 @@ class CompressedOptimizer(StatefulOptimizer):
         Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
         """
         policy = self.sync.policy
-        key = None if policy.auto else (policy.phase(step), self.sync.dense)
-        if key is None or key not in self._gradients_in_phase:
-            sends = self.sync.assignment.sends_gradient
-            found = {name for name, p in self.named_parameters() if sends(name, p.numel(), step)}
-            if key is None:
-                return found
-            self._gradients_in_phase[key] = found
+        key = policy.phase(step), self.sync.dense
+        if policy.auto or key not in self._gradients_in_phase:
+            sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
+            sizes = [(name, p.numel()) for name, p in self.named_parameters()]
+            self._gradients_in_phase[key] = {
+                name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)
+            }
         return self._gradients_in_phase[key]
 
     def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, Tensor]]) -> None:
@@ -371,13 +397,12 @@ class CompressedOptimizer(StatefulOptimizer):
 
         All ranks do this in the same order.
         """
-        residuals = self.sync.pop_residuals([name for name, _ in named])
+        residuals = self.sync.unsent.pop({name for name, _ in named})
         for name, parameter in named:
             if name in residuals:
                 self.sync.average([residuals[name]], DENSE)
-                self._add_update(
-                    group, name=name, parameter=parameter, update=shaped(residuals[name], parameter).to(parameter.dtype)
-                )
+                update = shaped(residuals[name], parameter).to(parameter.dtype)
+                parameter.add_(update, alpha=-self._rate_of(group, name))
             moments = [vectors[name] for vectors in self._vectors.values() if name in vectors]
             self.sync.average(moments, DENSE)
             self._to_gradient(name)
@@ -395,6 +420,162 @@ class CompressedOptimizer(StatefulOptimizer):
         if name not in vectors:
             vectors.slice([name], sizes=[parameter.numel()], dtype=parameter.dtype, device=parameter.device)
         return shaped(vectors[name], parameter)
+
+    # States: saved as torch does, consolidated, and loaded from thinwire's or torch's optimizer.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, as torch does, with the synchronizer's state under "thinwire".
+
+        Every rank saves its own state. After `consolidate_state_dict`, and until the next step, that of its rank has
+        the states of all ranks inside.
+        """
+        if self._gathered is not None:
+            complete = checkpoint.consolidated(self._gathered, self.sync.rank)
+            return {**complete, "param_groups": super().state_dict()["param_groups"]}  # a scheduler may have stepped
+        for name, parameter in self.named_parameters():  # as torch does: views in the shapes of the parameters
+            like = self._parameters[name]
+            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
+            if kept:
+                self.state[parameter] = {"step": torch.tensor(float(self._steps_of(name))), **kept}
+        packed = super().state_dict()
+        self.state.clear()  # otherwise it would keep vectors that have moved
+        return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
+
+        All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
+        `load_state_dict` takes what was saved so on every rank, with any number of ranks. This is the name that
+        torch's ZeroRedundancyOptimizer has for it.
+        """
+        if self._sharded is not None:
+            raise ValueError(
+                "one rank cannot hold the states of all shards: save thinwire.per_rank(optimizer) by "
+                "torch.distributed.checkpoint, on all ranks"
+            )
+        self._gathered = None
+        device = next(p.device for _, p in self.named_parameters())
+        self._gathered = self.sync.gather(self.state_dict(), to, device)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.
+
+        Moments that differ between ranks are averaged, dense, and in the unit of torch's. What is left out: residuals,
+        the part of the updates that was not sent so far; and what thinwire's own `state_dict()` has besides.
+        """
+        numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
+        apart = set(self._sent_as_updates(self.sync.steps))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in self._parameters:
+            own = {kind: vectors[name] for kind, vectors in self._vectors.items() if name in vectors}
+            if not own:
+                continue
+            moments = {kind: self.sync.mean_of(m) if name in apart else m.clone() for kind, m in own.items()}
+            if name in apart:
+                self._to_torch(name, moments)
+            shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
+            if self.sync.shards is not None:
+                shapes = {kind: self.sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
+            state[numbers[name]] = {"step": torch.tensor(float(self._steps_of(name))), **shapes}
+        return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
+
+    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin with the moments and settings of a state of torch's optimizer."""
+        groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
+        loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
+        numbers = [number for group in groups for number in group["params"]]
+        kept = {name: state_dict["state"].get(number, {}) for name, number in zip(self._given, numbers, strict=True)}
+        steps = {name: int(moments["step"]) for name, moments in kept.items() if "step" in moments}
+        self.sync.reset()
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._gathered, self._count = None, max(steps.values(), default=0)
+        self._vectors = {kind: NamedVectors(vectors) for kind, vectors in loaded.items()}
+        self._begin_from_torch(steps)
+        if not self._warms_up(0):
+            self._to_updates(self._sent_as_updates(0))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
+
+        Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
+        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up.
+
+        strict   False: ranks whose states are missing may be left out. Their residuals and momenta are lost, and a
+                 warning names them.
+        """
+        if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
+            self._load_torch_state(state_dict)
+            return
+        states = checkpoint.as_list(state_dict)
+        for state in states:
+            if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
+                raise ValueError(f"not a state of thinwire.{type(self).__name__}: it has no key 'thinwire'")
+        sync_states = [state["thinwire"] for state in states]
+        choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size, strict=strict)
+        by_rank = {int(state["thinwire"]["rank"]): state for state in states}
+        alike = by_rank[int(choice.alike["rank"])]
+        if alike["thinwire"].get("optimizer") != type(self).__name__:
+            raise ValueError(
+                f"state of thinwire.{alike['thinwire'].get('optimizer')}, expected thinwire.{type(self).__name__}"
+            )
+        check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
+        taken = [by_rank[int(state["rank"])] for state in choice.taken]
+        if not isinstance(apart := choice.alike.get("local"), list):
+            raise checkpoint.DamagedError("'local' is no list in a saved state: the checkpoint is damaged")
+        loaded: dict[str, NamedVectors] = {}
+        for kind in self.moments:
+            vectors = self._vectors_in(alike, kind)
+            if kind in self.local_moments:
+                local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
+                for name in apart:  # a frozen parameter has none
+                    if name in local:
+                        vectors[name] = local[name]
+                    elif name in vectors:
+                        vectors[name] = torch.zeros_like(vectors[name])
+            loaded[kind] = NamedVectors(vectors)
+        try:
+            count = int(alike["thinwire"]["count"])
+            take_own_state = self._parse_own_state(alike["thinwire"])
+        except checkpoint.DamagedError:
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise checkpoint.DamagedError(f"{error!r} in a saved state: the checkpoint is damaged") from error
+        self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
+        super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
+        self._vectors, self._gathered, self._count = loaded, None, count
+        take_own_state()
+
+    def _own_state(self) -> dict[str, Any]:
+        last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
+        after = set(self._sent_as_updates(self.sync.steps))
+        local = [name for name in last if name in after]
+        return {"optimizer": type(self).__name__, "count": self._count, "local": local}
+
+    def _parse_own_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what a subclass has saved besides, and return a function that takes it over."""
+        return lambda: None
+
+    def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+        """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        made = {}
+        for number, (name, parameter) in zip(numbers, self._parameters.items(), strict=True):
+            kept = state["state"].get(number, {}).get(kind)
+            if kept is not None:
+                kept = local_of(kept)
+                if not isinstance(kept, Tensor) or kept.shape != parameter.shape:
+                    found = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
+                    raise ValueError(
+                        f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
+                        "belongs to another model, or its parameters came in another order"
+                    )
+                made[name] = torch.empty(
+                    parameter.numel(), dtype=residual_dtype(parameter.dtype), device=parameter.device
+                )
+                shaped(made[name], parameter).copy_(kept)
+        return made
 
     # Checks for mistakes that would stay unnoticed.
 

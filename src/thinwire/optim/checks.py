@@ -1,21 +1,17 @@
 """Checks of an optimizer's arguments, and for mistakes that would stay unnoticed, before its first step or a load."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_reduce_compressed
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
-
-Named = Sequence[tuple[str, Tensor]]
+from .fragments import Named
 
 
 def check_number(name: str, given: float, *, below: float = float("inf")) -> None:
@@ -70,12 +66,9 @@ def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Pol
 def check_replicas(sync: Synchronizer, named: Named) -> None:
     """Raise ValueError if parameters differ between ranks, because they would stay different unnoticed."""
     sums = torch.stack([_digest(p) for _, p in named])
-    mean = sums.clone()
-    all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=sync.group, timeout=sync.timeout)
-    apart = (sums - mean).abs() > 1e-9 * (1.0 + mean.abs())
-    worst = apart.double()
-    all_reduce_compressed(worst, "none", op=dist.ReduceOp.SUM, group=sync.group, timeout=sync.timeout)
-    for (name, _), differs in zip(named, worst.tolist(), strict=True):
+    mean = sync.mean_of(sums)
+    apart = sync.mean_of(((sums - mean).abs() > 1e-9 * (1.0 + mean.abs())).double())
+    for (name, _), differs in zip(named, apart.tolist(), strict=True):
         if differs:
             raise ValueError(
                 f"parameter {name!r} differs between ranks before the first step; start all ranks from the same "
@@ -92,8 +85,7 @@ def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
     if not grads:
         return
     mine = torch.stack([_digest(grad) for grad in grads])
-    mean = mine.clone()
-    all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=sync.group, timeout=sync.timeout)
+    mean = sync.mean_of(mine)
     if bool(mine.any()) and torch.allclose(mine, mean, rtol=1e-12, atol=0.0):
         warnings.warn(
             "gradients are the same on all ranks before they are exchanged. If DDP has averaged them, nothing is "
@@ -114,19 +106,17 @@ def check_order(policy: Policy) -> None:
     Once updates are sent, momentum differs between ranks, and no later step may use averaged gradients.
     """
     phases = [parsed(given) for _, given in policy.warmup]
-    updates = [given.sparse for given in phases]
-    if True not in updates:
+    first = next((index for index, given in enumerate(phases) if given.sparse), None)
+    if first is None:
         return
-    first = updates.index(True)
     if policy.auto:
         raise ValueError(
             f"{format_spec(phases[first])} before auto, which tries to send gradients first: an optimizer cannot "
             "return from updates to gradients; remove the sparse phases from the warm-up"
         )
-    final = policy.final
-    later = [given for given, update in list(zip(phases, updates, strict=True))[first:] if not update]
-    if isinstance(final, NoCompression):
-        later.append(final)
+    later = [given for given in phases[first:] if not given.sparse]
+    if isinstance(policy.final, NoCompression):
+        later.append(policy.final)
     if later:
         raise ValueError(
             f"{format_spec(phases[first])} before {format_spec(later[0])}: an optimizer cannot return from "

@@ -69,16 +69,11 @@ class Families:
 
     def reset(self, steps: Mapping[str, int]) -> None:
         """Begin anew, with the number of steps that each parameter has taken; 0 if it is missing."""
-        kinds: dict[tuple[int, int], Family] = {}
-        first = {group: steps.get(name, 0) for name, group in reversed(self._groups.items())}
-        for group, count in [
-            *sorted(first.items()),
-            *((group, steps.get(name, 0)) for name, group in self._groups.items()),
-        ]:
-            kinds.setdefault((group, count), Family(group, count))
-        self.all, numbers = list(kinds.values()), {kind: number for number, kind in enumerate(kinds)}
-        self.number_of.update({name: numbers[group, steps.get(name, 0)] for name, group in self._groups.items()})
-        self._absent = None
+        kind_of = {name: (group, steps.get(name, 0)) for name, group in self._groups.items()}
+        first = dict(reversed(kind_of.values()))  # by group
+        kinds = list(dict.fromkeys([*sorted(first.items()), *kind_of.values()]))
+        self.all, self._absent = [Family(group, count) for group, count in kinds], None
+        self.number_of.update({name: kinds.index(kind) for name, kind in kind_of.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -88,16 +83,10 @@ class Families:
             "family_of": {name: number for name, number in self.number_of.items() if number != self._groups[name]},
         }
 
-    def parsed(self, state: Mapping[str, Any], *, steps: int, untrained: Collection[str]) -> "Families":
-        """Return the families of a checkpoint; raise DamagedError if they do not fit. Nothing changes here.
-
-        steps, untrained   the number of steps, and the names of parameters that have taken none, for the checkpoint of
-                           a version of thinwire that saved one count for all parameters.
-        """
-        is_older = "families" not in state
+    def parsed(self, state: Mapping[str, Any]) -> "Families":
+        """Return the families of a checkpoint; raise DamagedError if they do not fit. Nothing changes here."""
         weights = [(float(first), float(second)) for first, second in state["weights"]]
-        families = [[group, steps] for group in range(len(weights))] if is_older else state["families"]
-        family_of = {**self._groups, **({} if is_older else state["family_of"])}
+        families, family_of = state["families"], {**self._groups, **state["family_of"]}
         if len(families) != len(weights) or family_of.keys() != self._groups.keys():
             raise DamagedError("families of a saved state do not fit its weights: the checkpoint is damaged")
         made = Families([])
@@ -108,10 +97,6 @@ class Families:
             if number not in range(len(made.all)) or made.all[number].group != self._groups[name]:
                 raise DamagedError(f"{name!r} has no family in a saved state: the checkpoint is damaged")
         made.number_of = family_of
-        if is_older:
-            made.split(untrained)
-            for family in (made.of(name) for name in untrained):
-                family.steps, family.weights = 0, (0.0, 0.0)
         return made
 
     def take(self, other: "Families") -> None:

@@ -16,7 +16,7 @@ counted twice.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ..collectives import CollectiveError
 from ..collectives.elastic import Change, ElasticGroup
 from ..collectives.groups import Group, channels, group_of_one
+from ..sync import checkpoint
 from ..sync.buckets import Bucket, plain_name
 from ..sync.policy import Policy, Spec
 from ..sync.shards import is_sharded
@@ -36,13 +37,14 @@ from ..sync.step import Step, is_finite
 from ..sync.synchronizer import Synchronizer
 from .base import CompressedOptimizer
 from .checks import check_number, check_replicas, dense_policy
-from .fragments import Fragment, Named, split
-from .local_states import LocalStepsState
+from .fragments import Fragment, Named, Part, split
 from .membership import Membership
 from .parameters import ddp_of
 
 _BUFFER = "buffer: "
 """Begins the names of buffers, among those of parameters."""
+_OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")
+_KEYS = {"common", "outer", "weights", "under_way", "local_steps", "exchanged_at", "left_out", "setting"}
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Round:
     """What the members of an `ElasticGroup` have decided."""
 
 
-class LocalSteps(LocalStepsState):
+class LocalSteps(Optimizer):
     """Takes steps on this rank alone, and averages what all ranks have done after every H-th step.
 
     optimizer      a torch optimizer, or a list of several, such as Muon for matrices and AdamW for the rest.
@@ -123,7 +125,7 @@ class LocalSteps(LocalStepsState):
     ) -> None:
         self.optimizers = _listed(optimizer)
         named, buffers = _named(self.optimizers, model)
-        self.every, self.delay = _check_schedule(every, fragments, delay, len(named))
+        _check_schedule(every, fragments, delay, len(named))
         check_number("outer_lr", outer_lr)
         check_number("outer_momentum", outer_momentum, below=1.0)
         if nesterov and not outer_momentum:
@@ -131,7 +133,7 @@ class LocalSteps(LocalStepsState):
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay {decay!r}, expected a number from 0 to 1")
         self.outer_lr, self.outer_momentum, self.nesterov = float(outer_lr), float(outer_momentum), nesterov
-        self.decay = float(decay)
+        self.every, self.delay, self.decay = every, delay, float(decay)
         policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if policy.auto:
             raise ValueError("compressor 'auto', which chooses by the time of single steps; give one")
@@ -236,6 +238,170 @@ class LocalSteps(LocalStepsState):
                 optimizer.step()
         return loss
 
+    # States: of a rank in the middle of a round, and what all ranks have in common when one ends.
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank: weights, inner optimizers, common weights and residual.
+
+        Save that of every rank, at any step, or call `consolidate_state_dict` first. If no local step was taken since
+        the last exchange, it can be loaded by another number of ranks. It has the weights in it, since they differ
+        between ranks in the middle of a round: loading it sets them.
+        """
+        if self._gathered is not None:
+            return checkpoint.consolidated(self._gathered, self.sync.rank)
+        if self._round is not None and self._membership is None:
+            self._receive(self._round)
+        elif self._round is not None:
+            self._end_round(self._round)  # since members may have changed with it
+        if not self.steps and not self._is_checked:  # the program may have loaded weights since this was made
+            for part in self._parts():
+                part.take_common()
+        is_common = self._round is None and all(each.exchanged_at == self.steps for each in self.fragments)
+        inner = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {
+            "state": [state["state"] for state in inner],
+            "param_groups": [state["param_groups"] for state in inner],
+            "thinwire": {
+                **self.sync.state_dict(),
+                "optimizer": "LocalSteps",
+                "setting": self._setting,
+                "local_steps": self.steps,
+                "exchanged_at": [fragment.exchanged_at for fragment in self.fragments],
+                "left_out": self.left_out,
+                "common": self._by_name(lambda part: part.common),
+                "outer": self._by_name(lambda part: part.momentum),
+                "weights": None if is_common else self._by_name(Part.local),
+                "under_way": self._under_way(),
+            },
+        }
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them. All ranks call."""
+        self._gathered = None
+        self._gathered = self.sync.gather(self.state_dict(), to, self._device)
+
+    @torch.no_grad()
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
+
+        Another number of ranks needs one of the last two, saved when a round had ended; each rank then goes on with the
+        inner optimizer of one of them.
+
+        strict   False: ranks whose states are missing may be left out. What they had not sent is lost, and a warning
+                 names them.
+        """
+        states = checkpoint.as_list(state_dict)
+        for state in states:
+            if not isinstance(state, Mapping) or not isinstance(state.get("thinwire"), Mapping):
+                raise ValueError("not a state of thinwire.LocalSteps: it has no key 'thinwire'")
+            kind = state["thinwire"].get("optimizer")
+            if kind != "LocalSteps":
+                raise ValueError(f"a state of thinwire.{kind}, expected thinwire.LocalSteps")
+            if lacking := _KEYS - state["thinwire"].keys():
+                raise checkpoint.DamagedError(
+                    f"{min(lacking)!r} is missing in a saved state: the checkpoint is damaged"
+                )
+        saved = [state["thinwire"] for state in states]
+        choice = checkpoint.choose(saved, self.sync.rank, self.sync.world_size, strict=strict)
+        checkpoint.check_same("setting", choice.alike["setting"], self._setting)
+        if (choice.alike["weights"] is not None or choice.alike["under_way"]) and not choice.same_world:
+            raise ValueError(
+                f"a state of {choice.alike['world_size']} ranks in the middle of a round, here there are "
+                f"{self.sync.world_size}: each rank has weights of its own there. Load it with as many ranks, or save "
+                "when a round has ended, or after synchronize()"
+            )
+        tensors = {kind: self._checked(choice.alike, kind) for kind in ("common", "outer", "weights")}
+        inner = next(state for state in states if state["thinwire"] is choice.alike)
+        self.sync.load_state_dict(saved, choice=choice)  # checks everything before it changes anything
+        for optimizer, state, groups in zip(self.optimizers, inner["state"], inner["param_groups"], strict=True):
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for fragment, exchanged_at in zip(self.fragments, choice.alike["exchanged_at"], strict=True):
+            fragment.exchanged_at = int(exchanged_at)
+        for part in self._parts():
+            part.load(tensors["common"], tensors["outer"])
+            part.set_local(part.flat(tensors["weights"]) if tensors["weights"] else part.common)
+        self.steps, self.left_out = int(choice.alike["local_steps"]), int(choice.alike["left_out"])
+        self._gathered = self._round = None
+        if under_way := choice.alike["under_way"]:
+            self._resume(under_way)
+
+    def common_state(self) -> dict[str, Any]:
+        """Return what all ranks have in common, and a newcomer needs."""
+        return {
+            "common": self._by_name(lambda part: part.common),
+            "outer": self._by_name(lambda part: part.momentum),
+            "local_steps": self.steps,
+            "rounds": self.sync.steps,
+            "options": [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups],
+        }
+
+    @torch.no_grad()
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Begin from the common weights of others, at their step and with their learning rate; the rest begins anew."""
+        for fragment in self.fragments:
+            fragment.exchanged_at = int(state["local_steps"])
+        common, momentum = (self._checked(state, kind) for kind in ("common", "outer"))
+        for part in self._parts():
+            part.load(common, momentum)
+            part.set_local(part.common)
+        self.steps, self.sync.stats.steps = int(state["local_steps"]), int(state["rounds"])
+        for group, options in zip(self.param_groups, state["options"], strict=True):
+            group.update(options)
+
+    def _parts(self) -> Iterator[Part]:
+        for fragment in self.fragments:
+            yield from fragment.parts
+
+    @property
+    def _setting(self) -> dict[str, Any]:
+        """Return the options by which a saved state and this optimizer must agree."""
+        return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
+
+    def _by_name(self, flat: Any) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for part in self._parts():
+            if (found := flat(part)) is not None:
+                made |= part.named(found)
+        return made
+
+    def _under_way(self) -> dict[str, Any] | None:
+        """Return an exchange that was received and is not applied yet."""
+        current = self._round
+        if current is None:
+            return None
+        before: dict[str, Tensor] = {}
+        means: dict[str, Tensor] = {}
+        for part, bucket in zip(current.fragment.parts, current.buckets, strict=True):
+            assert part.before is not None
+            before |= part.named(part.before)
+            means |= part.named(bucket.tensor)
+        return {
+            "fragment": self.fragments.index(current.fragment),
+            "since": current.since,
+            "due": current.due,
+            "before": before,
+            "means": means,
+            "is_void": current.is_void,
+        }
+
+    def _checked(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+        """Return the tensors of a kind in a state; raise ValueError if they are those of another model."""
+        found = state[kind] or {}
+        for name, here in self._by_name(lambda part: part.common).items():
+            there = found.get(name)
+            if there is None and kind != "common":
+                continue
+            if not isinstance(there, Tensor) or there.numel() != here.numel():
+                size = there.numel() if isinstance(there, Tensor) else "no"
+                raise ValueError(
+                    f"the state is of another model: parameter {name!r} has {size} elements there, and "
+                    f"{here.numel()} here"
+                )
+        return dict(found)
+
     # A round.
 
     def _begin_round(self, fragment: Fragment, delay: int) -> None:
@@ -282,13 +448,6 @@ class LocalSteps(LocalStepsState):
             self._membership.follow(current.change, self.sync)
             self._membership.hand_over(self.common_state, self._device)
 
-    def _settle(self, current: Round) -> None:
-        """Receive an exchange; where ranks come and go, end the round, since members may have changed with it."""
-        if self._membership is None:
-            self._receive(current)
-        else:
-            self._end_round(current)
-
     def _receive(self, current: Round) -> None:
         """Wait for the means over ranks, and update the residuals; the weights do not change yet."""
         if current.is_received:
@@ -304,7 +463,7 @@ class LocalSteps(LocalStepsState):
         self.sync.count(step)
         current.is_received, current.is_void = True, step.finite is False
         if self.decay != 1.0 and not current.is_void:
-            self.sync.scale_residuals(self.decay, current.fragment.names)
+            self.sync.unsent.scale(self.decay, current.fragment.names.__contains__)
 
     def _resume(self, under_way: Mapping[str, Any]) -> None:
         fragment = self.fragments[under_way["fragment"]]
@@ -353,9 +512,8 @@ class LocalSteps(LocalStepsState):
             )
         for bucket in buckets:
             bucket.tensor.zero_()
-        for fragment in self.fragments:
-            for part in fragment.parts:
-                part.restart()
+        for part in self._parts():
+            part.restart()
         for optimizer in self.optimizers:
             for parameter, kept in list(optimizer.state.items()):
                 if any(isinstance(t, Tensor) and t.is_floating_point() and not is_finite(t) for t in kept.values()):
@@ -417,7 +575,7 @@ def _named(optimizers: Iterable[Optimizer], model: nn.Module | None) -> tuple[Na
     return list(named.items()), [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
 
 
-def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> tuple[int, int]:
+def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> None:
     for name, given, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
         if type(given) is not int or given < least:
             raise ValueError(f"{name} {given!r}, expected a whole number, {least} or more")
@@ -431,7 +589,6 @@ def _check_schedule(every: int, fragments: int, delay: int, parameters: int) -> 
             f"delay {delay}, expected at most {every // fragments}: every {every // fragments} steps another exchange "
             f"begins (every={every}, fragments={fragments}), and one is under way at a time"
         )
-    return every, delay
 
 
 def _check_ddp(parameters: Sequence[Tensor], group: Group, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """Parsing of an optimizer's parameters: groups, a name for every parameter, and the DDP model if there is one."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,16 +18,10 @@ Params = nn.Module | ParamsT
 """A DDP model, another module, parameters, (name, parameter) pairs, or dicts of them with options."""
 
 
-class Found(NamedTuple):
-    """The parameter groups and the DDP model of an optimizer."""
-
-    groups: list[dict[str, Any]]
-    """Parameter groups as torch's optimizers take them, with (name, parameter) pairs."""
-    ddp: DistributedDataParallel | None
-
-
-def find_parameters(given: Params, ddp: DistributedDataParallel | None) -> Found:
-    """Return the parameter groups, with a name for every parameter, and the DDP model.
+def find_parameters(
+    given: Params, ddp: DistributedDataParallel | None
+) -> tuple[list[dict[str, Any]], DistributedDataParallel | None]:
+    """Return the parameter groups with (name, parameter) pairs, as torch's optimizers take them, and the DDP model.
 
     `ddp` is the DDP model of the parameters, if they are not given as a DDP model. Without it, `ddp_of` looks for one.
     """
@@ -62,7 +57,7 @@ def find_parameters(given: Params, ddp: DistributedDataParallel | None) -> Found
         for number, (group, items) in enumerate(zip(groups, listed, strict=True))
     ]
     _check(named, ddp, known)
-    return Found(named, ddp)
+    return named, ddp
 
 
 def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:
@@ -146,16 +141,15 @@ def _check(groups: list[dict[str, Any]], ddp: DistributedDataParallel | None, kn
     pairs = [pair for group in groups for pair in group["params"]]
     if not any(parameter.requires_grad for _, parameter in pairs):
         raise ValueError("no parameter that requires a gradient was given")
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
+    given = Counter(name for name, _ in pairs)
+    twice, count = given.most_common(1)[0]
+    if count > 1:
         raise ValueError(f"parameter {twice!r} was given twice")
     if ddp is not None:
         ignored = {plain_name(name) for name in getattr(ddp, "parameters_to_ignore", ())}
         unknown = next((name for name, p in pairs if name in ignored and p.requires_grad), None)
         if unknown is not None:
             raise ValueError(f"parameter {unknown!r} is one that DDP ignores: step it by another optimizer")
-        given = set(names)
         for name, _ in averaged_by(ddp):
             if name not in given:
                 raise ValueError(

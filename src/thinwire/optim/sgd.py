@@ -1,7 +1,6 @@
 """SGD that compresses each rank's momentum instead of its gradient (Lin et al. 2018: momentum correction)."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
 from ..sync.buckets import Slice, flat
+from ..sync.parts import Rule
 from ..sync.policy import DEFAULT, Policy, Spec
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
@@ -20,37 +20,6 @@ from .families import Family
 from .parameters import Params
 
 _COMPRESSED_MOMENTUM = 0.5
-
-
-@dataclass(frozen=True)
-class MomentumRule:
-    """The numbers of `MomentumUpdate`, for one parameter group at one step."""
-
-    momentum: float
-    nesterov: bool
-    rate: float
-    decay: float
-    parameters: Mapping[str, Tensor]
-    """Parameters by name, for weight decay, which is part of the momentum."""
-
-    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
-        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
-        return MomentumUpdate(
-            m=moments[0] if self.momentum else None,
-            momentum=self.momentum,
-            factor=factor,
-            nesterov=self.nesterov,
-            rate=self.rate,
-            decay=self.decay,
-            parameters=tuple(self._places(slice_)) if self.decay else (),
-        )
-
-    def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
-        start = 0
-        for name, size in slice_.key:
-            if name is not None:
-                yield start, start + size, flat(self.parameters[name].detach())
-            start += size
 
 
 class SGD(CompressedOptimizer):
@@ -128,15 +97,31 @@ class SGD(CompressedOptimizer):
             if each["compressed_momentum"] is None:
                 each["compressed_momentum"] = min(float(each["momentum"]), _COMPRESSED_MOMENTUM)
 
-    def _rule(self, family: Family) -> MomentumRule:
+    def _rule(self, family: Family) -> Rule:
         group = self.param_groups[family.group]
-        return MomentumRule(
-            momentum=group["compressed_momentum"],
-            nesterov=group["nesterov"],
-            rate=self._rate(group) * _momentum_ratio(group),
-            decay=group["weight_decay"],
-            parameters=self._parameters,
-        )
+        momentum, decay = group["compressed_momentum"], group["weight_decay"]
+        rate = self._rate(group) * _momentum_ratio(group)
+
+        def update(slice_: Slice, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
+            return MomentumUpdate(
+                m=moments[0] if momentum else None,
+                momentum=momentum,
+                factor=factor,
+                nesterov=group["nesterov"],
+                rate=rate,
+                decay=decay,
+                parameters=tuple(self._places(slice_)) if decay else (),  # for weight decay, a part of the momentum
+            )
+
+        return update
+
+    def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the parameters of a slice, flat, with their first and last elements in it."""
+        start = 0
+        for name, size in slice_.key:
+            if name is not None:
+                yield start, start + size, flat(self._parameters[name].detach())
+            start += size
 
     def _step_by_gradients(self, piece: Piece) -> None:
         group, (_, names, parameters, gradients) = self._group_of(piece.family), piece
@@ -164,10 +149,6 @@ class SGD(CompressedOptimizer):
 
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         moments["momentum_buffer"].mul_(_momentum_ratio(self._group_of(self._families.number_of[name])))
-
-    def _add_update(self, group: dict[str, Any], name: str, parameter: Tensor, update: Tensor) -> None:
-        number = self._families.number_of[name]
-        self._step_by_updates(Piece(number, names=[name], parameters=[parameter], tensors=[update]))
 
     def _step_by_updates(self, piece: Piece) -> None:
         torch._foreach_add_(piece.parameters, piece.tensors, alpha=-self._group_of(piece.family)["reference_lr"])

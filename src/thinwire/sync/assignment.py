@@ -2,58 +2,23 @@
 
     Assignment   follows the policy
     Adaptive     redistributes the bytes of a top-k every few steps, by the size of the residuals
-    Auto         tries each compressor, then uses the fastest one for each bucket
+    Auto         tries each compressor, then uses the fastest one for each bucket: trials.py
 
 All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
 
-import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..compressors import Compressor, NoCompression, TopK
 from .auto import Choice
 from .buckets import BucketPlan, Together, plan_bucket
 from .parts import StepRecord
 from .policy import DENSE, Policy, share_bytes
-from .trials import Trials
-
-_log = logging.getLogger("thinwire")
-
-
-class Ranks(Protocol):
-    """The part of `Synchronizer` that an assignment uses."""
-
-    layout: list[tuple[str, ...]]
-
-    @property
-    def rank(self) -> int:
-        """Return the rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps taken so far."""
-
-    @property
-    def residuals(self) -> dict[str, Tensor]:
-        """Return this rank's residuals, by parameter."""
-
-    def average_over_all(self, tensor: Tensor) -> Tensor:
-        """Return the average of a small tensor over all ranks, those of other shards included."""
-
-    def has_residual(self, name: str) -> bool:
-        """Return whether this rank has a residual for a parameter."""
-
-    def fold_owners(self) -> None:
-        """Add the residuals of the shards that this rank owns to its own residuals."""
+from .ranks import Ranks
 
 
 class Assignment:
@@ -110,13 +75,6 @@ class Assignment:
     def is_dense(self, step: int) -> bool:
         """Return whether no parameter is compressed in the current step."""
         return self.policy.is_dense(step, self._chosen)
-
-    def sends_gradient(self, name: str, numel: int, step: int) -> bool:
-        """Return whether this parameter's gradient is sent while an optimizer sends updates for others.
-
-        step   the current step or the next one.
-        """
-        return self.policy.is_small(name, numel) or self.sends_dense(name, numel, step)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
         """Return whether this parameter is not compressed.
@@ -192,80 +150,3 @@ class Adaptive(Assignment):
         """Load the ratios; start without them if the world size has changed."""
         shared = state["shared"] if same_world else {}
         self._choose({name: replace(self._base, ratio=ratio) for name, ratio in shared.items()})
-
-
-class Auto(Assignment):
-    """Assigns the compressors that `Trials` tries, and then its choice."""
-
-    def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: tuple[Compressor, ...]) -> None:
-        super().__init__(policy, families)
-        self._trials = Trials(compressors, policy.warmup_steps)
-        self._flushed = False
-        """True once no parameter that stays dense has a residual."""
-
-    @property
-    def choice(self) -> Choice | None:  # type: ignore[override]
-        """Return the choice of the trials; None before it is made."""
-        return self._trials.choice
-
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Choose the compressors of this step, and return whether it sends all residuals dense."""
-        trials, sizes = self._trials, self.sizes
-        self.choose_if_due(sync, device)
-        if device.type == "cuda" and trials.is_timed(step):  # or a step that skips the wait would seem quick
-            torch.cuda.current_stream(device).synchronize()
-        trials.begins(step)
-        chosen: Mapping[str, Compressor] = trials.assigned(step, sizes)
-        with_residual = [name for name in sizes if sync.has_residual(name)]
-        flushes = False
-        if trials.choice is not None and not self._flushed:
-            flushes = any(self.sends_dense(name, sizes[name], step) for name in with_residual)
-            self._flushed = not flushes
-        if flushes:
-            # Parameters with a residual get a compressor that uses it, though `flushes` sends them dense. The others
-            # stay dense, such as those whose residual an optimizer has applied.
-            chosen = {**chosen, **dict.fromkeys(with_residual, trials.compressors[1])}
-            sync.fold_owners()
-        self._choose(chosen)
-        return flushes
-
-    def ended(self, step: StepRecord) -> None:
-        """Record the times of a step that was taken."""
-        self._trials.ended(step)
-
-    def tries_gradients(self, step: int) -> bool:
-        """Return whether this step tries a compressor that is not sparse, so that gradients are sent."""
-        return self._trials.tries_gradients(step)
-
-    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
-        """Make the choice if the trials are over, from measurements averaged over ranks; rank 0 logs it.
-
-        With one rank, dense is chosen without trials.
-        """
-        trials, layout = self._trials, sync.layout
-        if trials.choice is not None:
-            return
-        if sync.world_size == 1:
-            trials.choose_dense("nothing is compressed, because there is one rank")
-        elif trials.is_due(sync.steps):
-            numbers = torch.tensor(trials.numbers(layout), dtype=torch.float64)
-            # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
-            known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
-            total, share = sync.average_over_all(known).cpu()
-            trials.decide(torch.where(share > 0.999, total, torch.nan).tolist(), layout)
-        if trials.choice is not None and sync.rank == 0:
-            _log.info("%s", trials.choice.describe())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the trials."""
-        return {"shared": {}, "auto": self._trials.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        """Load the state of the trials; start them again if the world size has changed."""
-        self._flushed, self._plans = False, {}
-        self._trials.load_state_dict(state["auto"])
-        if not same_world:  # links and payloads have changed
-            self._trials.again(int(state["steps"]), list(state["entries"]))
-
-    def _chosen_at(self, step: int) -> Mapping[str, Compressor]:
-        return self._trials.assigned(step, self.sizes)

@@ -64,6 +64,17 @@ class Measured:
     buckets: tuple[BucketTimes, ...]
     """Times of the buckets, in the order in which they are sent."""
 
+    def record(self) -> dict[str, Any]:
+        """Return the measurements as a dict, for checkpoints."""
+        buckets = [[list(one.names), one.ready, list(one.held)] for one in self.buckets]
+        return {"candidates": list(self.specs), "step_seconds": list(self.step_seconds), "buckets": buckets}
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> "Measured":
+        """Return the measurements that `record` was made from."""
+        buckets = tuple(BucketTimes(tuple(names), ready, tuple(held)) for names, ready, held in record["buckets"])
+        return Measured(tuple(record["candidates"]), tuple(record["step_seconds"]), buckets)
+
 
 @dataclass(frozen=True)
 class BucketChoice:
@@ -105,17 +116,10 @@ class Choice:
     def of_record(record: Mapping[str, Any]) -> "Choice":
         """Return the choice that `record` was made from."""
         buckets = (
-            BucketChoice(
-                names=tuple(one["names"]), compressor=one["compressor"], reason=one["reason"], held=tuple(one["held"])
-            )
+            BucketChoice(tuple(one["names"]), one["compressor"], one["reason"], tuple(one["held"]))
             for one in record["buckets"]
         )
-        return Choice(
-            specs=tuple(record["candidates"]),
-            step_seconds=tuple(record["step_seconds"]),
-            reason=record["reason"],
-            buckets=tuple(buckets),
-        )
+        return Choice(tuple(record["candidates"]), tuple(record["step_seconds"]), record["reason"], tuple(buckets))
 
     def describe(self) -> str:
         """Return the choice as text."""
@@ -159,13 +163,13 @@ def decide(measured: Measured) -> Choice:
     if best not in chosen:  # the timeline does not explain why it was faster, so it cannot be used
         return uniform(measured, best, fastest)
     reasons = ["as in the fastest step" if one == best else "denser at no cost in time" for one in chosen]
-    return _choice(measured, chosen=chosen, reason=fastest, reasons=reasons)
+    return _choice(measured, fastest, chosen, reasons)
 
 
 def uniform(measured: Measured, index: int, reason: str) -> Choice:
     """Return a choice that gives all buckets the same compressor."""
     count = len(measured.buckets)
-    return _choice(measured, chosen=[index] * count, reason=reason, reasons=["the same for all buckets"] * count)
+    return _choice(measured, reason, [index] * count, ["the same for all buckets"] * count)
 
 
 def confirm(mixed: Choice, measured: Measured, mixed_seconds: float) -> Choice:
@@ -182,12 +186,12 @@ def confirm(mixed: Choice, measured: Measured, mixed_seconds: float) -> Choice:
     return uniform(measured, best, f"{mixed.reason}; {why}")
 
 
-def _choice(measured: Measured, chosen: Sequence[int], reason: str, reasons: Sequence[str]) -> Choice:
+def _choice(measured: Measured, reason: str, chosen: Sequence[int], reasons: Sequence[str]) -> Choice:
     buckets = (
-        BucketChoice(names=times.names, compressor=measured.specs[index], reason=why, held=times.held)
+        BucketChoice(times.names, measured.specs[index], why, times.held)
         for times, index, why in zip(measured.buckets, chosen, reasons, strict=True)
     )
-    return Choice(specs=measured.specs, step_seconds=measured.step_seconds, reason=reason, buckets=tuple(buckets))
+    return Choice(measured.specs, measured.step_seconds, reason, tuple(buckets))
 
 
 def _end(buckets: Sequence[BucketTimes], chosen: Sequence[int]) -> float:

@@ -7,11 +7,12 @@ The packed parameters of several buckets are copied into one tensor and exchange
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +81,8 @@ class Slice:
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the (start, stop) of packed parameters in the middle, counted from the start of the slice."""
         ends = list(accumulate(self.sizes))
         return [(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True) if name is None]
 
@@ -89,9 +91,10 @@ class Slice:
         """Return the seed of this slice's random draws, which is combined with the step number."""
         return zlib.crc32(str(self.names[0]).encode())
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return the (start, stop) of packed parameters in the middle, counted from the start of the slice."""
-        return self._gaps
+    def parts(self, flat: Flat) -> list[tuple[str, Any]]:
+        """Return the name and the part of each parameter in a flat tensor of this slice, without gaps."""
+        parts = zip(self.names, flat.split(list(self.sizes)), strict=True)
+        return [(name, part) for name, part in parts if name is not None]
 
 
 class Packed(NamedTuple):
@@ -100,7 +103,6 @@ class Packed(NamedTuple):
     name: str
     start: int
     stop: int
-    compressor: Compressor
 
     @property
     def numel(self) -> int:
@@ -108,18 +110,11 @@ class Packed(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """The slices and packed parameters of a bucket."""
+class BucketPlan(NamedTuple):
+    """The slices of a bucket, and its packed parameters by their compressor."""
 
-    slices: tuple[Slice, ...]
-    packed: tuple[Packed, ...]
-
-    @cached_property
-    def packed_by_compressor(self) -> tuple[tuple[Compressor, tuple[Packed, ...]], ...]:
-        """Return the packed parameters, grouped by compressor."""
-        kinds = dict.fromkeys(part.compressor for part in self.packed)
-        return tuple((kind, tuple(part for part in self.packed if part.compressor == kind)) for kind in kinds)
+    slices: list[Slice]
+    packed: dict[Compressor, list[Packed]]
 
 
 def plan_bucket(
@@ -137,18 +132,18 @@ def plan_bucket(
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
     >>> plan = plan_bucket(["w", "b", "v"], [8000, 10, 9000], [topk, dense, topk], [0, 0, 0])
-    >>> [(one.name, one.start) for one in plan.packed], [(one.start, one.stop, one.gaps()) for one in plan.slices]
-    ([('b', 8000)], [(0, 17010, [(8000, 8010)])])
+    >>> plan.packed[dense], [(one.start, one.stop, one.gaps) for one in plan.slices]
+    ([Packed(name='b', start=8000, stop=8010)], [(0, 17010, [(8000, 8010)])])
     """
-    packed: list[Packed] = []
     slices: list[Slice] = []
+    packed: dict[Compressor, list[Packed]] = {}
     waiting: list[int] = []  # sizes of packed parameters that become gaps if the slice continues after them
     start = 0
     for name, size, compressor, family in zip(names, sizes, compressors, families, strict=True):
         stop = start + size
         last = slices[-1] if slices else None
         if isinstance(compressor, NoCompression) or name in small:
-            packed.append(Packed(name=name, start=start, stop=stop, compressor=compressor))
+            packed.setdefault(compressor, []).append(Packed(name, start, stop))
             waiting.append(size)
         elif (
             last is not None
@@ -159,12 +154,10 @@ def plan_bucket(
             slices[-1] = replace(last, stop=stop, names=kept, sizes=(*last.sizes, *waiting, size))
             waiting = []
         else:
-            slices.append(
-                Slice(start=start, stop=stop, compressor=compressor, family=family, names=(name,), sizes=(size,))
-            )
+            slices.append(Slice(start, stop, compressor, family, names=(name,), sizes=(size,)))
             waiting = []
         start = stop
-    return BucketPlan(tuple(slices), tuple(packed))
+    return BucketPlan(slices, packed)
 
 
 BUCKET_BYTES = 25 << 20
@@ -180,22 +173,20 @@ def group_parameters(
 
     Raises ValueError if two parameters have the same name, or if a gradient is sparse.
     """
+    for name, count in Counter(name for name, _ in named).most_common(1):
+        if count > 1:
+            raise ValueError(f"two parameters are called {name!r}")
     groups: list[list[tuple[str, Tensor]]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
-    if len({name for name, _ in named}) < len(named):
-        names = [name for name, _ in named]
-        raise ValueError(f"two parameters are called {next(n for n in names if names.count(n) > 1)!r}")
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    unfinished: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, Tensor]], int]] = {}
     for name, parameter in reversed(named):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(f"the gradient of {name!r} is {parameter.grad.layout}, expected a dense one")
-        key = parameter.dtype, parameter.device
-        group, size = open_groups.get(key), parameter.nbytes if nbytes is None else nbytes[name]
-        if group is None or size > room[key]:
-            group, room[key] = [], BUCKET_BYTES
-            open_groups[key] = group
+        kind, size = (parameter.dtype, parameter.device), parameter.nbytes if nbytes is None else nbytes[name]
+        group, room = unfinished.get(kind, ([], -1))
+        if size > room:
+            group, room = [], BUCKET_BYTES
             groups.append(group)
-        room[key] -= size
+        unfinished[kind] = group, room - size
         group.append((name, parameter))
     return groups
 
@@ -235,20 +226,16 @@ def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
     tensor([[0., 2., 4.],
             [1., 3., 5.]])
     """
-    if not _has_no_gaps(parameter):
+    if not _is_dense(parameter.stride(), parameter.shape):
         return elements.view(parameter.shape)
     return elements.as_strided(parameter.shape, parameter.stride(), elements.storage_offset())
 
 
 def flat(parameter: Tensor) -> Tensor:
     """Return the elements of a parameter in the order of `shaped`; they are copied only if its memory has gaps."""
-    if not _has_no_gaps(parameter):
+    if not _is_dense(parameter.stride(), parameter.shape):
         return parameter.reshape(-1)
     return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
-
-
-def _has_no_gaps(parameter: Tensor) -> bool:
-    return _is_dense(parameter.stride(), tuple(parameter.shape))
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .owners import Owners
-from .residuals import NamedVectors
+from .residuals import Residuals
 
 FORMAT = 2
 """Version of the checkpoint format.
@@ -181,10 +180,9 @@ def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> Mapping[st
 
 def residuals_of(state: State) -> dict[str, Tensor]:
     """Return all residuals of a rank, including those of the shards that it owns."""
-    made, owners = NamedVectors(), Owners()
-    made.load(state["residuals"])
-    owners.load_state_dict(state["owners"])
-    owners.fold(made)
+    made = Residuals()
+    made.load(state["residuals"], state["owners"])
+    made.fold()
     return made.named()
 
 

@@ -1,10 +1,10 @@
 """Data types of a step: the updates of an optimizer, slices that are being sent, and their results."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,11 +29,8 @@ class Mode(Enum):
     UPDATES = "as the updates that an optimizer makes of them"
 
 
-class Rule(Protocol):
-    """The rule by which an optimizer makes updates from gradients, for one family of parameters at one step."""
-
-    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float) -> Update:
-        """Return the update of a slice, whose gradient is first multiplied by `factor`."""
+Rule = Callable[[Slice, Sequence[Tensor], float], Update]
+"""Makes the update of a slice, from its moments and the factor of its gradient, for one family at one step."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +56,6 @@ class Updates:
     sampled: frozenset[str] = frozenset()
     numbers: Tensor | None = None
     together_bytes: int = 0
-
-
-class Average(NamedTuple):
-    """The averages of one slice. The memory is reused for the next slice."""
-
-    slice: Slice
-    flat: Tensor
-    """Averages over all ranks, one parameter after the other as in `slice`."""
-    is_update: bool
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and averages of each parameter; gaps are left out."""
-        for name, part in zip(self.slice.names, self.flat.split(list(self.slice.sizes)), strict=True):
-            if name is not None:
-                yield name, part
 
 
 @dataclass(frozen=True)
@@ -161,8 +143,8 @@ class StepRecord:
     """Description of each operation in `handles`."""
     slots: list[Slot] = field(default_factory=list)
     """Slots that this step has used."""
-    packs: set[tuple[str | None, ...]] = field(default_factory=set)
-    """Names of the packed parameters of each operation."""
+    packs: set[int] = field(default_factory=set)
+    """The `id` of each slice of packed parameters."""
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 

@@ -43,7 +43,7 @@ def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     sync: Any = getattr(owner, "sync", owner)
     shards: ShardGroup | None = sync.shards
     if shards is not None:
-        sync.fold_owners()
+        sync.unsent.fold()
     state = own_state(owner.state_dict())
     tensors: dict[str, Tensor] = {}
     rest = strip(state, "", tensors)
@@ -85,7 +85,8 @@ def load_per_rank(
     pattern = re.escape(key) + r"\.(rank|replica)(\d+)\."
     found = {name: match for name in saved if (match := re.match(pattern, name))}
     if not found:
-        raise ValueError(f"nothing under {key!r} in {path} was made by thinwire.per_rank; there are {_heads(saved)}")
+        there = ", ".join(sorted({name.partition(".")[0] for name in saved})) or "no keys"
+        raise ValueError(f"nothing under {key!r} in {path} was made by thinwire.per_rank; there are {there}")
     kind = next(iter(found.values()))[1]
     if shards is not None and kind == "rank":
         raise ValueError(
@@ -184,12 +185,9 @@ def _fit(state: dict[str, Any], shards: ShardGroup | None) -> None:
         kept["shard"] = shards.place
 
 
-def _check_size(path: str | PathLike[str], values: Mapping[str, Any], rank: int) -> None:
+def _check_size(path: str | PathLike[str], entries: Mapping[str, "TensorStorageMetadata"], rank: int) -> None:
     """Raise ValueError if the tensors of a rank are larger than all files, before memory is allocated for them."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    tensors = [value for value in values.values() if isinstance(value, TensorStorageMetadata)]
-    wanted = sum(value.size.numel() * value.properties.dtype.itemsize for value in tensors)
+    wanted = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries.values())
     there = sum(file.stat().st_size for file in Path(path).iterdir() if file.is_file())
     if wanted > there:
         raise DamagedError(f"{path} lists {wanted:,} bytes of rank {rank}, but its files have {there:,}")
@@ -197,10 +195,6 @@ def _check_size(path: str | PathLike[str], values: Mapping[str, Any], rank: int)
 
 def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _heads(names: Mapping[str, Any]) -> str:
-    return ", ".join(sorted({name.partition(".")[0] for name in names})) or "no keys"
 
 
 def strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Vectors by parameter name, such as residuals and moments, in which neighbouring parameters form one slice.
+"""Vectors by parameter name, in which neighbouring parameters form one slice: moments, and residuals.
 
 DDP rebuilds its buckets after the first iteration, checkpoints contain parameters and not buckets, and another run may
 have other buckets. So a parameter's vector is found by its name, and moves when it is requested with other neighbours.
@@ -6,14 +6,21 @@ have other buckets. So a parameter's vector is found by its name, and moves when
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..collectives import ShardState
+from ..compressors import Compressor, format_spec
+from ..compressors import compressor as parsed
 from ..kernels.layout import residual_dtype
+from .buckets import Slice
 
 _generations = itertools.count()
+_Key = tuple[tuple[str | None, int], ...]
+"""Names and sizes of the parameters in a slice."""
 
 
 class NamedVectors:
@@ -29,7 +36,7 @@ class NamedVectors:
     def __init__(self, parts: Mapping[str, Tensor] | None = None) -> None:
         """Begin with these flat vectors, which are not copied; by default with none."""
         self._parts = dict(parts or {})
-        self._slices: dict[tuple[tuple[str | None, int], ...], Tensor] = {}
+        self._slices: dict[_Key, Tensor] = {}
         self._lock = threading.Lock()
         self.generation = next(_generations)
         """A number that changes whenever a vector moves, and that differs between objects."""
@@ -41,34 +48,33 @@ class NamedVectors:
 
         A name of None stands for a gap, whose elements belong to no parameter.
         """
-        with self._lock:  # backward may run in a thread of its own
-            return self._slice(names, sizes=sizes, dtype=dtype, device=device)
-
-    def _slice(
-        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
         key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
-        kept = self._slices.get(key)
-        if kept is not None and kept.dtype == wide and kept.device == device:
+        with self._lock:  # backward may run in a thread of its own
+            kept = self._slices.get(key)
+            if kept is None or kept.dtype != wide or kept.device != device:
+                kept = self._slices[key] = self._make(key, wide, device)
             return kept
-        for name, size in zip(names, sizes, strict=True):
+
+    def _make(self, key: _Key, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory with the vectors of these parameters, which move there from their slices."""
+        for name, size in key:
             if name in self._parts and self._parts[name].numel() != size:
                 raise ValueError(
                     f"parameter {name!r} has {size} elements, its residual has {self._parts[name].numel()}: it belongs "
                     "to another model"
                 )
         self.generation = next(_generations)
-        made = torch.zeros(sum(sizes), dtype=wide, device=device)
-        for name, part in zip(names, made.split(list(sizes)), strict=True):
+        sizes = [size for _, size in key]
+        made = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for (name, _), part in zip(key, made.split(sizes), strict=True):
             if name is not None:
                 if name in self._parts:
                     part.copy_(self._parts[name])
                 self._parts[name] = part
-        moved = {name for name in names if name is not None}
+        moved = {name for name, _ in key if name is not None}
         self._slices = {
             other: flat for other, flat in self._slices.items() if moved.isdisjoint(name for name, _ in other)
         }
-        self._slices[key] = made
         return made
 
     def __getitem__(self, name: str) -> Tensor:
@@ -96,3 +102,84 @@ class NamedVectors:
         for name, part in self._parts.items():
             if chosen(name):
                 part.mul_(factor)
+
+
+class Residuals(NamedVectors):
+    """What a rank has not sent: a vector of each parameter, and a `ShardState` of each slice that is reduced "sharded".
+
+    A slice with other parameters or another compressor starts with an empty state. The old one is then added to the
+    vectors. Both have the same unit, because a rank's residual is added to the sum over ranks too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states: dict[_Key, tuple[Compressor, ShardState]] = {}
+
+    def state(self, slice_: Slice) -> ShardState:
+        """Return the state of the shards of this slice that this rank owns.
+
+        If the slice or its compressor is new, all states with a parameter of this slice are first folded.
+        """
+        kept = self._states.get(slice_.key)
+        if kept is not None and kept[0] == slice_.compressor:
+            return kept[1]
+        mine = {name for name in slice_.names if name is not None}
+        self._fold(key for key in self._states if not mine.isdisjoint(name for name, _ in key))
+        made = ShardState()
+        self._states[slice_.key] = (slice_.compressor, made)
+        return made
+
+    def fold(self) -> None:
+        """Add the residuals of all states to the vectors, and drop the states."""
+        self._fold(self._states)
+
+    def _fold(self, keys: Iterable[_Key]) -> None:
+        for key in list(keys):
+            _, state = self._states.pop(key)
+            for name, begin, part in _pieces(key, state):
+                self[name][begin : begin + part.numel()].add_(part)
+
+    def pop(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the residuals of these parameters, with those of shards, and remove them here."""
+        self.fold()
+        parts = self.named()
+        self.load({name: part for name, part in parts.items() if name not in names})
+        return {name: part for name, part in parts.items() if name in names}
+
+    def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
+        """Multiply the residuals of the chosen parameters: of all that share a slice, or of none."""
+        super().scale(factor, chosen)
+        for key, (_, state) in self._states.items():
+            if state.residual is not None and all(chosen(name) for name, _ in key if name is not None):
+                state.residual.mul_(factor)
+
+    def owner_states(self) -> list[dict[str, Any]]:
+        """Return the states of all slices with a residual, for a checkpoint."""
+        return [
+            {"run": [list(part) for part in key], "compressor": format_spec(compressor), **state.state_dict()}
+            for key, (compressor, state) in self._states.items()
+            if state.residual is not None
+        ]
+
+    def load(self, named: Mapping[str, Tensor], owner_states: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Replace all vectors by copies of these, and all states by those of a checkpoint."""
+        made: dict[_Key, tuple[Compressor, ShardState]] = {}
+        for saved in owner_states:
+            state = ShardState()
+            state.load_state_dict({"residual": saved["residual"], "spans": saved["spans"]})
+            made[tuple((name, int(size)) for name, size in saved["run"])] = (parsed(str(saved["compressor"])), state)
+        super().load(named)
+        self._states = made
+
+
+def _pieces(key: _Key, state: ShardState) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (parameter, first element in it, residual from there on) for each part of a state's residual."""
+    if state.residual is None:
+        return
+    ends = list(itertools.accumulate(size for _, size in key))
+    lengths = [stop - start for start, stop in state.spans]
+    for (start, stop), part in zip(state.spans, state.residual.split(lengths), strict=True):
+        for (name, size), end in zip(key, ends, strict=True):
+            low, high = max(start, end - size), min(stop, end)
+            if low < high and name is not None:
+                yield name, low - (end - size), part[low - start : high - start]

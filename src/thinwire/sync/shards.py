@@ -50,8 +50,8 @@ class ShardGroup:
         self.rank, self.size = place(group)
         self.timeout: float | timedelta | None = None
         """Seconds for one exchange; None for those of the group. The synchronizer sets it."""
-        self._raised: Exception | None = None
-        """The last error of an exchange here."""
+        self.raised: Exception | None = None
+        """The last error of an exchange here, which all shards know."""
 
     @property
     def place(self) -> list[int]:
@@ -93,7 +93,7 @@ class ShardGroup:
             # By gather, since torch's own all-reduce could not be ended after an error, and FSDP needs its group.
             all_reduce_compressed(total, "none", group=self.group, algorithm="gather", timeout=self.timeout)
         except Exception as error:
-            self._raised = error
+            self.raised = error
             raise
         return total.to(tensor.device)
 
@@ -102,10 +102,6 @@ class ShardGroup:
         if finite is None or self.size == 1:
             return finite
         return not float(self.add(torch.tensor([float(not finite)], dtype=torch.float32)))
-
-    def has_raised(self, error: Exception) -> bool:
-        """Return whether this is the error of an exchange here, which all shards know."""
-        return error is self._raised
 
     def connect(self) -> bool:
         """Connect the shards, so that `explain` can name a lost rank; return whether they exchange by gloo."""
@@ -120,7 +116,7 @@ class ShardGroup:
         The collective ends on all shards: some may wait for a rank that has failed here, and not for the lost one.
         """
         (channel,) = channels(self.group, self.device)
-        self._raised = found = Operation(channel, "FSDP's collective before").find_lost(error)
+        self.raised = found = Operation(channel, "FSDP's collective before").find_lost(error)
         close_connections(self.group._get_backend(self.device), self.rank, self.size)
         return found
 

@@ -12,21 +12,16 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from math import ceil
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..collectives import ShardState
 from ..collectives.all_reduce import all_reduce_compressed, refusing
 from ..collectives.cost import ring
-from ..collectives.groups import Group
-from ..collectives.handle import Handle
+from ..collectives.groups import compressing_ranks, place
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
-from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
@@ -36,10 +31,10 @@ from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import AdamUpdate, Update
 from .assignment import Assignment
 from .buckets import Bucket, Packed, Slice, Together, together
-from .parts import Average, Mode, PackedGradients, Sent, Slot, StepRecord, Updates
+from .parts import Mode, PackedGradients, Sent, Slot, StepRecord, Updates
 from .policy import DENSE
+from .ranks import Ranks
 from .shards import ShardGroup
-from .workspace import Workspace
 
 PACKED_BYTES = 1 << 20
 """Packed parameters of several buckets wait until they have this many bytes in total.
@@ -47,44 +42,16 @@ PACKED_BYTES = 1 << 20
 They are sent together because every operation has a cost, even a small one.
 """
 
-
-class Owner(Protocol):
-    """The part of `Synchronizer` that a step uses."""
-
-    group: Group
-    timeout: float | timedelta | None
-    algorithm: str
-    shard_compressor: Compressor | None
-    max_bytes: int | None
-    wanted_layout: list[tuple[str, ...]]
-    workspace: Workspace
-    shards: ShardGroup | None
-
-    @property
-    def assignment(self) -> Assignment:
-        """Return the assignment, which gives each parameter its compressor."""
-
-    def channels_of(self, device: torch.device) -> list[Channel]:
-        """Return the channels of the group."""
-
-    def number_operations(self, device: torch.device) -> list[Operation]:
-        """Return the next operations on the group's channels."""
-
-    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a slice, and the state of the shards that this rank owns."""
+_SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
+"""One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
 
 
 @dataclass(kw_only=True)
 class Step(StepRecord):
     """A step that is under way."""
 
-    sync: Owner
-    collects: bool
-    """True if all buckets are collected before the first is sent."""
-    rank: int
-    world_size: int
-    nodes: int
-    """Number of nodes; with one group, that of ranks."""
+    sync: Ranks
+    assignment: Assignment
     _encodes_here: bool = False
     """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
     _held: int = 0
@@ -92,7 +59,7 @@ class Step(StepRecord):
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _summed: list[tuple[Bucket, Handle]] = field(default_factory=list)
+    _summed: list[Bucket] = field(default_factory=list)
     """Buckets that torch's own all-reduce sums."""
     _waiting: list[Bucket] = field(default_factory=list)
     """Buckets that wait to be sent together."""
@@ -100,6 +67,14 @@ class Step(StepRecord):
     """Packed parameters that wait to be sent together."""
     _clip: float | Tensor = 1.0
     """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
+
+    def __post_init__(self) -> None:
+        self._rank, self._world_size = place(self.sync.group)
+        self._nodes = compressing_ranks(self.sync.group)
+        """Number of nodes; with one group, that of ranks."""
+        clips = self.updates is not None and self.updates.max_norm is not None
+        self._collects = clips or bool(self.sync.wanted_layout)
+        """True if all buckets are collected before the first is sent."""
 
     # Backward: encode, and hand over to the wire.
 
@@ -110,9 +85,9 @@ class Step(StepRecord):
         self._buckets.append(bucket)
         self.layout.append(bucket.names)
         self.numels.update(zip(bucket.names, bucket.sizes, strict=True))
-        self.bytes_dense += ring(bucket.tensor.nbytes, self.world_size)
-        self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self.nodes // self.world_size, self.nodes)
-        if not self.collects:
+        self.bytes_dense += ring(bucket.tensor.nbytes, self._world_size)
+        self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self._nodes // self._world_size, self._nodes)
+        if not self._collects:
             self._wait_or_send(bucket, last)
         elif last:
             buckets = self._collected()
@@ -128,13 +103,12 @@ class Step(StepRecord):
             if self.updates.numbers is not None:
                 self.updates.numbers[:, :2].mul_(self._clip)
         layout = self.sync.wanted_layout
-        regroup = layout != self.layout and {name for names in layout for name in names} == parts.keys()
-        if regroup:
+        if layout != self.layout and {name for names in layout for name in names} == parts.keys():
             self._regrouped = [
                 Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
                 for names in layout
             ]
-        return self._regrouped if regroup else self._buckets
+        return self._regrouped or self._buckets
 
     def _wait_or_send(self, bucket: Bucket, last: bool) -> None:
         """Let a bucket wait, or send it with those that wait. All ranks decide alike, by the sizes alone."""
@@ -165,27 +139,29 @@ class Step(StepRecord):
         return torch.cuda.stream(side)
 
     def _all_reduce_by_torch(self, bucket: Bucket) -> None:
-        tensor, size = bucket.tensor, self.world_size
+        tensor = bucket.tensor
         if self.updates is not None:  # an optimizer's gradients must not change
             tensor = self._as_gradient(tensor.clone())
-        tensor.mul_(1.0 / size)  # multiplied before the sum, as in DDP, so that bits are the same
+        tensor.mul_(1.0 / self._world_size)  # multiplied before the sum, as in DDP, so that bits are the same
         handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
-        self._summed.append((Bucket(tensor, bucket.names, bucket.sizes), handle))
+        self._summed.append(bucket._replace(tensor=tensor))
         self.handles.append(handle)
         self.labels.append("torch's all-reduce")
 
     @torch.no_grad()
     def _encode(self, bucket: Together, last: bool) -> None:
-        tensor, plan = bucket.flat, self.sync.assignment.plan(bucket, self)
-        for compressor, parts in plan.packed_by_compressor:
-            self._packed.append(
-                PackedGradients(bucket=bucket, parts=parts, compressor=compressor, copied=self._copied(tensor, parts))
-            )
+        tensor, plan = bucket.flat, self.assignment.plan(bucket, self)
+        for compressor, parts in plan.packed.items():
+            copied = None
+            if self.updates is None and isinstance(tensor, Tensor):  # an optimizer's gradients are not overwritten
+                with self._stream(tensor.device):
+                    copied = torch.cat([tensor[part.start : part.stop] for part in parts])
+            self._packed.append(PackedGradients(bucket, parts, compressor, copied))
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
             with self._stream(tensor.device):
                 self._send_packed()  # first, because encoding them takes little time
         for slice_ in plan.slices:
-            known = None if self._encodes_here else self._sent_before(slice_, tensor)
+            known = self._sent_before(slice_, tensor)
             if known is not None:
                 self._send_again(known)
                 continue
@@ -196,13 +172,6 @@ class Step(StepRecord):
             with self._stream(tensor.device):
                 self._send_slice(slice_, tensor[slice_.start : slice_.stop])
 
-    def _copied(self, tensor: Flat, parts: Sequence[Packed]) -> Tensor | None:
-        """Copy gradients that are overwritten before they are sent; return None for an optimizer's, which stay."""
-        if self.updates is not None or isinstance(tensor, Joined):
-            return None
-        with self._stream(tensor.device):
-            return torch.cat([tensor[part.start : part.stop] for part in parts])
-
     @property
     def _samples(self) -> bool:
         """Return whether this step samples gradients, which a recording cannot do."""
@@ -210,7 +179,7 @@ class Step(StepRecord):
 
     def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
         """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
-        if self.mode is not Mode.UPDATES or self._samples or self.flushes:
+        if self.mode is not Mode.UPDATES or self._encodes_here or self._samples or self.flushes:
             return None
         return self.sync.workspace.prepared(slice_, bucket, self.sync.channels_of(bucket.device))
 
@@ -220,15 +189,7 @@ class Step(StepRecord):
         self._check_no_failure(operations)
         with refusing(operations):
             self._hold(slot)
-        reduction = Reduction(
-            request=slot.request,
-            operations=operations,
-            tensor=known.source,
-            residual=known.residual,
-            state=None,
-            key=None,
-            buffers=slot.buffers,
-        )
+        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
         side = self.sync.workspace.side_stream(known.gradient.device)
 
         def encode() -> None:
@@ -251,38 +212,22 @@ class Step(StepRecord):
         else:
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self.sync.workspace.scratch(gradient, dtype)
-        residual, state = (None, None) if self.mode is Mode.WARMUP else self.sync.residual_of(slice_, source)
-        slot, reduction = self._begin(slice_, source=source, residual=residual, state=state)
-        sent = Sent(
-            slice=slice_,
-            gradient=gradient,
-            source=source,
-            slot=slot,
-            reduction=reduction,
-            residual=residual,
-            update=update,
-        )
+        sent = self._begin(slice_, gradient, source=source, update=update)
         if self.mode is not Mode.WARMUP and _is_recordable(update):
             sent.key = self.sync.workspace.addresses(sent)
 
         def encode() -> None:
             if update is not None:
-                with reduction.handle.report.clock("update"):
+                with sent.reduction.handle.report.clock("update"):
                     update.write(self._clipped(sent), source)
             elif self.mode is Mode.WARMUP:
                 assert isinstance(gradient, Tensor)
                 self._as_gradient(source.copy_(gradient))
-            if slice_.gaps():  # packed parameters, which are sent separately
-                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps()])
-            reduction.encode()
+            if slice_.gaps:  # packed parameters, which are sent separately
+                torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
+            sent.reduction.encode()
 
-        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
-        self._prepare(sent)
-
-    def _prepare(self, sent: Sent) -> None:
-        """Keep how a slice was sent, if the next step can do the same."""
-        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
-            self.sync.workspace.prepare(sent)
+        self._encode_and_submit(sent, encode)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
@@ -296,28 +241,16 @@ class Step(StepRecord):
 
     def _send_group(self, group: Sequence[PackedGradients]) -> None:
         slice_, packed = self.sync.workspace.packed(group)
-        self.packs.add(slice_.names)
+        self.packs.add(id(slice_))
         origin: tuple[Hashable, ...] | None = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
             origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
-        known = None if self._encodes_here else self._sent_before(slice_, packed)
+        known = self._sent_before(slice_, packed)
         if known is not None and known.origin == origin:
             self._send_again(known)
             return
-        residual, state = (
-            (None, None) if isinstance(slice_.compressor, NoCompression) else self.sync.residual_of(slice_, packed)
-        )
-        slot, reduction = self._begin(slice_, source=packed, residual=residual, state=state, packs=True)
         places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
-        sent = Sent(
-            slice=slice_,
-            gradient=packed,
-            source=packed,
-            slot=slot,
-            reduction=reduction,
-            residual=residual,
-            places=places,
-        )
+        sent = self._begin(slice_, packed, source=packed, places=places)
         if origin is not None:
             sent.key, sent.origin = (*self.sync.workspace.addresses(sent), *origin), origin
 
@@ -326,17 +259,24 @@ class Step(StepRecord):
             self._sample(slice_, packed)
             if self.updates is not None:
                 self._as_gradient(packed)
-            reduction.encode()
+            sent.reduction.encode()
 
-        self._submit(sent, lambda: self._encode_or_replay(sent, encode))
-        self._prepare(sent)
+        self._encode_and_submit(sent, encode)
 
     def _begin(
-        self, slice_: Slice, source: Tensor, residual: Tensor | None, state: ShardState | None, *, packs: bool = False
-    ) -> tuple[Slot, Reduction]:
-        """Begin the operation that sends `source`, which is written later; return its slot and reduction."""
-        sync, dense = self.sync, self.flushes or isinstance(slice_.compressor, NoCompression)
-        state = None if dense else state
+        self,
+        slice_: Slice,
+        gradient: Flat,
+        *,
+        source: Tensor,
+        update: Update | None = None,
+        places: Sequence[tuple[Flat, Packed]] = (),
+    ) -> Sent:
+        """Begin the operation that sends `source`, which is written later. Only packed parameters have places."""
+        sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
+        keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
+        residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
+        state = None if self.flushes else state
         operations = sync.number_operations(source.device)
         self._check_no_failure(operations)
         with refusing(operations):
@@ -346,33 +286,32 @@ class Step(StepRecord):
                 [operation.channel for operation in operations],
                 has_residual=residual is not None,
                 state=state,
-                algorithm=self._algorithm(slice_.compressor, source, packs),
+                algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=None if dense or packs or self.mode is Mode.WARMUP else sync.shard_compressor,
+                shard_compressor=sync.shard_compressor if keeps and not places and not self.flushes else None,
             )
             self._hold(slot)
             key = None
             if slot.request.draws:
                 key = mix_key(self.number, slice_.seed)
                 if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
-                    key = mix_key(key, self.rank)  # each rank rounds by its own random draws
-            return slot, Reduction(
-                request=slot.request,
-                operations=operations,
-                tensor=source,
-                residual=residual,
-                state=state,
-                key=key,
-                buffers=slot.buffers,
-            )
+                    key = mix_key(key, self._rank)  # each rank rounds by its own random draws
+            reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
+        return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
 
-    def _encode_or_replay(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a slice, or replay the recording of it."""
+    def _encode_and_submit(self, sent: Sent, encode: Callable[[], None]) -> None:
+        """Encode a slice or replay the recording of it, submit it, and keep how, if the next step can do the same."""
         recording = sent.slot.recording
-        if recording is None or sent.key is None or self._samples:
-            encode()
-        elif recording.run(sent.key, encode):
-            sent.reduction.encode(is_replayed=True)
+
+        def encode_or_replay() -> None:
+            if recording is None or sent.key is None or self._samples:
+                encode()
+            elif recording.run(sent.key, encode):
+                sent.reduction.encode(is_replayed=True)
+
+        self._submit(sent, encode_or_replay)
+        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
+            self.sync.workspace.prepare(sent)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
         """Encode a slice by calling `encode`, and hand the payload to the wire."""
@@ -394,7 +333,7 @@ class Step(StepRecord):
                 return "dense"
             return "auto" if packs else self.sync.algorithm
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
-        return "gather" if self.world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
+        return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _hold(self, slot: Slot) -> None:
         self.slots.append(slot)
@@ -424,7 +363,7 @@ class Step(StepRecord):
             for vectors in self.updates.moments
         ]
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
-        return self.updates.rules[slice_.family].update(slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
+        return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
     def _clipped(self, sent: Sent) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
@@ -446,13 +385,19 @@ class Step(StepRecord):
         return copy
 
     def _sample(self, slice_: Slice, gradient: Flat) -> None:
-        """Keep samples of the gradients of a slice, if the optimizer has requested them."""
+        """Keep samples of the gradients of a slice, if the optimizer has requested them.
+
+        All ranks draw the same positions for the same step and name.
+        """
         if self.updates is None or not self.updates.sampled:
             return
-        for name, part in zip(slice_.names, gradient.split(list(slice_.sizes)), strict=True):
+        for name, part in slice_.parts(gradient):
             if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
-                factor = self._clip / self.updates.scale
-                self.samples[str(name)] = _sample(part, step=self.number, name=str(name), factor=factor)
+                count = min(part.numel(), max(_FEWEST_SAMPLES, ceil(part.numel() / _SAMPLED_SHARE)))
+                layout, key = RandomKLayout(part.numel(), part.dtype, count), zlib.crc32(name.encode())
+                positions, _ = positions_and_widths(layout, mix_key(self.number, key), part.device)
+                sample = part[positions].to(residual_dtype(part.dtype))
+                self.samples[name] = sample * (self._clip / self.updates.scale)
 
     # The end of a step.
 
@@ -465,7 +410,7 @@ class Step(StepRecord):
         if self.mode is not Mode.TORCH:
             self.finite = all(handle.report.finite for handle in self.handles)
         elif self.updates is not None:
-            self.finite = all(is_finite(bucket.tensor) for bucket, _ in self._summed)
+            self.finite = all(is_finite(bucket.tensor) for bucket in self._summed)
         self._join_streams()
 
     def _join_streams(self) -> None:
@@ -510,18 +455,13 @@ class Step(StepRecord):
                     parts[name].copy_(part)
 
     @torch.no_grad()
-    def averages(self) -> Iterator[Average]:
-        """Update residuals and moments, and yield the averages of one slice after the other."""
-        for bucket, _ in self._summed:
-            slice_ = Slice(
-                start=0,
-                stop=bucket.tensor.numel(),
-                compressor=DENSE,
-                family=None,
-                names=bucket.names,
-                sizes=bucket.sizes,
-            )
-            yield Average(slice_, bucket.tensor, False)
+    def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
+        """Update residuals and moments, and yield the averages of one slice after the other.
+
+        Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
+        """
+        for bucket in self._summed:
+            yield False, list(bucket.parts().items())
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -529,9 +469,9 @@ class Step(StepRecord):
             else:
                 out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
                 sent.reduction.apply(self._clipped(sent), sent.update, out)
-                if sent.residual is not None and sent.slice.gaps():  # gaps have no residual
-                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps()])
-            yield Average(sent.slice, out, sent.update is not None)
+                if sent.residual is not None and sent.slice.gaps:  # gaps have no residual
+                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps])
+            yield sent.update is not None, sent.slice.parts(out)
 
     def release(self) -> None:
         """Release the gradients, payloads and copies of a finished step."""
@@ -568,22 +508,6 @@ def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | Non
 def _is_recordable(update: Update | None) -> bool:
     """Return whether GPU memory holds all numbers of an update that change from step to step."""
     return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
-
-
-_SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
-"""One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
-
-
-def _sample(gradient: Tensor, step: int, name: str, factor: float | Tensor) -> Tensor:
-    """Return some elements of a flat gradient, times `factor`.
-
-    All ranks draw the same positions for the same step and name.
-    """
-    numel = gradient.numel()
-    count = min(numel, max(_FEWEST_SAMPLES, ceil(numel / _SAMPLED_SHARE)))
-    layout = RandomKLayout(numel, gradient.dtype, count)
-    positions, _ = positions_and_widths(layout, mix_key(step, zlib.crc32(name.encode())), gradient.device)
-    return gradient[positions].to(residual_dtype(gradient.dtype)) * factor
 
 
 def is_finite(tensor: Tensor) -> bool:

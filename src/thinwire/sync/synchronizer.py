@@ -7,12 +7,10 @@ All buckets of a step count together: residuals change only if every bucket is f
 fills all gradients of the step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
-import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from math import sqrt
 from typing import Any
 
 import torch
@@ -20,34 +18,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from ..collectives import CollectiveError, Handle, PeerError, ShardState, all_reduce_compressed
-from ..collectives.all_reduce import check_timeout, refusing
-from ..collectives.groups import Group, as_group, channels, check_kind, compressing_ranks, is_member, needs_torch, place
-from ..collectives.plan import ALGORITHMS, given_max_bytes
-from ..collectives.transport.channel import Channel
-from ..collectives.transport.operation import Operation
-from ..compressors import Compressor, format_spec
+from ..collectives import CollectiveError, PeerError, all_reduce_compressed
+from ..collectives.all_reduce import refusing
+from ..collectives.groups import Group, as_group, compressing_ranks, is_member, needs_torch
+from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
+from ..compressors import format_spec
 from . import checkpoint
-from .assignment import Adaptive, Assignment, Auto
+from .assignment import Adaptive, Assignment
 from .auto import GRADIENTS, Choice, updates
-from .buckets import Bucket, Slice, flatten, group_parameters, plain_name
+from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
-from .owners import Owners
 from .parts import Mode, Updates
-from .policy import DENSE, Policy, Spec
-from .residuals import NamedVectors
-from .saves import Saves
+from .policy import Policy, Spec
+from .ranks import Ranks
+from .residuals import Residuals
 from .shards import ShardGroup, is_sharded
 from .statistics import SyncStats
 from .step import Step
+from .trials import Auto
 from .workspace import Workspace
 
 SKIPPED_IN_A_ROW = 20
 """A warning is given when more steps than this are skipped in a row."""
 
 
-class Synchronizer:
+class Synchronizer(Ranks):
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
     compressor        a spec such as "topk:ratio=1/64,bits=2", a `Compressor` or a `Policy`. "default" is
@@ -92,68 +88,55 @@ class Synchronizer:
         families: Mapping[str, int] | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        group = as_group(group)
+        super().__init__(
+            group=as_group(group),
+            algorithm=algorithm,
+            shard_compressor=None if shard_compressor is None else parsed(shard_compressor),
+            error_feedback=error_feedback,
+            max_bytes=given_max_bytes(max_bytes),
+            timeout=timeout,
+            shards=shards,
+        )
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and (not needs_torch(group) or (dist.is_initialized() and is_member(group))):
-            self.policy = self.policy.for_ranks(compressing_ranks(group))
+        if self.policy.by_ranks and (not needs_torch(self.group) or (dist.is_initialized() and is_member(self.group))):
+            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if error_feedback and families is None:
             self.policy.check_order()
         if self.policy.adapt_every and not error_feedback:
             raise ValueError("adapt_every without error_feedback: bytes are distributed by the residuals")
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
-        self._timeout_seconds = check_timeout(timeout)
-        check_kind(group)
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
-        self.group, self.algorithm, self.shard_compressor = (
-            group,
-            algorithm,
-            None if shard_compressor is None else parsed(shard_compressor),
-        )
-        self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
-        self.max_bytes, self.timeout = given_max_bytes(max_bytes), timeout
-        self._families, self.shards = families, shards
-        if shards is not None:
-            shards.timeout = timeout
+        self.grad_scaler, self._families = grad_scaler, families
         self.numels: dict[str, int] | None = None
         """Number of elements of every parameter, by name; None until they are registered."""
-        self.wanted_layout: list[tuple[str, ...]] = []
-        """The buckets that the next step uses, if possible, as parameter names.
-
-        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
-        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
-        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
-        """
-        self.layout: list[tuple[str, ...]] = []
-        """The buckets of the last step that was not skipped, as parameter names."""
-        self._vectors, self._owners = NamedVectors(), Owners()
-        self._assignment: Assignment | None = None
-        self.dense: frozenset[str] = frozenset()
-        """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
-        self._scale = 1.0
-        """Scale of the loss when residuals were last changed."""
-        self.stats = SyncStats()
         self._warned_of_skipped = False
-        self.finite: bool | None = None
-        """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self._step: Step | None = None
         """The step under way."""
         self.last_step: Step | None = None
         self._device = torch.device("cpu")
         """The device of the parameters, for what is sent besides gradients: a group may have no other."""
-        self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
-        self.workspace = Workspace(group)
-        self._fresh, self._loaded = True, False
+        self._unchecked: dict[str, int] | None = None
+        """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps and residuals."""
+        self.drop()
+        self.unsent, self.stats = Residuals(), SyncStats()
+        self._scale = 1.0
+        """Scale of the loss when residuals were last changed."""
+        self._gathered: list[dict[str, Any]] | None = None
+        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
+        self.finite: bool | None = None
+        """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
+        self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
         """`_fresh` is True until the first step is taken, or a checkpoint with a step is loaded.
 
         `_loaded` is True from loading a checkpoint until the ranks have compared their steps.
         """
-        self._unchecked: dict[str, int] | None = None
-        """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
-        self._gathered: list[dict[str, Any]] | None = None
-        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
-        self._saves = Saves()
+        self._assignment: Assignment | None = None
+        self.dense: frozenset[str] = frozenset()
+        """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
 
     # The public interface.
 
@@ -171,11 +154,6 @@ class Synchronizer:
         for bucket, first, last in self.buckets_of(everything):
             self.add_bucket(bucket, first=first, last=last)
         self.finish()
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps taken, without those that were skipped."""
-        return self.stats.steps
 
     @property
     def choice(self) -> Choice | None:
@@ -200,15 +178,6 @@ class Synchronizer:
         """Return the number of elements of each parameter, over all shards."""
         return (self.numels or {}) if self.shards is None else self.shards.numels
 
-    @property
-    def residuals(self) -> dict[str, Tensor]:
-        """Return what this rank has not sent so far, by parameter, as flat views."""
-        return self._vectors.named()
-
-    def residual_norm(self) -> float:
-        """Return the norm of this rank's residuals. If it keeps growing, too little is sent."""
-        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; every rank saves its own. Tensors are not copied.
 
@@ -229,7 +198,7 @@ class Synchronizer:
             "entries": dict(self.numels or {}),
             "layout": [list(names) for names in self.layout],
             "residuals": self.residuals,
-            "owners": self._owners.state_dict(),
+            "owners": self.unsent.owner_states(),
             "compressor": None if self.policy.auto else format_spec(self.policy.final),
             **self.assignment.state_dict(),
             **({} if self.shards is None else {"shard": self.shards.place}),
@@ -250,14 +219,6 @@ class Synchronizer:
         except PeerError as error:
             error.add_note("All ranks call consolidate_state_dict(): it must not stand behind `if rank == 0`.")
             raise
-
-    def reset(self) -> None:
-        """Forget all steps and residuals."""
-        self.drop()
-        self._vectors, self._owners, self._scale, self._gathered = NamedVectors(), Owners(), 1.0, None
-        self.stats, self.finite = SyncStats(), None
-        self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
-        self._assignment, self.dense = None, frozenset()
 
     def load_state_dict(
         self,
@@ -283,13 +244,12 @@ class Synchronizer:
         checkpoint.check_model(saved["entries"], self.numels)
         for taken in choice.taken:
             checkpoint.check_lengths(taken)
-        vectors, owners = NamedVectors(), Owners()
+        unsent = Residuals()
         if choice.same_world and options == here and not choice.is_lost:
-            vectors.load(saved["residuals"])
-            owners.load_state_dict(saved["owners"])
+            unsent.load(saved["residuals"], saved["owners"])
         else:
-            vectors.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
-        self._vectors, self._owners, self._scale = vectors, owners, float(saved["scale"])
+            unsent.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
+        self.unsent, self._scale = unsent, float(saved["scale"])
         self._gathered = None
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
         self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
@@ -334,7 +294,7 @@ class Synchronizer:
             self.begin(bucket.tensor.device)
         self.send(bucket, last=last)
 
-    def begin(self, device: torch.device, updates: Updates | None = None) -> Step:
+    def begin(self, device: torch.device, updates: Updates | None = None) -> None:
         """Begin a step.
 
         updates   the settings of an optimizer that sends updates; None if gradients are sent.
@@ -354,22 +314,12 @@ class Synchronizer:
             and self.assignment.is_dense(number)
             and (self.group is None or isinstance(self.group, dist.ProcessGroup))
         )
-        self.workspace.drop_moved(self._vectors, updates)
+        self.workspace.drop_moved(self.unsent, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
-        collects = bool(self.wanted_layout) or (updates is not None and updates.max_norm is not None)
-        rank, world_size = place(self.group)
+        mode = Mode.TORCH if is_sent_by_torch else mode
         self._step = Step(
-            sync=self,
-            number=number,
-            mode=Mode.TORCH if is_sent_by_torch else mode,
-            updates=updates,
-            collects=collects,
-            flushes=flushes,
-            rank=rank,
-            world_size=world_size,
-            nodes=compressing_ranks(self.group),
+            sync=self, assignment=self.assignment, number=number, mode=mode, updates=updates, flushes=flushes
         )
-        return self._step
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
         """Send one bucket of the step under way."""
@@ -418,7 +368,7 @@ class Synchronizer:
             yield
         except Exception as error:
             if self.shards is not None:
-                is_theirs = self.shards.has_raised(error)
+                is_theirs = error is self.shards.raised
                 if is_theirs or not isinstance(error, CollectiveError):  # else all ranks of the group know it
                     for operation in self.number_operations(device):
                         operation.refuse(str(error))
@@ -443,7 +393,7 @@ class Synchronizer:
         if step.finite is not False:
             self.assignment.ended(step)
             if step.flushes:
-                self._forget(step.numels)
+                self.unsent.pop(step.numels)
 
     @property
     def is_pending(self) -> bool:
@@ -478,97 +428,16 @@ class Synchronizer:
         if step is not None:
             step.abandon()
 
-    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
-
-        Sums are compressed by the same compressor.
-        """
-        handles: list[Handle] = []
-        started = time.perf_counter()
-        for tensor in tensors:
-            handles.append(
-                all_reduce_compressed(
-                    tensor,
-                    compressor,
-                    op=dist.ReduceOp.AVG,
-                    group=self.group,
-                    async_op=True,
-                    timeout=self.timeout,
-                    shard_compressor=compressor,
-                )
-            )
-        for handle in handles:
-            handle.wait()
-        self.stats.add_averages(handles, started)
-
-    def average_over_all(self, tensor: Tensor) -> Tensor:
-        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
-        self.average([tensor], DENSE)
-        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
-
-    @property
-    def rank(self) -> int:
-        """Return the rank of this process among all ranks that take part."""
-        return place(self.group)[0]
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks that take part."""
-        return place(self.group)[1]
-
-    def pop_residuals(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the residuals of these parameters, and remove them here; the caller must apply them."""
-        self.fold_owners()
-        taken = {name: part.clone() for name, part in self._vectors.named().items() if name in names}
-        self._forget(taken)
-        return taken
-
-    def has_residual(self, name: str) -> bool:
-        """Return whether this rank has a residual for a parameter."""
-        return name in self._vectors
-
-    def fold_owners(self) -> None:
-        """Add the residuals of the shards that this rank owns to its own residuals."""
-        self._owners.fold(self._vectors)
-
-    def scale_residuals(self, factor: float, names: Collection[str]) -> None:
-        """Multiply the residuals of these parameters: of all that share a slice, or of none."""
-        self._vectors.scale(factor, names.__contains__)
-        self._owners.scale(factor, names.__contains__)
-
     def follow_group(self, ranks_before: int) -> None:
         """Go on after the members of the group have changed.
 
         A residual counts by its share of an average over ranks, which stays the same.
         """
         self.drop()
-        self.fold_owners()
-        self._vectors.scale(self.world_size / ranks_before, lambda name: True)
+        self.unsent.fold()
+        self.unsent.scale(self.world_size / ranks_before, lambda name: True)
         self.policy, self._assignment = self.policy.for_ranks(self.world_size), None
         self._channels, self.workspace = {}, Workspace(self.group)
-
-    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
-        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
-        if not self.error_feedback or not slice_.compressor.contracts:
-            return None, None
-        state = self._owners.state(slice_, self._vectors)
-        return self._vectors.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
-
-    def number_operations(self, device: torch.device) -> list[Operation]:
-        """Return the next operations on the group's channels."""
-        operations = [Operation(channel) for channel in self.channels_of(device)]
-        for operation in operations:
-            operation.limit(self._timeout_seconds)
-        return operations
-
-    def channels_of(self, device: torch.device) -> list[Channel]:
-        """Return the channels of the group, which are looked up once for each default process group of torch."""
-        world = dist.group.WORLD if dist.is_initialized() else None
-        found = self._channels.get(device)
-        if found is None or found[0] is not world:
-            found = self._channels[device] = world, channels(self.group, device)
-            self._saves.number(found[1])
-        return found[1]
 
     # State from step to step.
 
@@ -607,17 +476,10 @@ class Synchronizer:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
         scaler = self.grad_scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+        def is_gradient(name: str) -> bool:
+            return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
+
         if scale != self._scale:
-            self._vectors.scale(scale / self._scale, self._is_gradient)
-            self._owners.scale(scale / self._scale, self._is_gradient)
+            self.unsent.scale(scale / self._scale, is_gradient)
         self._scale = scale
-
-    def _is_gradient(self, name: str) -> bool:
-        return self._families is None or self.policy.is_small(name, self._whole_numels.get(name, 0))
-
-    def _forget(self, names: Collection[str]) -> None:
-        """Free the residuals of these parameters."""
-        left = {name: part for name, part in self._vectors.named().items() if name not in names}
-        self.fold_owners()
-        self._vectors = NamedVectors()
-        self._vectors.load(left)

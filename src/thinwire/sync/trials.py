@@ -1,4 +1,4 @@
-"""The trials of `compressor="auto"`: each compressor sends some of the first steps, and is timed.
+"""The assignment of `compressor="auto"`: each compressor sends some of the first steps, and is timed.
 
     step     0 1 | 2 3 4 5 | 6 7 8 9 | ...                        two steps in which DDP builds its buckets
     sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
@@ -10,16 +10,24 @@ for the other compressors. So a moment in which the machine or the network is sl
 training slower than dense.
 """
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from math import nan
 from statistics import median
 from typing import Any
 
+import torch
+
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
+from .assignment import Assignment
 from .auto import BucketTimes, Choice, Measured, confirm, decide
 from .parts import StepRecord
+from .policy import Policy
+from .ranks import Ranks
+
+_log = logging.getLogger("thinwire")
 
 BEFORE = 2
 """Number of steps after which DDP has rebuilt its buckets."""
@@ -41,18 +49,59 @@ def schedule(compressors: Sequence[Compressor]) -> list[int]:
     return [number for order in (dense, sparse) for _ in range(TURNS) for number in order for _ in range(STEPS)]
 
 
-class Trials:
-    """The compressor of each step, the measurements, and finally the choice.
+class Auto(Assignment):
+    """Assigns the compressors that are tried, measures their steps, and finally assigns those of the choice.
 
     compressors   the compressors to try, the densest first.
-    start        the first step of the trials, or `BEFORE` if that is later.
     """
 
-    def __init__(self, compressors: Sequence[Compressor], start: int) -> None:
+    def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: Sequence[Compressor]) -> None:
+        super().__init__(policy, families)
         self.compressors, self._schedule = tuple(compressors), schedule(compressors)
-        self.choice: Choice | None = None
-        """The choice; None until it is made."""
-        self._begin_at(max(BEFORE, start), {})
+        self._flushed = False
+        """True once no parameter that stays dense has a residual."""
+        self._begin_at(max(BEFORE, policy.warmup_steps), {})
+
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
+        """Choose the compressors of this step, and return whether it sends all residuals dense."""
+        sizes = self.sizes
+        self.choose_if_due(sync, device)
+        if device.type == "cuda" and self.choice is None and step > self._start:
+            # A time measurement begins or ends here, and a step that skips the wait would seem quick.
+            torch.cuda.current_stream(device).synchronize()
+        self.begins(step)
+        chosen: Mapping[str, Compressor] = self.assigned(step, sizes)
+        with_residual = [name for name in sizes if name in sync.unsent]
+        flushes = False
+        if self.choice is not None and not self._flushed:
+            flushes = any(self.sends_dense(name, sizes[name], step) for name in with_residual)
+            self._flushed = not flushes
+        if flushes:
+            # Parameters with a residual get a compressor that uses it, though `flushes` sends them dense. The others
+            # stay dense, such as those whose residual an optimizer has applied.
+            chosen = {**chosen, **dict.fromkeys(with_residual, self.compressors[1])}
+            sync.unsent.fold()
+        self._choose(chosen)
+        return flushes
+
+    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
+        """Make the choice if the trials are over, from measurements averaged over ranks; rank 0 logs it.
+
+        With one rank, dense is chosen without trials.
+        """
+        if self.choice is not None:
+            return
+        if sync.world_size == 1:
+            reason = "nothing is compressed, because there is one rank"
+            self.choice = Choice(tuple(map(format_spec, self.compressors)), (), reason, ())
+        elif sync.steps >= self.end:
+            numbers = torch.tensor(self.numbers(sync.layout), dtype=torch.float64)
+            # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
+            known = torch.stack([numbers.nan_to_num(), numbers.isfinite().double()]).to(device)
+            total, share = sync.average_over_all(known).cpu()
+            self.decide(torch.where(share > 0.999, total, torch.nan).tolist(), sync.layout)
+        if self.choice is not None and sync.rank == 0:
+            _log.info("%s", self.choice.describe())
 
     def _begin_at(self, start: int, previous: Mapping[str, Compressor]) -> None:
         """Discard all measurements, and begin trials at step `start`.
@@ -71,24 +120,10 @@ class Trials:
         """The step under way, and the time at which it began."""
         self._uniform: dict[str, Compressor] = {}
 
-    def again(self, step: int, names: Collection[str]) -> None:
-        """Measure again, for example with another number of ranks.
-
-        The given step keeps its compressors, which leaves one step for preparation. The trials begin with the next
-        step.
-        """
-        assigned = self.assigned(step, names)
-        self.choice = None
-        self._begin_at(step + 1, assigned)
-
     @property
     def end(self) -> int:
         """Return the first step after the trials."""
         return self._start + len(self._schedule) + (STEPS if self._mixture is not None else 0)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the choice must be made before this step."""
-        return self.choice is None and step >= self.end
 
     def assigned(self, step: int, names: Collection[str]) -> dict[str, Compressor]:
         """Return the compressor of each of these parameters at a step; the same object as long as nothing changes."""
@@ -109,12 +144,8 @@ class Trials:
 
         It does if the step tries a compressor that is not sparse: from gradients to updates is easy, but not back.
         """
-        number = None if self.choice is not None else self._number(step)
+        number = self._number(step)
         return number is not None and number < len(self.compressors) and not self.compressors[number].sparse
-
-    def is_timed(self, step: int) -> bool:
-        """Return whether a time measurement begins or ends with this step."""
-        return self.choice is None and step > self._start
 
     def begins(self, step: int) -> None:
         """Stop the time of the previous step, and start that of a step whose first bucket is ready."""
@@ -125,7 +156,7 @@ class Trials:
 
     def ended(self, step: StepRecord) -> None:
         """Record the times of each bucket, after all buckets of a step were exchanged."""
-        number = None if self.choice is not None else self._number(step.number)
+        number = self._number(step.number)
         if number is None or number == len(self.compressors) or self._is_first(step.number):
             return
         if step.is_sent_by_torch and any(handle.ended is None for handle in step.handles):
@@ -173,42 +204,52 @@ class Trials:
         else:
             self.choice = made
 
-    def choose_dense(self, reason: str) -> None:
-        """Choose dense without measuring."""
-        self.choice = Choice(
-            specs=tuple(map(format_spec, self.compressors)), step_seconds=(), reason=reason, buckets=()
-        )
-
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice and all measurements, so that a run resumed in the middle of its trials can finish them."""
-        return {
+        measured = self._measured
+        auto: dict[str, Any] = {
             "start": self._start,
             "previous": {name: format_spec(one) for name, one in self._previous.items()},
             "choice": None if self.choice is None else self.choice.record(),
             "mixture": None if self._mixture is None else self._mixture.record(),
-            "measured": None if self._measured is None else _record(self._measured),
+            "measured": None if measured is None else measured.record(),
             "steps": {number: [list(turn) for turn in turns] for number, turns in self._steps.items()},
             "held": [[list(names), dict(held)] for names, held in self._held.items()],
             "ready": [[list(names), list(ready)] for names, ready in self._ready.items()],
         }
+        return {"shared": {}, "auto": auto}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint."""
-        self._begin_at(int(state["start"]), {name: parsed(spec) for name, spec in state["previous"].items()})
-        self.choice = None if state["choice"] is None else Choice.of_record(state["choice"])
-        self._mixture = None if state["mixture"] is None else Choice.of_record(state["mixture"])
-        self._measured = None if state["measured"] is None else _of_record(state["measured"])
-        self._steps = {int(number): [list(turn) for turn in turns] for number, turns in state["steps"].items()}
-        self._held = {tuple(names): {int(n): list(s) for n, s in held.items()} for names, held in state["held"]}
-        self._ready = {tuple(names): list(ready) for names, ready in state["ready"]}
+    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
+        """Load the state of a checkpoint.
+
+        With another world size, links and payloads have changed, so all is measured again. The next step keeps its
+        compressors, which leaves one step for preparation, and the trials begin after it.
+        """
+        self._flushed, self._plans, auto = False, {}, state["auto"]
+        self._begin_at(int(auto["start"]), {name: parsed(spec) for name, spec in auto["previous"].items()})
+        self.choice = None if auto["choice"] is None else Choice.of_record(auto["choice"])
+        self._mixture = None if auto["mixture"] is None else Choice.of_record(auto["mixture"])
+        self._measured = None if auto["measured"] is None else Measured.of_record(auto["measured"])
+        self._steps = {int(number): [list(turn) for turn in turns] for number, turns in auto["steps"].items()}
+        self._held = {tuple(names): {int(n): list(s) for n, s in held.items()} for names, held in auto["held"]}
+        self._ready = {tuple(names): list(ready) for names, ready in auto["ready"]}
+        if not same_world:
+            step = int(state["steps"])
+            assigned = self.assigned(step, list(state["entries"]))
+            self.choice = None
+            self._begin_at(step + 1, assigned)
+
+    def _chosen_at(self, step: int) -> Mapping[str, Compressor]:
+        return self.assigned(step, self.sizes)
 
     # The place of a step in the trials.
 
     def _number(self, step: int) -> int | None:
+        """Return the number of the compressor that a step tries; None if it is no step of the trials."""
         place = step - self._start
-        if place < 0:
+        if place < 0 or self.choice is not None:
             return None
         return self._schedule[place] if place < len(self._schedule) else len(self.compressors)
 
@@ -243,16 +284,3 @@ def _end_of(step: StepRecord, first: int, last: int) -> float | None:
         (stop for one in handles for phase, _, stop in one.report.spans if phase in ("encode", "exchange")),
         default=None,
     )
-
-
-def _record(measured: Measured) -> dict[str, Any]:
-    return {
-        "candidates": list(measured.specs),
-        "step_seconds": list(measured.step_seconds),
-        "buckets": [[list(one.names), one.ready, list(one.held)] for one in measured.buckets],
-    }
-
-
-def _of_record(record: Mapping[str, Any]) -> Measured:
-    buckets = (BucketTimes(tuple(names), ready, tuple(held)) for names, ready, held in record["buckets"])
-    return Measured(tuple(record["candidates"]), tuple(record["step_seconds"]), tuple(buckets))

@@ -46,8 +46,8 @@ class Workspace:
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         """Views of the beginning of the same memory, by number of elements."""
-        self._packs: dict[tuple[str | None, ...], tuple[Slice, Tensor]] = {}
-        """Packed parameters that are sent together, by their names: the slice, and memory for their gradients."""
+        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}
+        """Packed parameters that are sent together: the slice, and memory for their gradients."""
         self._prepared: dict[int, Sent] = {}
         """Slices as they were sent in the last step, by the `id` of the slice."""
         self._prepared_for: tuple[Hashable, ...] = ()
@@ -58,7 +58,7 @@ class Workspace:
         used = {id(slot) for slot in step.slots}
         self._slots = {key: slot for key, slot in self._slots.items() if id(slot) in used}
         self._prepared = {key: sent for key, sent in self._prepared.items() if id(sent.slot) in used}
-        self._packs = {names: kept for names, kept in self._packs.items() if names in step.packs}
+        self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in step.packs}
 
     def prepare(self, sent: Sent) -> None:
         """Keep how a slice was sent, so that the next step only needs to replay it."""
@@ -109,12 +109,8 @@ class Workspace:
                 state=state,
                 max_bytes=_NO_LIMIT,
             )
-            slot = self._slots[key] = Slot(
-                slice=slice_,
-                request=request,
-                buffers=Buffers(),
-                recording=self._recording(slice_.compressor, source, channels),
-            )
+            recording = self._recording(slice_.compressor, source, channels)
+            slot = self._slots[key] = Slot(slice_, request, Buffers(), recording)
         return slot
 
     def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
@@ -153,16 +149,11 @@ class Workspace:
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.flat, group[0].compressor
         names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
-        known = self._packs.get(names)
-        if known is not None and (known[0].sizes, known[0].compressor, known[1].dtype) == (
-            sizes,
-            compressor,
-            like.dtype,
-        ):
-            return known
-        slice_ = Slice(start=0, stop=sum(sizes), compressor=compressor, family=None, names=names, sizes=sizes)
-        self._packs[names] = slice_, torch.empty(slice_.stop, dtype=like.dtype, device=like.device)
-        return self._packs[names]
+        key = names, sizes, compressor, like.dtype
+        if key not in self._packs:
+            slice_ = Slice(0, sum(sizes), compressor, family=None, names=names, sizes=sizes)
+            self._packs[key] = slice_, torch.empty(slice_.stop, dtype=like.dtype, device=like.device)
+        return self._packs[key]
 
     def scratch(self, like: Flat, dtype: torch.dtype) -> Tensor:
         """Return memory with the numel and device of `like`; the next call may return the same memory."""

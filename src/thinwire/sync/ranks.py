@@ -1,0 +1,180 @@
+"""The ranks that take part in training, and what this rank keeps from step to step to exchange with them."""
+
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import sqrt
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import ShardState, all_reduce_compressed
+from ..collectives.all_reduce import check_timeout
+from ..collectives.groups import Group, channels, check_kind, place
+from ..collectives.plan import ALGORITHMS
+from ..collectives.transport.channel import Channel
+from ..collectives.transport.operation import Operation
+from ..compressors import Compressor
+from .buckets import Slice
+from .policy import DENSE
+from .residuals import Residuals
+from .shards import ShardGroup
+from .statistics import SyncStats
+from .workspace import Workspace
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Ranks:
+    """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
+
+    group: Group
+    algorithm: str
+    shard_compressor: Compressor | None
+    error_feedback: bool
+    max_bytes: int | None
+    timeout: float | timedelta | None
+    shards: ShardGroup | None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        self._timeout_seconds = check_timeout(self.timeout)
+        check_kind(self.group)
+        if self.shards is not None:
+            self.shards.timeout = self.timeout
+        self.unsent, self.stats = Residuals(), SyncStats()
+        self.wanted_layout: list[tuple[str, ...]] = []
+        """The buckets that the next step uses, if possible, as parameter names.
+
+        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
+        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
+        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
+        """
+        self.layout: list[tuple[str, ...]] = []
+        """The buckets of the last step that was not skipped, as parameter names."""
+        self.workspace = Workspace(self.group)
+        self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
+        self._saves = Saves()
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps taken, without those that were skipped."""
+        return self.stats.steps
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank has not sent so far, by parameter, as flat views."""
+        return self.unsent.named()
+
+    def residual_norm(self) -> float:
+        """Return the norm of this rank's residuals. If it keeps growing, too little is sent."""
+        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
+
+        Sums are compressed by the same compressor.
+        """
+        started, mean, group, timeout = time.perf_counter(), dist.ReduceOp.AVG, self.group, self.timeout
+        handles = [
+            all_reduce_compressed(
+                each, compressor, op=mean, group=group, async_op=True, timeout=timeout, shard_compressor=compressor
+            )
+            for each in tensors
+        ]
+        for handle in handles:
+            handle.wait()
+        self.stats.add_averages(handles, started)
+
+    def mean_of(self, tensor: Tensor) -> Tensor:
+        """Return the average of a tensor over ranks, sent dense; its bytes are not counted."""
+        mean = tensor.clone()
+        all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
+        return mean
+
+    def average_over_all(self, tensor: Tensor) -> Tensor:
+        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
+        self.average([tensor], DENSE)
+        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process among all ranks that take part."""
+        return place(self.group)[0]
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks that take part."""
+        return place(self.group)[1]
+
+    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
+        if not self.error_feedback or not slice_.compressor.contracts:
+            return None, None
+        state = self.unsent.state(slice_)
+        return self.unsent.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
+
+    def number_operations(self, device: torch.device) -> list[Operation]:
+        """Return the next operations on the group's channels."""
+        operations = [Operation(channel) for channel in self.channels_of(device)]
+        for operation in operations:
+            operation.limit(self._timeout_seconds)
+        return operations
+
+    def channels_of(self, device: torch.device) -> list[Channel]:
+        """Return the channels of the group, which are looked up once for each default process group of torch."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = self._channels.get(device)
+        if found is None or found[0] is not world:
+            found = self._channels[device] = world, channels(self.group, device)
+            self._saves.number(found[1])
+        return found[1]
+
+
+class Saves:
+    """Warns if rank 0 alone calls `state_dict()`, by the notice board of the group, though states differ between ranks.
+
+    A rank that saves calls `state_dict()` before it sends its part of the next step. So at the end of that step rank 0
+    sees whether its neighbour has called it too. A call costs a request, and on rank 0 the next step another one.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
+        """The number of this synchronizer among those of a channel."""
+        self._noted: tuple[Channel, str, int] | None = None
+        """The last call: the channel, the key of this model on its board, and the number of steps before the call."""
+        self._is_checked = self._has_warned = False
+
+    def number(self, channels: Sequence[Channel]) -> None:
+        """Number this synchronizer among those of its channels. All ranks call this in the same order."""
+        for channel in channels:
+            if channel not in self._numbers:
+                self._numbers[channel] = next(channel.users)
+
+    def note(self, channels: Sequence[Channel], steps: int) -> None:
+        """Note a call of `state_dict()` after `steps` steps."""
+        channel = next((each for each in channels if each.size > 1), None)
+        if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
+            return
+        self._noted = channel, f"saved/{self._numbers[channel]}", steps
+        self._is_checked = False
+        channel.board.write(f"{self._noted[1]}/{channel.rank}", str(steps))
+
+    def check(self) -> None:
+        """Warn on rank 0, at the end of the step after a call, if its neighbour has not called; once."""
+        if self._noted is None or self._is_checked or self._noted[0].rank != 0:
+            return
+        (channel, key, steps), self._is_checked = self._noted, True
+        theirs = channel.board.read(f"{key}/1")
+        if channel.board.lost is None and (theirs is None or int(theirs) < steps):  # it may have called once more since
+            self._has_warned = True
+            warnings.warn(
+                f"rank {channel.ranks[0]} called state_dict(), and rank {channel.ranks[1]} did not. Residuals and "
+                "momentum differ between ranks: what one rank saves alone cannot be loaded by the others. Call "
+                "consolidate_state_dict() on all ranks before, or save the state_dict() of every rank",
+                stacklevel=4,
+            )
