@@ -186,7 +186,8 @@ class Step(StepRecord):
     def _send_again(self, known: Sent) -> None:
         """Send a slice as in the last step: its tensors have not moved, and encoding is a replay."""
         slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
-        self._check_no_failure(operations)
+        if self._refuses(operations):
+            return
         with refusing(operations):
             self._hold(slot)
         reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
@@ -213,6 +214,8 @@ class Step(StepRecord):
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
             source = self.sync.workspace.scratch(gradient, dtype)
         sent = self._begin(slice_, gradient, source=source, update=update)
+        if sent is None:
+            return
         if self.mode is not Mode.WARMUP and _is_recordable(update):
             sent.key = self.sync.workspace.addresses(sent)
 
@@ -251,6 +254,8 @@ class Step(StepRecord):
             return
         places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
         sent = self._begin(slice_, packed, source=packed, places=places)
+        if sent is None:
+            return
         if origin is not None:
             sent.key, sent.origin = (*self.sync.workspace.addresses(sent), *origin), origin
 
@@ -271,14 +276,18 @@ class Step(StepRecord):
         source: Tensor,
         update: Update | None = None,
         places: Sequence[tuple[Flat, Packed]] = (),
-    ) -> Sent:
-        """Begin the operation that sends `source`, which is written later. Only packed parameters have places."""
+    ) -> Sent | None:
+        """Begin the operation that sends `source`, which is written later. Only packed parameters have places.
+
+        Return None if one of this step has failed.
+        """
         sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
         keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
         residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
         state = None if self.flushes else state
         operations = sync.number_operations(source.device)
-        self._check_no_failure(operations)
+        if self._refuses(operations):
+            return None
         with refusing(operations):
             slot = sync.workspace.slot(
                 slice_,
@@ -345,14 +354,18 @@ class Step(StepRecord):
                 f"and more: raise max_bytes or {ENVIRONMENT_VARIABLE}, or compress more"
             )
 
-    def _check_no_failure(self, operations: Sequence[Operation]) -> None:
-        """Raise the error of a failed operation of this step, instead of waiting for ranks that have left."""
-        for sent in self._sent:
-            failure = sent.reduction.failure
-            if failure is not None:
-                for operation in operations:
-                    operation.refuse(str(failure))
-                raise failure
+    def _refuses(self, operations: Sequence[Operation]) -> bool:
+        """Return whether an operation of this step has failed, whose error `wait` raises; then refuse these.
+
+        They would wait for ranks that have left. They are numbered all the same, as on ranks that have not seen the
+        failure yet: otherwise this rank's next step would have other numbers than theirs.
+        """
+        failures = (sent.reduction.failure for sent in self._sent)
+        failure = next((found for found in failures if found is not None), None)
+        if failure is not None:
+            for operation in operations:
+                operation.refuse(str(failure))
+        return failure is not None
 
     # Updates of an optimizer.
 
