@@ -1,5 +1,6 @@
 """Fixtures of all tests. Helpers are in `support`: `cases` is the contract table, `oracle` has the naive answers."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -23,11 +24,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+gc.disable()  # until all tests are collected, which makes no garbage
+
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other tests use the other cores; tests of several threads say so
 
 
-LONGEST = ("project", "train", "contract", "links", "bench", "optim", "integrations")
+LONGEST = (
+    "project", "train", "contract", "links", "bench", "optim", "integrations", "plan", "browser", "collectives", "sync",
+)  # fmt: skip
 """Folders whose files take longest. They come first, or one process would end long before the others."""
 
 
@@ -40,7 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The server of ranks starts before that of `tools.workers`, whose processes would be slower, and hold on to freed
-    memory. A variable in the developer's shell must not change which kernels any of them have."""
+    memory. A variable in the developer's shell must not change which kernels any of them have.
+
+    What was loaded and collected stays: each search for garbage would go through all of it.
+    """
+    gc.freeze()
+    gc.enable()
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         server()

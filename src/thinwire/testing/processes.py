@@ -357,6 +357,7 @@ def _leave() -> None:
     close_destroyed()
     _forget_meshes()
     gc.collect()
+    gc.freeze()  # modules that the job has loaded
 
 
 def _forget_meshes() -> None:

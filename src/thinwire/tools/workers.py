@@ -236,6 +236,7 @@ def _serve(pipe: Connection, threads: int, rank: int, limit: float, links: Links
         signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    gc.freeze()  # what was loaded stays: no search for garbage has to go through it
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     served = _Rank(rank, limit, links)

@@ -85,8 +85,9 @@ class Board:
         return None if text is None else bytes(text).decode(errors="replace")
 
     def write(self, key: str, text: str) -> None:
-        """Set the text of a key."""
-        self._ask(lambda: self._store.set(key, text), None)
+        """Set the text of a key. When this returns, all ranks can read it."""
+        # torch's store answers the second request alone. It handles those of one connection in their order.
+        self._ask(lambda: (self._store.set(key, text), self._store.check([key])), None)
 
     def write_once(self, key: str, text: str) -> str | None:
         """Set the text of a key, unless a rank has already set it. Return the text that is there now."""
