@@ -1,4 +1,4 @@
-"""The notice board of a group, on a store whose `set` returns before the text is there, like that of torch's TCPStore."""
+"""The notice board of a group, on a store whose `set` returns before the text is there, as torch's TCPStore does."""
 
 from typing import Any
 
