@@ -59,7 +59,11 @@ def change_state(draw: Random, path: Path) -> None:
     sign(path)
 
 
-def resume(folder: Path, damage: Damage) -> str:
+RUNS = (("adamw", "default"), ("sgd", "default"), ("adamw", "none"), ("sgd", "quantize:bits=8"))
+"""The optimizer and the compressor of the runs whose files are damaged."""
+
+
+def resume(folder: Path, undamaged: Path, damage: Damage) -> str:
     ended = train(ranks(), 2, defaults(["--resume", "auto", "--out", str(folder)]), folder.parent)
     refused = [line for line in ended.err.splitlines() if "is damaged and not used" in line]
     assert ended.finished, ended
@@ -67,7 +71,7 @@ def resume(folder: Path, damage: Damage) -> str:
     assert all(len(line) < 2000 for line in refused), "a line without end"
     assert "Traceback" not in ended.err, ended.err
     if refused or damage is not change_state:  # a state that was signed anew may be another one
-        assert_same_weights(folder, whole(2, "adamw"))
+        assert_same_weights(folder, undamaged)
     return "not used" if refused else "used"
 
 
@@ -90,14 +94,15 @@ CASES: list[tuple[str, Damage]] = [
 def files(draw: Random) -> Tried:
     """A file of a run is damaged: it is used, not used, or refused in one line."""
     name, damage = draw.choice(CASES)
+    undamaged = whole(2, *draw.choice(RUNS))
     of_run, ends = name in ("config.json", "metrics.jsonl"), []
     for _ in range(50 if of_run else 1):
         with temporary() as cwd:
-            folder = Path(shutil.copytree(whole(2, "adamw"), Path(cwd) / RUN))
+            folder = Path(shutil.copytree(undamaged, Path(cwd) / RUN))
             if not of_run:
                 shutil.rmtree(newest(folder))  # that of the last step
             damage(draw, (folder if of_run else newest(folder)) / name)
-            ends.append(read(name, folder) if of_run else resume(folder, damage))
+            ends.append(read(name, folder) if of_run else resume(folder, undamaged, damage))
     assert {*ends} <= {"used", "not used", "refused"}, ends
     found = ", ".join(f"{ends.count(end)} {end}" for end in sorted({*ends}))
     counts = {"damaged files": len(ends)} | ({} if of_run else {"steps": STEPS})

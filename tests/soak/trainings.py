@@ -38,11 +38,13 @@ def temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 @cache
-def whole(world: int, optimizer: str) -> Path:
+def whole(world: int, optimizer: str, compressor: str = FEW.compressor) -> Path:
     """Return the folder of a run that nothing happened to. It is kept until this process ends."""
     folder = temporary()
     atexit.register(folder.cleanup)
-    assert train(ranks(), world, runs.changed(FEW, optimizer=optimizer), Path(folder.name)).finished
+    assert train(
+        ranks(), world, runs.changed(FEW, optimizer=optimizer, compressor=compressor), Path(folder.name)
+    ).finished
     return Path(folder.name) / RUN
 
 

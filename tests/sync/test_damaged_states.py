@@ -4,6 +4,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import thinwire
+from soak.files import change_value
+from support.training import TOPK, loss_of, make_net, policy
+from thinwire.collectives import LocalGroup
+from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import FORMAT, DamagedError, choose, old_ranks
+from thinwire.testing import run_threads
 
 GOOD = {
     "format": FORMAT, "rank": 0, "world_size": 1, "policy": {}, "options": {}, "steps": 3, "scale": 1.0, "entries": {},
@@ -37,7 +43,8 @@ def test_a_huge_world_takes_no_memory() -> None:
     [
         ("world_size", "2"), ("world_size", True), ("world_size", 0), ("world_size", 1.0), ("rank", -1), ("rank", 1),
         ("rank", None), ("steps", "3"), ("steps", -1), ("scale", "1"), ("entries", 3), ("layout", {}),
-        ("residuals", []), ("owners", "none"), ("options", None),
+        ("residuals", []), ("owners", "none"), ("options", None), ("layout", [[{}]]), ("layout", ["weight"]),
+        ("scale", 0.0), ("scale", float("nan")), ("scale", float("inf")), ("steps", 10**30),
     ],
 )  # fmt: skip
 def test_values_of_other_types_are_damage(name: str, value: object) -> None:
@@ -115,3 +122,105 @@ def test_metadata_of_any_content_is_one_line(content: bytes, tmp_path: Path) -> 
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(DamagedError, match="has no metadata of"):
         thinwire.load_per_rank(folder, "owner")
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"warmup_steps": 2, "algorithm": "sharded"}, "SGD": {"momentum": 0.9, "nesterov": True}
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, object]] = {
+    "AdamW": {"lr": "high", "eps": -1.0, "betas": (0.9,), "compressed_betas": None, "weight_decay": 10**30},
+    "SGD": {"lr": None, "momentum": 1.0, "compressed_momentum": None, "nesterov": True, "reference_lr": 0.0},
+}
+
+
+class Run:
+    """A training in this process: made, trained, and its state read again as from a file."""
+
+    def __init__(self, kind: str, group: LocalGroup) -> None:
+        self.model = make_net()
+        options: dict[str, Any] = {"compressor": policy(TOPK), "group": group, **OPTIMIZERS[kind]}
+        self.optimizer = getattr(thinwire, kind)(self.model.named_parameters(), lr=3e-3, **options)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            loss_of(self.model, 0, step).backward()
+            self.optimizer.step()
+
+    def saved(self) -> Any:
+        return torch.load(io.BytesIO(packed(self.optimizer.state_dict())), weights_only=True)
+
+
+def load_changed(group: LocalGroup, kind: str) -> None:
+    """What is wrong anywhere is refused when it is loaded, not in the next step."""
+    run = Run(kind, group)
+    run.train(0, 5)
+    state, refused = run.saved(), 0
+    for number in range(60):
+        draw = Random(f"{kind} {number}")
+        part = change_value(draw, state["thinwire"]), change_value(draw, state["param_groups"])
+        changed = {**state, "thinwire": part[0]} if draw.random() < 0.5 else {**state, "param_groups": part[1]}
+        other = Run(kind, group)
+        try:
+            other.optimizer.load_state_dict(changed)
+        except ValueError:
+            refused += 1
+        else:
+            other.train(5, 7)
+    assert refused > 30
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_state_that_is_loaded_can_be_trained_with(kind: str) -> None:
+    run_threads(load_changed, 1, kind)
+
+
+def load_settings(group: LocalGroup, kind: str) -> None:
+    run = Run(kind, group)
+    run.train(0, 5)
+    for name, value in SETTINGS[kind].items():
+        state = run.saved()
+        state["param_groups"][0][name] = value
+        if name == "nesterov":
+            state["param_groups"][0]["momentum"] = 0.0
+        with pytest.raises(DamagedError, match=f"{name.removeprefix('compressed_')}.*, in a saved state"):
+            run.optimizer.load_state_dict(state)
+        del state["param_groups"][0][name]
+        with pytest.raises(DamagedError, match=f"KeyError in a saved state, '{name}': the checkpoint is damaged"):
+            run.optimizer.load_state_dict(state)
+    run.train(5, 7)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_settings_that_cannot_be_are_damage(kind: str) -> None:
+    run_threads(load_settings, 1, kind)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_states_of_torchs_optimizer_are_checked(kind: str) -> None:
+    """torch itself takes them, and fails in the next step."""
+    model = make_net()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    check_saved(optimizer.state_dict(), optimizer)
+    moment = "exp_avg" if kind == "AdamW" else "momentum_buffer"
+    wide = torch.zeros(1).expand(10**11)
+    for value in (torch.zeros(3), wide, "words", None, torch.zeros(model[0].weight.shape, dtype=torch.int64)):
+        state = optimizer.state_dict()
+        state["state"] = {**state["state"], 0: {**state["state"][0], moment: value}}
+        with pytest.raises(DamagedError, match=f"{moment} of parameter 0 has another form"):
+            check_saved(state, optimizer)
+    state = optimizer.state_dict()
+    state["state"] = {0: {name: value for name, value in state["state"][0].items() if name != moment}}
+    with pytest.raises(DamagedError, match="a moment of parameter 0 is missing"):
+        check_saved(state, optimizer)
+    for name, value in (("maximize", True), ("betas", None), ("momentum", 2.0), ("params", [0])):
+        state = optimizer.state_dict()
+        state["param_groups"][0][name] = value
+        with pytest.raises(DamagedError, match="other settings"):
+            check_saved(state, optimizer)
+    for broken in (None, [], {"state": 3, "param_groups": []}, {"state": {}, "param_groups": 7}):
+        with pytest.raises(DamagedError, match="damaged"):
+            check_saved(broken, optimizer)

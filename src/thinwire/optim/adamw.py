@@ -26,6 +26,7 @@ from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
+from ..sync.checkpoint import DamagedError
 from ..sync.parts import Rule, Updates
 from ..sync.policy import DEFAULT, Policy, Spec
 from ..sync.step import Step
@@ -147,14 +148,6 @@ class AdamW(CompressedOptimizer):
         timeout: float | timedelta | None = None,
     ) -> None:
         check_torch_options(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
-        check_number("lr", lr)
-        for name, given in (("betas", betas), ("compressed_betas", compressed_betas)):
-            if not isinstance(given, (tuple, list)) or len(given) != 2:
-                raise ValueError(f"{name} {given!r}, expected two numbers")
-            check_number(f"beta1 of {name}", given[0], below=1.0)
-            check_number(f"beta2 of {name}", given[1], below=1.0)
-        check_number("eps", eps)
-        check_number("weight_decay", weight_decay)
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
@@ -166,10 +159,10 @@ class AdamW(CompressedOptimizer):
             )
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "compressed_betas": tuple(compressed_betas),
+            "compressed_betas": compressed_betas,
         }
         super().__init__(
             params,
@@ -238,6 +231,15 @@ class AdamW(CompressedOptimizer):
         self.sync.dense = frozenset(
             name for name, p in self._given.items() if numbers[name] in early and not is_small(name, p.numel())
         )
+
+    def _check_settings(self, given: Mapping[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(name, given[name])
+        for name in ("betas", "compressed_betas"):
+            if not isinstance(given[name], (tuple, list)) or len(given[name]) != 2:
+                raise ValueError(f"{name} {given[name]!r}, expected two numbers")
+            for number, beta in enumerate(given[name], start=1):
+                check_number(f"beta{number} of {name}", beta, below=1.0)
 
     def _recording_key(self, sent: Step) -> Hashable:
         self._on_device = None
@@ -478,6 +480,8 @@ class AdamW(CompressedOptimizer):
             {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
             for kind in ("scales", "measured")
         )
+        if not all(0 < c <= 1 for c in [*scales.values(), *found.values()]):
+            raise DamagedError("a scale of second moments beyond 0 to 1 in a saved state: the checkpoint is damaged")
 
         def take() -> None:
             self._families.take(families)

@@ -34,7 +34,7 @@ from ..sync.residuals import NamedVectors
 from ..sync.shards import local_of
 from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
-from .checks import check_groups, check_order, check_replicas, dense_policy, warn_of_averaged
+from .checks import check_groups, check_number, check_order, check_replicas, dense_policy, warn_of_averaged
 from .families import Families, Family
 from .guard import GradientGuard
 from .parameters import Params, count_ddp, ddp_of, find_parameters
@@ -136,6 +136,7 @@ class CompressedOptimizer(Optimizer):
         if hasattr(self, "sync"):
             raise ValueError("parameter groups cannot be added after construction: make a new optimizer with all")
         super().add_param_group(param_group)
+        self._check_settings(self.param_groups[-1])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch does, and drop a step that was sent but not applied."""
@@ -251,6 +252,10 @@ class CompressedOptimizer(Optimizer):
         return self.sync.stats.skipped
 
     # Defined by subclasses.
+
+    @abstractmethod
+    def _check_settings(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for a setting of a parameter group that cannot be."""
 
     @abstractmethod
     def _rule(self, family: Family) -> Rule:
@@ -520,32 +525,44 @@ class CompressedOptimizer(Optimizer):
             raise ValueError(
                 f"state of thinwire.{alike['thinwire'].get('optimizer')}, expected thinwire.{type(self).__name__}"
             )
-        check_groups([group["param_names"] for group in alike["param_groups"]], self.param_groups)
         taken = [by_rank[int(state["rank"])] for state in choice.taken]
         if not isinstance(apart := choice.alike.get("local"), list):
             raise checkpoint.DamagedError("'local' is no list in a saved state: the checkpoint is damaged")
         loaded: dict[str, NamedVectors] = {}
-        for kind in self.moments:
-            vectors = self._vectors_in(alike, kind)
-            if kind in self.local_moments:
-                local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
-                for name in apart:  # a frozen parameter has none
-                    if name in local:
-                        vectors[name] = local[name]
-                    elif name in vectors:
-                        vectors[name] = torch.zeros_like(vectors[name])
-            loaded[kind] = NamedVectors(vectors)
-        try:
-            count = int(alike["thinwire"]["count"])
-            take_own_state = self._parse_own_state(alike["thinwire"])
-        except checkpoint.DamagedError:
-            raise
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise checkpoint.DamagedError(f"{error!r} in a saved state: the checkpoint is damaged") from error
+        with checkpoint.reading():
+            check_groups(alike["param_groups"], self.param_groups)
+            self._check_saved_settings(alike["param_groups"])
+            for kind in self.moments:
+                vectors = self._vectors_in(alike, kind)
+                if kind in self.local_moments:
+                    local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
+                    for name in apart:  # a frozen parameter has none
+                        if name in local:
+                            vectors[name] = local[name]
+                        elif name in vectors:
+                            vectors[name] = torch.zeros_like(vectors[name])
+                loaded[kind] = NamedVectors(vectors)
+            try:
+                count = int(alike["thinwire"]["count"])
+                take_own_state = self._parse_own_state(alike["thinwire"])
+            except checkpoint.DamagedError:
+                raise
+            except ValueError as error:  # of a text that is no number
+                raise checkpoint.DamagedError(f"{error} in a saved state: the checkpoint is damaged") from error
         self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         self._vectors, self._gathered, self._count = loaded, None, count
         take_own_state()
+
+    def _check_saved_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group in groups:
+            try:
+                self._check_settings(group)
+                check_number("reference_lr", group["reference_lr"])
+                if not group["reference_lr"]:
+                    raise ValueError("reference_lr 0, expected a number above 0")
+            except ValueError as error:
+                raise checkpoint.DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
 
     def _own_state(self) -> dict[str, Any]:
         last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []

@@ -13,11 +13,14 @@ from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
 from .fragments import Named
 
+_LARGEST = 1e18
+"""Larger whole numbers are none that torch takes."""
 
-def check_number(name: str, given: float, *, below: float = float("inf")) -> None:
+
+def check_number(name: str, given: float, *, below: float = _LARGEST) -> None:
     """Raise ValueError unless 0 <= given < below."""
     if isinstance(given, bool) or not isinstance(given, (int, float, Tensor)) or not 0 <= float(given) < below:
-        expected = "0 or more" if below == float("inf") else f"0 to below {below:g}"
+        expected = "0 or more" if below == _LARGEST else f"0 to below {below:g}"
         raise ValueError(f"{name} {given!r}, expected {expected}")
 
 
@@ -124,13 +127,14 @@ def check_order(policy: Policy) -> None:
         )
 
 
-def check_groups(saved: list[list[str]], here: list[dict[str, Any]]) -> None:
-    """Raise ValueError if the parameter groups of a checkpoint differ from those here."""
+def check_groups(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Raise ValueError if the parameter groups of a checkpoint hold other parameters than those here."""
     if len(saved) != len(here):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, here there are {len(here)}")
-    for number, (names, group) in enumerate(zip(saved, here, strict=True)):
-        if list(names) != list(group["param_names"]):
-            differs = sorted(set(names) ^ set(group["param_names"])) or ["the same in another order"]
+    for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
+        names = theirs["param_names"]
+        if list(names) != list(ours["param_names"]):
+            differs = sorted(set(names) ^ set(ours["param_names"])) or ["the same in another order"]
             raise ValueError(
                 f"parameter group {number} of the checkpoint holds other parameters than here: {', '.join(differs[:3])}"
             )

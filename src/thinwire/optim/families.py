@@ -93,6 +93,8 @@ class Families:
         made.all = [
             Family(int(group), int(count), pair) for (group, count), pair in zip(families, weights, strict=True)
         ]
+        if not all(0 <= family.steps < 2**63 and all(0 <= each <= 1 for each in family.weights) for family in made.all):
+            raise DamagedError("numbers of steps that no training has in a saved state: the checkpoint is damaged")
         for name, number in family_of.items():
             if number not in range(len(made.all)) or made.all[number].group != self._groups[name]:
                 raise DamagedError(f"{name!r} has no family in a saved state: the checkpoint is damaged")

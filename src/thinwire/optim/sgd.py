@@ -1,6 +1,6 @@
 """SGD that compresses each rank's momentum instead of its gradient (Lin et al. 2018: momentum correction)."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,13 +66,6 @@ class SGD(CompressedOptimizer):
         timeout: float | timedelta | None = None,
     ) -> None:
         check_torch_options(dampening=dampening, maximize=maximize, differentiable=differentiable)
-        check_number("lr", lr)
-        check_number("momentum", momentum, below=1.0)
-        check_number("weight_decay", weight_decay)
-        if nesterov and not momentum:
-            raise ValueError("nesterov with momentum 0, expected a momentum above 0")
-        if compressed_momentum is not None:
-            check_number("compressed_momentum", compressed_momentum, below=1.0)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -93,9 +86,22 @@ class SGD(CompressedOptimizer):
             max_bytes=max_bytes,
             timeout=timeout,
         )
-        for each in self.param_groups:
-            if each["compressed_momentum"] is None:
-                each["compressed_momentum"] = min(float(each["momentum"]), _COMPRESSED_MOMENTUM)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
+        given = {**self.defaults, **param_group}
+        if given["compressed_momentum"] is None:
+            check_number("momentum", given["momentum"], below=1.0)
+            given["compressed_momentum"] = min(float(given["momentum"]), _COMPRESSED_MOMENTUM)
+        super().add_param_group(given)
+
+    def _check_settings(self, given: Mapping[str, Any]) -> None:
+        check_number("lr", given["lr"])
+        check_number("weight_decay", given["weight_decay"])
+        for name in ("momentum", "compressed_momentum"):
+            check_number(name, given[name], below=1.0)
+        if given["nesterov"] and not given["momentum"]:
+            raise ValueError("nesterov with momentum 0, expected a momentum above 0")
 
     def _rule(self, family: Family) -> Rule:
         group = self.param_groups[family.group]

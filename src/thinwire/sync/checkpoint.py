@@ -6,8 +6,10 @@ residuals divided by the number of ranks stays the same. Local momentum is share
 counts too.
 """
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -33,10 +35,21 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
 _KEYS = {"format", "policy", "shared", *_TYPES}
+_LARGEST = 2**63
+"""Limit of numbers of steps: they are sent as integers of 64 bits."""
 
 
 class DamagedError(ValueError):
     """A state that thinwire cannot have saved."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise DamagedError in place of the error that a value of another type causes in the `with` block."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise DamagedError(f"{type(error).__name__} in a saved state, {error}: the checkpoint is damaged") from error
 
 
 def consolidated(states: Sequence[State], rank: int) -> dict[str, Any]:
@@ -157,11 +170,15 @@ def _check_types(state: State) -> None:
         value = state[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise DamagedError(f"{name} is of type {type(value).__name__} in a saved state: the checkpoint is damaged")
-    if not 0 <= state["rank"] < state["world_size"] or state["steps"] < 0:
+    if not 0 <= state["rank"] < state["world_size"] or not 0 <= state["steps"] < _LARGEST:
         raise DamagedError(
             f"rank {state['rank']} of {state['world_size']} with {state['steps']} steps in a saved state: the "
             "checkpoint is damaged"
         )
+    if not 0 < state["scale"] < math.inf:
+        raise DamagedError(f"a scale of the loss of {state['scale']} in a saved state: the checkpoint is damaged")
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in state["layout"]):
+        raise DamagedError("layout is no list of lists of names in a saved state: the checkpoint is damaged")
 
 
 def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
@@ -222,6 +239,13 @@ def check_lengths(state: State) -> None:
                 f"the residual of {name!r} in the checkpoint of rank {state['rank']} does not have the "
                 f"{state['entries'].get(name, 'no')} elements of its parameter: the checkpoint is damaged"
             )
+    for owner in state["owners"]:
+        for name, size in owner["run"]:
+            if name is not None and state["residuals"][name].numel() != size:
+                raise DamagedError(
+                    f"a slice with {size!r} elements of {name!r} in the checkpoint of rank {state['rank']}, which has "
+                    f"{state['residuals'][name].numel()}: the checkpoint is damaged"
+                )
 
 
 def check_model(saved: Mapping[str, int], here: Mapping[str, int] | None) -> None:

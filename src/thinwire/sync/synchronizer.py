@@ -240,22 +240,23 @@ class Synchronizer(Ranks):
         checkpoint.check_shards([choice.alike, *choice.taken], None if self.shards is None else self.shards.place)
         checkpoint.check_same("policy", saved["policy"], self.policy.describe())
         options, here = saved["options"], self._options()
-        checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
         checkpoint.check_model(saved["entries"], self.numels)
-        for taken in choice.taken:
-            checkpoint.check_lengths(taken)
         unsent = Residuals()
-        if choice.same_world and options == here and not choice.is_lost:
-            unsent.load(saved["residuals"], saved["owners"])
-        else:
-            unsent.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
+        with checkpoint.reading():
+            checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
+            for taken in choice.taken:
+                checkpoint.check_lengths(taken)
+            if choice.same_world and options == here and not choice.is_lost:
+                unsent.load(saved["residuals"], saved["owners"])
+            else:
+                unsent.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
+            self.assignment.load_state_dict(saved, same_world=choice.same_world)
         self.unsent, self._scale = unsent, float(saved["scale"])
         self._gathered = None
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
         self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
         self._fresh, self._loaded = not self.layout, True
         self._unchecked = dict(saved["entries"]) if self.numels is None else None
-        self.assignment.load_state_dict(saved, same_world=choice.same_world)
 
     def _options(self) -> dict[str, Any]:
         second = None if self.shard_compressor is None else format_spec(self.shard_compressor)

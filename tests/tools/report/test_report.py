@@ -235,6 +235,7 @@ ODD: dict[str, Line] = {
     "huge numbers": {"loss": BIG, "seconds": -BIG, "bytes_sent": BIG, "bytes_dense": 1e308, "accuracy": BIG},
     "large numbers": {"loss": 1e299, "seconds": 1e299, "bytes_sent": 1e299, "bytes_dense": 1e299},
     "huge parts": {"split": {"compute": BIG, "compress": 1e308, "wait": -1e308, "decode": None}},
+    "large whole parts": {"split": dict.fromkeys(("compute", "compress", "wait", "decode"), 10**299)},
     "no parts": {"split": {}},
     "nothing": {"loss": None, "seconds": None, "bytes_sent": None, "bytes_dense": None, "split": None},
     "more": {"other": [[{}]], "": "", "NaN": {"a": [1e5]}},

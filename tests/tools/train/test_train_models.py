@@ -123,6 +123,7 @@ def test_the_models_learn_a_batch_by_heart() -> None:
         ),
         (lambda: model_config("gpt:depth=2"), "'depth=2' in 'gpt:depth=2', expected key=value with a whole number"),
         (lambda: model_config("gpt:layers"), "'layers' in 'gpt:layers', expected key=value"),
+        (lambda: model_config("cnn:width=1000000000"), "'width=1000000000' .* whole number below 1,000,000"),
         (lambda: GPTConfig(width=130), "width 130 with 4 heads, expected a multiple of the heads"),
         (lambda: GPTConfig(layers=0), "layers 0, expected 1 or more"),
         (lambda: CNNConfig(size=10), "images of 10 pixels, expected a multiple of 4"),

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,16 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _deflate(path: Path) -> None:
+    """Write the same entries with zlib, so that a small file may hold any number of zeros."""
+    with zipfile.ZipFile(path) as stored:
+        entries = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as deflated:
+        for name, content in entries.items():
+            deflated.writestr(name, content)
+    sign(path)
+
+
 def _not_json(path: Path) -> None:
     path.write_text('["a list"]')
 
@@ -231,6 +242,16 @@ DAMAGES = {
         "rank0.pt",
         _state(lambda state: state["learner"].update(random={"python": (3, (1,), None)})),
     ),
+    "a layout of lists": (
+        "rank1.pt",
+        _state(lambda state: state["learner"]["exchange"]["thinwire"].update(layout=[[{}]])),
+    ),
+    "betas in words": (
+        "rank1.pt",
+        _state(lambda state: state["learner"]["exchange"]["param_groups"][0].update(lr="high", momentum=[])),
+    ),
+    "another seed": ("model.pt", _state(lambda state: state["config"].update(seed=10**30))),
+    "compressed": ("model.pt", _deflate),
     "shortened weights": ("model.pt", _truncate),
     "a bit of the weights": ("model.pt", _flip),
     "a bit of rank 1": ("rank1.pt", _flip),

@@ -186,7 +186,7 @@ def _number(line: Line, name: str) -> float | None:
         return None
     if not isinstance(value, int | float):
         raise ValueError(f"{name} {reprlib.repr(value)}, expected a number or null")
-    return value if abs(value) < _LARGEST else None  # also None for NaN
+    return float(value) if abs(value) < _LARGEST else None  # also None for NaN
 
 
 def _count(line: Line, name: str) -> int:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compressors import format_spec
+from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.policy import DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
@@ -174,6 +175,7 @@ class Learner:
         if self._twin is not None:
             self._twin.load_state_dict(shared["model"])
         if not self._is_ours:
+            check_saved(shared["optimizer"], self._optimizer)
             self._optimizer.load_state_dict(shared["optimizer"])
         kind = "exchange" if same_world or "common" not in own[0] else "common"
         self._exchange.load_state_dict([state[kind] for state in own])

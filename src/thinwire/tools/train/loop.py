@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .data import Data
 from .folder import write_config
 from .learner import Learner
 from .metrics import Metrics
+from .options import load_config
 from .place import Place
 from .schedule import schedule
 from .view import PHASES, Result, View
@@ -188,7 +190,7 @@ class Training:
             raise DamagedError("its counts are not those of its step")
         if not (evaluated is None or _fits(evaluated, _SCORES)):
             raise DamagedError("its evaluation is incomplete")
-        _check_same_run(self._config, shared["config"])
+        _check_same_run(self._config, shared["config"], self._folder)
         if loaded.step > self._config.steps:
             raise ValueError(
                 f"--steps {self._config.steps}, but the run has done {loaded.step}: give more, or another --out"
@@ -378,15 +380,24 @@ def _fits(saved: object, like: object) -> bool:
     return (type(saved) is int or type(saved) is type(like) is float) and 0 <= saved < _LARGEST
 
 
-def _check_same_run(config: Config, saved: object) -> None:
-    """Raise ValueError if an option differs that a resumed run cannot change. Others, such as steps, may differ."""
+def _check_same_run(config: Config, saved: object, folder: Path) -> None:
+    """Raise ValueError if an option differs that a resumed run cannot change. Others, such as steps, may differ.
+
+    Raise DamagedError if the option is that of the run in this folder, so that the checkpoint has another one.
+    """
     here = config.record()
+    try:
+        of_run = load_config(folder).record()
+    except (ValueError, OSError):
+        of_run = {}
     if not isinstance(saved, dict) or not saved.keys() >= here.keys():
         raise DamagedError("its config is incomplete")
     for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed"):
         if type(here[name]) is not type(saved[name]):
             raise DamagedError(f"its config has a {type(saved[name]).__name__} as {name}")
         if here[name] != saved[name]:
+            if here[name] == of_run.get(name):
+                raise DamagedError(f"its config has another {name} than that of the run")
             flag = name.replace("_", "-")
             raise ValueError(
                 f"--{flag} {here[name]}, but the run that is resumed has {saved[name]!s:.80}: leave --{flag} out, or "

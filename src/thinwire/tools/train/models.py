@@ -243,6 +243,10 @@ ModelConfig = GPTConfig | CNNConfig | ResNet18Config
 CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTConfig, CNNConfig, ResNet18Config)}
 
 
+_DIGITS = 6
+"""Digits of a number in the spec of a model; a wider one has no memory to be in."""
+
+
 def model_config(spec: str) -> ModelConfig:
     """Return the config of a model from its spec, name:key=value,...; a key that is not given has its default.
 
@@ -256,9 +260,10 @@ def model_config(spec: str) -> ModelConfig:
     options = {}
     for part in rest.split(",") if rest else []:
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in known or not value.isdecimal():
+        if key not in known or not value.isdecimal() or len(value) > _DIGITS:
             raise ValueError(
-                f"{part!r} in {spec!r}, expected key=value with a whole number and one of {', '.join(known)}"
+                f"{part!r:.80} in {spec!r:.80}, expected key=value with a whole number below {10**_DIGITS:,} and one "
+                f"of {', '.join(known)}"
             )
         options[key] = int(value)
     return CONFIGS[name](**options)
