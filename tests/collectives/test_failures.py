@@ -201,6 +201,24 @@ def test_a_rank_that_took_the_store_with_it_is_named(ranks: RankPool) -> None:
         assert named == (0,), text
 
 
+def die_before_a_new_call(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+    """The others have come to the first use of a call, for which nothing is exchanged until all have come."""
+    thinwire.all_reduce_compressed(torch.ones(64), "quantize:bits=8")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait([f"rank {other} waits" for other in range(world_size) if other != rank], timedelta(seconds=30))
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"rank {rank} waits", "")
+    with pytest.raises(thinwire.PeerError) as caught:
+        thinwire.all_reduce_compressed(torch.ones(65), "quantize:bits=8", timeout=600.0)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_a_rank_that_dies_before_a_new_call_is_named_long_before_the_time_out(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks.run(die_before_a_new_call, 3, lost=[1], timeout=60.0)):
+        assert found is LOST or (found[0] == (1,) and "rank 1 is lost" in found[1]), (rank, found)
+
+
 def die_comparing(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
     """The last rank to come compares the calls of all. It dies before it has written what it found."""
     thinwire.all_reduce_compressed(torch.ones(64), "quantize:bits=8", timeout=30.0)

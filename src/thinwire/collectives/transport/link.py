@@ -65,6 +65,10 @@ class Link(ABC):
     def close(self) -> None:
         """End all messages under way with `LinkBroken`, on this rank and on its peers."""
 
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `LinkBroken` if the connection to a peer is known to be closed."""
+
 
 class GlooLink(Link):
     """A link over gloo. Payloads on an accelerator are staged through pinned memory."""
@@ -72,6 +76,7 @@ class GlooLink(Link):
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        self._never_received: list[Wait] = []
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         """Start gloo's sends and receives, and return a function that waits for them."""
@@ -112,6 +117,12 @@ class GlooLink(Link):
     def close(self) -> None:
         """Close every connection of this link."""
         close_connections(self._group, self.rank, self.size)
+
+    def check(self) -> None:
+        """Raise `LinkBroken` if a connection is closed: gloo refuses to receive on it."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._never_received.append(self.post({}, {peer: torch.empty(1, dtype=torch.uint8)}, NEVER_SENT))
 
 
 class NcclLink(Link):
@@ -156,6 +167,9 @@ class NcclLink(Link):
     def close(self) -> None:
         """Abort the NCCL group of this link."""
         self._group.abort()
+
+    def check(self) -> None:
+        """Do nothing: NCCL does not tell."""
 
 
 def close_connections(gloo: Any, rank: int, size: int) -> None:

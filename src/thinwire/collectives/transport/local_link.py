@@ -117,6 +117,11 @@ class LocalLink(Link):
         """Close the switchboard for all ranks."""
         self._board.close(self.rank)
 
+    def check(self) -> None:
+        """Raise `LinkBroken` if a rank has closed the switchboard."""
+        if self._board.closed_by is not None:
+            raise LinkBroken(self._board.closed_by, False, f"rank {self._board.closed_by} closed the connection")
+
     def _wait(self, post: Post, deadline: float) -> None:
         board = self._board
 

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import NEVER_SENT, Buffers, LinkBroken, Seen, Wait, essence
+from .link import Buffers, LinkBroken, Seen, Wait, essence
 from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
 _SLOTS = 4096
 """Number of `here` keys for each rank. Keys are reused, so that their number does not grow."""
+_LONGEST_PATIENCE_SECONDS = 8.0
+"""Seconds between two looks for closed connections, while ranks wait for a late one."""
 
 
 class Operation:
@@ -172,9 +172,7 @@ class Operation:
         wrapped = CollectiveError("")
         wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
         if self.channel.size > 1:
-            wrapped.found = self._connection.reported_error() or self._lost(wrapped.found)
-            if not wrapped.found.ranks:  # the lost rank had come this far
-                wrapped.found = self._closed() or wrapped.found
+            wrapped.found = self._closed() or self._lost(wrapped.found)
         return self.give_up(wrapped)
 
     def find_lost(self, error: Exception) -> CollectiveError:
@@ -187,14 +185,16 @@ class Operation:
 
         If a rank has reported another, that one is named: a connection may be closed because of it.
         """
-        end, posted = time.monotonic() + 2 * PATIENCE_SECONDS, []
+        end = time.monotonic() + 2 * PATIENCE_SECONDS
+        while (cause := self._closed_now()) is None and self._connection.connected and time.monotonic() < end:
+            self.channel.pause(0.02)
+        return cause
+
+    def _closed_now(self) -> CollectiveError | None:
         cause = self._connection.reported_error()
-        while cause is None and self._connection.connected and time.monotonic() < end:
-            link = self._connection.link(end)
+        if cause is None and self._connection.connected:
             try:
-                for peer in self.channel.others:  # gloo refuses to receive on a closed connection
-                    posted.append(link.post({}, {peer: torch.empty(1, dtype=torch.uint8)}, NEVER_SENT))
-                self.channel.pause(0.02)
+                self._connection.link(self._deadline).check()
             except LinkBroken as broken:
                 cause = self._connection.reported_error() or self._failure_of(broken)
         return cause
@@ -239,6 +239,7 @@ class Operation:
 
     def _agree(self) -> None:
         board, pause = self.channel.board, 2e-4
+        check_at, patience = time.monotonic() + PATIENCE_SECONDS, PATIENCE_SECONDS
         self._arrive()
         while (verdict := board.read(f"verdict/{self.number}")) is None:
             cause = self._connection.cause or self._connection.reported_error() or self.channel.find_silent()
@@ -246,6 +247,9 @@ class Operation:
                 cause = self._without_store(board.lost)
             if cause is None and time.monotonic() > self._deadline:
                 cause = self._missing()
+            if cause is None and time.monotonic() > check_at:  # nothing is exchanged here that a dead rank would break
+                cause, patience = self._closed_now(), min(2 * patience, _LONGEST_PATIENCE_SECONDS)
+                check_at = time.monotonic() + patience
             if cause is not None:
                 raise self._error(self._connection.fail(cause))
             self.channel.pause(pause)
