@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch is loaded: threads that wait by spinning make the tests several times slower on a busy machine.
@@ -24,9 +24,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-gc.disable()  # until all tests are collected, which makes no garbage
-
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other tests use the other cores; tests of several threads say so
 
@@ -44,14 +41,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: min(order.get(part, len(order)) for part in item.path.parts))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without searches for garbage. What was collected stays, and no later search goes through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The server of ranks starts before that of `tools.workers`, whose processes would be slower, and hold on to freed
-    memory. A variable in the developer's shell must not change which kernels any of them have.
-
-    What was loaded and collected stays: each search for garbage would go through all of it.
-    """
-    gc.freeze()
-    gc.enable()
+    memory. A variable in the developer's shell must not change which kernels any of them have."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         server()

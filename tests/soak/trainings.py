@@ -42,9 +42,8 @@ def whole(world: int, optimizer: str, compressor: str = FEW.compressor) -> Path:
     """Return the folder of a run that nothing happened to. It is kept until this process ends."""
     folder = temporary()
     atexit.register(folder.cleanup)
-    assert train(
-        ranks(), world, runs.changed(FEW, optimizer=optimizer, compressor=compressor), Path(folder.name)
-    ).finished
+    config = runs.changed(FEW, optimizer=optimizer, compressor=compressor)
+    assert train(ranks(), world, config, Path(folder.name)).finished
     return Path(folder.name) / RUN
 
 

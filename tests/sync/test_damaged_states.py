@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from test_consolidate import Run, read
 
 import thinwire
 from soak.files import change_value
-from support.training import TOPK, loss_of, make_net, policy
+from support.training import loss_of, make_net
 from thinwire.collectives import LocalGroup
 from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import FORMAT, DamagedError, choose, old_ranks
@@ -133,36 +134,18 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-class Run:
-    """A training in this process: made, trained, and its state read again as from a file."""
-
-    def __init__(self, kind: str, group: LocalGroup) -> None:
-        self.model = make_net()
-        options: dict[str, Any] = {"compressor": policy(TOPK), "group": group, **OPTIMIZERS[kind]}
-        self.optimizer = getattr(thinwire, kind)(self.model.named_parameters(), lr=3e-3, **options)
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            self.optimizer.zero_grad()
-            loss_of(self.model, 0, step).backward()
-            self.optimizer.step()
-
-    def saved(self) -> Any:
-        return torch.load(io.BytesIO(packed(self.optimizer.state_dict())), weights_only=True)
-
-
 def load_changed(group: LocalGroup, kind: str) -> None:
     """What is wrong anywhere is refused when it is loaded, not in the next step."""
-    run = Run(kind, group)
+    run = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
     run.train(0, 5)
-    state, refused = run.saved(), 0
+    state, refused = read(packed(run.owner.state_dict())), 0
     for number in range(60):
         draw = Random(f"{kind} {number}")
         part = change_value(draw, state["thinwire"]), change_value(draw, state["param_groups"])
         changed = {**state, "thinwire": part[0]} if draw.random() < 0.5 else {**state, "param_groups": part[1]}
-        other = Run(kind, group)
+        other = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
         try:
-            other.optimizer.load_state_dict(changed)
+            other.owner.load_state_dict(changed)
         except ValueError:
             refused += 1
         else:
@@ -177,18 +160,18 @@ def test_a_state_that_is_loaded_can_be_trained_with(kind: str) -> None:
 
 
 def load_settings(group: LocalGroup, kind: str) -> None:
-    run = Run(kind, group)
+    run = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
     run.train(0, 5)
     for name, value in SETTINGS[kind].items():
-        state = run.saved()
+        state = read(packed(run.owner.state_dict()))
         state["param_groups"][0][name] = value
         if name == "nesterov":
             state["param_groups"][0]["momentum"] = 0.0
         with pytest.raises(DamagedError, match=f"{name.removeprefix('compressed_')}.*, in a saved state"):
-            run.optimizer.load_state_dict(state)
+            run.owner.load_state_dict(state)
         del state["param_groups"][0][name]
         with pytest.raises(DamagedError, match=f"KeyError in a saved state, '{name}': the checkpoint is damaged"):
-            run.optimizer.load_state_dict(state)
+            run.owner.load_state_dict(state)
     run.train(5, 7)
 
 

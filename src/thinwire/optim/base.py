@@ -531,7 +531,14 @@ class CompressedOptimizer(Optimizer):
         loaded: dict[str, NamedVectors] = {}
         with checkpoint.reading():
             check_groups(alike["param_groups"], self.param_groups)
-            self._check_saved_settings(alike["param_groups"])
+            with checkpoint.checking():
+                for group in alike["param_groups"]:
+                    self._check_settings(group)
+                    check_number("reference_lr", group["reference_lr"])
+                    if not group["reference_lr"]:
+                        raise ValueError("reference_lr 0, expected a number above 0")
+                count = int(alike["thinwire"]["count"])
+                take_own_state = self._parse_own_state(alike["thinwire"])
             for kind in self.moments:
                 vectors = self._vectors_in(alike, kind)
                 if kind in self.local_moments:
@@ -542,27 +549,10 @@ class CompressedOptimizer(Optimizer):
                         elif name in vectors:
                             vectors[name] = torch.zeros_like(vectors[name])
                 loaded[kind] = NamedVectors(vectors)
-            try:
-                count = int(alike["thinwire"]["count"])
-                take_own_state = self._parse_own_state(alike["thinwire"])
-            except checkpoint.DamagedError:
-                raise
-            except ValueError as error:  # of a text that is no number
-                raise checkpoint.DamagedError(f"{error} in a saved state: the checkpoint is damaged") from error
         self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
         super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
         self._vectors, self._gathered, self._count = loaded, None, count
         take_own_state()
-
-    def _check_saved_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for group in groups:
-            try:
-                self._check_settings(group)
-                check_number("reference_lr", group["reference_lr"])
-                if not group["reference_lr"]:
-                    raise ValueError("reference_lr 0, expected a number above 0")
-            except ValueError as error:
-                raise checkpoint.DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
 
     def _own_state(self) -> dict[str, Any]:
         last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []

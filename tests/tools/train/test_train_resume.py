@@ -149,6 +149,14 @@ def _deflate(path: Path) -> None:
     sign(path)
 
 
+def _cut_directory(path: Path) -> None:
+    """Damage the list of entries of a zip file, and leave its end, by which it is known."""
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x01\x02")] ^= 1
+    path.write_bytes(content)
+    sign(path)
+
+
 def _not_json(path: Path) -> None:
     path.write_text('["a list"]')
 
@@ -252,6 +260,7 @@ DAMAGES = {
     ),
     "another seed": ("model.pt", _state(lambda state: state["config"].update(seed=10**30))),
     "compressed": ("model.pt", _deflate),
+    "no directory of entries": ("model.pt", _cut_directory),
     "shortened weights": ("model.pt", _truncate),
     "a bit of the weights": ("model.pt", _flip),
     "a bit of rank 1": ("rank1.pt", _flip),

@@ -77,6 +77,7 @@ class GlooLink(Link):
         super().__init__(rank, size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         self._never_received: list[Wait] = []
+        """Keeps the buffers of `check`, which gloo may still refer to."""
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         """Start gloo's sends and receives, and return a function that waits for them."""
@@ -120,9 +121,8 @@ class GlooLink(Link):
 
     def check(self) -> None:
         """Raise `LinkBroken` if a connection is closed: gloo refuses to receive on it."""
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._never_received.append(self.post({}, {peer: torch.empty(1, dtype=torch.uint8)}, NEVER_SENT))
+        buffers = {peer: torch.empty(1, dtype=torch.uint8) for peer in range(self.size) if peer != self.rank}
+        self._never_received.append(self.post({}, buffers, NEVER_SENT))
 
 
 class NcclLink(Link):

@@ -231,11 +231,13 @@ def _check_file(path: Path, expected: object) -> None:
 
 def _load_state(path: Path) -> State:
     """Read a file of torch.save, without running what a pickle may contain."""
-    if not zipfile.is_zipfile(path):  # a plain pickle, as old versions of torch wrote it, is not one of ours
-        raise DamagedError("not a file of torch.save")
-    with zipfile.ZipFile(path) as entries:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.infolist()):
-            raise DamagedError("compressed, which torch.save does not do; it could need any amount of memory")
+    try:
+        with zipfile.ZipFile(path) as entries:
+            kinds = {entry.compress_type for entry in entries.infolist()}
+    except (zipfile.BadZipFile, ValueError):  # a plain pickle, as old versions of torch wrote it, is not one of ours
+        raise DamagedError("not a file of torch.save") from None
+    if kinds - {zipfile.ZIP_STORED}:
+        raise DamagedError("compressed, which torch.save does not do; it could need any amount of memory")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that torch did not write, which fail in any case

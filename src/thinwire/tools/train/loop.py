@@ -386,20 +386,24 @@ def _check_same_run(config: Config, saved: object, folder: Path) -> None:
     Raise DamagedError if the option is that of the run in this folder, so that the checkpoint has another one.
     """
     here = config.record()
-    try:
-        of_run = load_config(folder).record()
-    except (ValueError, OSError):
-        of_run = {}
     if not isinstance(saved, dict) or not saved.keys() >= here.keys():
         raise DamagedError("its config is incomplete")
     for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed"):
         if type(here[name]) is not type(saved[name]):
             raise DamagedError(f"its config has a {type(saved[name]).__name__} as {name}")
         if here[name] != saved[name]:
-            if here[name] == of_run.get(name):
+            if here[name] == _option_of_run(folder, name):
                 raise DamagedError(f"its config has another {name} than that of the run")
             flag = name.replace("_", "-")
             raise ValueError(
                 f"--{flag} {here[name]}, but the run that is resumed has {saved[name]!s:.80}: leave --{flag} out, or "
                 "start anew with another --out"
             )
+
+
+def _option_of_run(folder: Path, name: str) -> object:
+    """Return an option from the config in the folder of a run; None if it cannot be read."""
+    try:
+        return load_config(folder).record()[name]
+    except (ValueError, OSError):
+        return None

@@ -244,7 +244,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTC
 
 
 _DIGITS = 6
-"""Digits of a number in the spec of a model; a wider one has no memory to be in."""
+"""Digits that a number in the spec of a model may have: no memory holds a model with more."""
 
 
 def model_config(spec: str) -> ModelConfig:
