@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .forks import in_child
+
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
 """Seconds to wait for an answer of the store before it counts as lost."""
@@ -31,8 +33,7 @@ class StoreThread:
     def ask(self, request: Callable[[], T]) -> T:
         """Return the answer to a request. Raise RuntimeError if there is none in time."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # not started yet, or lost in a fork
-                self._requests = queue.SimpleQueue()
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="thinwire-board", daemon=True)
                 self._thread.start()
         answer: Future[T] = Future()
@@ -157,6 +158,15 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
 _LOCK = threading.Lock()
 _client: tuple[object, Any, StoreThread] | None = None
 """(default group, separate connection to its store, thread of that connection)"""
+
+
+def _drop_client() -> object:
+    global _LOCK, _client
+    dropped, _client, _LOCK = _client, None, threading.Lock()
+    return dropped
+
+
+in_child(_drop_client)
 
 
 def _client_of_torch() -> tuple[Any, StoreThread]:

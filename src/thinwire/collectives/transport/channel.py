@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .board import Board
 from .errors import CollectiveError, MismatchError, PeerError
+from .forks import in_child
 from .link import GlooLink, Link, NcclLink
 from .records import read_notice
 from .wire import Wire
@@ -169,6 +170,16 @@ class Connection:
 
 _LOCK = threading.Lock()
 _channels: dict[tuple[str, str], Channel] = {}
+
+
+def _drop_channels() -> object:
+    global _LOCK, _channels
+    dropped, _channels, _LOCK = (_channels, _ordered_wire), {}, threading.Lock()
+    _ordered_wire.cache_clear()
+    return dropped
+
+
+in_child(_drop_channels)
 
 
 def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> Channel:

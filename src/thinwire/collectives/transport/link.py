@@ -14,10 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .forks import NewSockets, in_child
 
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
@@ -70,12 +73,18 @@ class Link(ABC):
         """Raise `LinkBroken` if the connection to a peer is known to be closed."""
 
 
+_gloo_groups: "WeakSet[Any]" = WeakSet()
+in_child(lambda: list(_gloo_groups))
+
+
 class GlooLink(Link):
     """A link over gloo. Payloads on an accelerator are staged through pinned memory."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        with NewSockets():
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        _gloo_groups.add(self._group)
         self._never_received: list[Wait] = []
         """Keeps the buffers of `check`, which gloo may still refer to."""
 

@@ -4,6 +4,8 @@ import threading
 import time
 from typing import Protocol
 
+from .forks import in_child
+
 PATIENCE_SECONDS = 1.0
 
 
@@ -21,6 +23,10 @@ class Watch:
     """Calls `check_others` twice a second on every operation that has been watched for a second or more."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all operations and the thread. A forked child has neither, and must not end those of its parent."""
         self._since: dict[Watched, float] = {}
         self._thread: threading.Thread | None = None
         self._lock, self._work = threading.Lock(), threading.Event()
@@ -32,7 +38,7 @@ class Watch:
         if self._program_ended:
             raise RuntimeError("the program ended before the operation began")
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # also in a forked child
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
                 self._thread.start()
         self._work.set()
@@ -67,5 +73,6 @@ class Watch:
 
 
 watch = Watch()
+in_child(watch.reset)
 # Runs before Python waits for the threads of executors. An ordinary atexit function would run after that.
 threading._register_atexit(watch.end_all)  # type: ignore[attr-defined]

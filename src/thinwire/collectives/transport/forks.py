@@ -1,0 +1,60 @@
+"""What happens to connections when the process forks, as for the workers of a DataLoader.
+
+They belong to the process that made them. A forked child has copies of all objects, but none of the threads, and shares
+the open sockets and gloo's epoll set with its parent. So the child drops everything that would write to the store,
+close a connection or run at its exit: each module registers how, with `in_child`. Objects of C++ are never freed in the
+child, because their destructors would remove the parent's sockets from the shared epoll set. The child closes its
+copies of the sockets. Otherwise a parent that is killed would look alive to its peers for as long as the child lives.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+
+_kept: list[object] = []
+_sockets: dict[int, int] = {}
+"""Sockets of gloo's connections: the inode of each file descriptor."""
+
+
+def in_child(drop: Callable[[], object]) -> None:
+    """Call `drop` in every forked child. What it returns is never freed in the child."""
+    os.register_at_fork(after_in_child=lambda: _kept.append(drop()))
+
+
+class NewSockets:
+    """A `with` block whose new sockets are closed in forked children.
+
+    Sockets that another thread opens meanwhile are taken for its own. They are closed in children, too, and nowhere
+    else.
+    """
+
+    def __enter__(self) -> None:
+        self._before = _open_sockets()
+
+    def __exit__(self, *error: object) -> None:
+        after = _open_sockets()
+        _sockets.update({number: after[number] for number in after if self._before.get(number) != after[number]})
+
+
+def _open_sockets() -> dict[int, int]:
+    """Return the inode of each socket of this process, by file descriptor; on systems without /proc, nothing."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile
+                status = os.stat(f"/proc/self/fd/{name}")
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _close_sockets() -> None:
+    for number, inode in _sockets.items():
+        with suppress(OSError):
+            if os.fstat(number).st_ino == inode:  # a number is used again once its socket is closed
+                os.close(number)
+    _sockets.clear()
+
+
+in_child(_close_sockets)
