@@ -175,11 +175,6 @@ class Operation:
             wrapped.found = self._closed() or self._lost(wrapped.found)
         return self.give_up(wrapped)
 
-    def find_lost(self, error: Exception) -> CollectiveError:
-        """End this operation after a collective of torch failed. Return an error that names the lost rank, if any."""
-        cause = self._closed() or CollectiveError(f"torch's collective failed: {essence(str(error))}")
-        return self._error(self._connection.fail(cause))
-
     def _closed(self) -> CollectiveError | None:
         """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.
 
