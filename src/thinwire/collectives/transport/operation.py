@@ -148,10 +148,6 @@ class Operation:
         found = PeerError(f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it", [rank])
         return self._error(self._connection.fail(found))
 
-    def once(self, compute: Callable[[], bool]) -> bool:
-        """Return the result of `compute` at the last exchange. The result is the same on all ranks."""
-        return self.channel.once(self.number, compute)
-
     def finish(self) -> None:
         """End this operation after its last byte."""
         watch.end(self)
