@@ -54,7 +54,7 @@ def overlap(rank: int, world_size: int, count: int) -> list[tuple[bytes, bytes]]
     return [(bytes_of(tensor), bytes_of(residual)) for _, tensor, residual in together]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, slow(8)])
+@pytest.mark.parametrize("world_size", [3, slow(8)])
 def test_many_at_once_give_what_one_by_one_gives(ranks: RankPool, world_size: int) -> None:
     found = ranks.run(overlap, world_size, 32)
     for results in zip(*found, strict=True):
@@ -84,9 +84,8 @@ def interleave(rank: int, world_size: int) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_programs_own_collectives_may_run_beside(ranks: RankPool, world_size: int) -> None:
-    ranks.run(interleave, world_size)
+def test_the_programs_own_collectives_may_run_beside(ranks: RankPool) -> None:
+    ranks.run(interleave, 3)
 
 
 def use_handle(rank: int, world_size: int) -> None:
@@ -113,6 +112,6 @@ def use_handle(rank: int, world_size: int) -> None:
     assert (last == 127 * world_size).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_handle_has_what_torchs_handles_have(ranks: RankPool, world_size: int) -> None:
-    ranks.run(use_handle, world_size)
+def test_a_handle_has_what_torchs_handles_have(ranks: RankPool) -> None:
+    for world_size in (1, 2):
+        ranks.run(use_handle, world_size)

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -58,12 +59,10 @@ def suffer_one(rank: int, call: Call, damage: Damage, to_all: bool, name: str) -
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["in transit", "of the sender"])
-@pytest.mark.parametrize("stage", ["gather", "piece", "sum"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_receiver_names_the_sender_and_changes_nothing(
-    ranks: RankPool, world_size: int, stage: str, to_all: bool
-) -> None:
-    routes = [Route(spec, stage, world_size) for spec in (TOPK, QUANTIZE, "none", DENSE)]
+def test_the_receiver_names_the_sender_and_changes_nothing(ranks: RankPool, world_size: int, to_all: bool) -> None:
+    specs, stages = (TOPK, QUANTIZE, "none", DENSE), ("gather", "piece", "sum")
+    routes = [Route(spec, stage, world_size) for stage, spec in product(stages, specs)]
     for rank, wrong in enumerate(ranks.run(suffer, world_size, routes, to_all, timeout=150)):
         assert not wrong, f"rank {rank}: {wrong}"
 

@@ -93,7 +93,7 @@ class Run:
         return tensor
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 def test_a_poisoned_step_changes_nothing(world_size: int) -> None:
     for rank, wrong in enumerate(run_group(poison, world_size, POISONS)):
         assert not wrong, f"rank {rank}: {wrong}"

@@ -1,6 +1,7 @@
 """The plan of an all-reduce: which algorithm and how many segments, for worlds that no test could run."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -19,19 +20,19 @@ def make(algorithm: str, numel: int, ranks: int, budget: int, in_node: int = 1, 
     return plan(algorithm, "given by the caller", TOPK, TOPK.for_sum(ranks), numel, dtype, ranks, in_node, budget)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_bytes_and_messages_are_those_of_the_formulas(ranks: int) -> None:
+def test_bytes_and_messages_are_those_of_the_formulas() -> None:
     """With a record for each rank to own, and more, the closed formulas of docs/collectives.md hold exactly."""
-    numel = CHUNK * ranks * 3
-    payload, second = 3 * ranks * RECORD, TOPK.for_sum(ranks).nbytes(numel)
-    assert TOPK.nbytes(numel) == payload
-    gather = cost.gather(TOPK, numel, torch.float32, ranks)
-    sharded = cost.sharded(TOPK, TOPK.for_sum(ranks), numel, torch.float32, ranks)
-    dense = cost.dense(numel, torch.float32, ranks)
-    assert (gather.sent, gather.messages) == ((ranks - 1) * payload, ranks - 1)
-    assert math.isclose(sharded.sent, (payload + second) * (ranks - 1) / ranks)
-    assert sharded.messages == dense.messages == 2 * (ranks - 1)
-    assert math.isclose(dense.sent, 8 * numel * (ranks - 1) / ranks)
+    for ranks in WORLDS:
+        numel = CHUNK * ranks * 3
+        payload, second = 3 * ranks * RECORD, TOPK.for_sum(ranks).nbytes(numel)
+        assert TOPK.nbytes(numel) == payload
+        gather = cost.gather(TOPK, numel, torch.float32, ranks)
+        sharded = cost.sharded(TOPK, TOPK.for_sum(ranks), numel, torch.float32, ranks)
+        dense = cost.dense(numel, torch.float32, ranks)
+        assert (gather.sent, gather.messages) == ((ranks - 1) * payload, ranks - 1)
+        assert math.isclose(sharded.sent, (payload + second) * (ranks - 1) / ranks), ranks
+        assert sharded.messages == dense.messages == 2 * (ranks - 1)
+        assert math.isclose(dense.sent, 8 * numel * (ranks - 1) / ranks), ranks
 
 
 def test_sharded_is_flat_in_the_world_and_gather_is_not() -> None:
@@ -42,43 +43,41 @@ def test_sharded_is_flat_in_the_world_and_gather_is_not() -> None:
     assert gather[-1] / gather[0] == 4095
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "sharded", "dense"])
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_memory_stays_within_the_budget_at_any_world_size(algorithm: str, ranks: int) -> None:
-    made = make(algorithm, 25_000_000, ranks, DEFAULT_MAX_BYTES)
-    assert made.cost.memory <= DEFAULT_MAX_BYTES // AT_ONCE
-    smallest = make(algorithm, 25_000_000, ranks, 128 << 20)
-    assert smallest.cost.memory <= 32 << 20
-    assert len(smallest.segments) >= len(made.segments)
+def test_memory_stays_within_the_budget_at_any_world_size() -> None:
+    for algorithm, ranks in product(("gather", "sharded", "dense"), WORLDS):
+        made = make(algorithm, 25_000_000, ranks, DEFAULT_MAX_BYTES)
+        assert made.cost.memory <= DEFAULT_MAX_BYTES // AT_ONCE, (algorithm, ranks)
+        smallest = make(algorithm, 25_000_000, ranks, 128 << 20)
+        assert smallest.cost.memory <= 32 << 20, (algorithm, ranks)
+        assert len(smallest.segments) >= len(made.segments)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 100_003])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("in_node", [1, 8])
-def test_segments_cover_every_entry_once_in_whole_records(numel: int, ranks: int, in_node: int) -> None:
-    made = make("sharded", numel, ranks, 16 << 20, in_node)
-    ends = [0, *(stop for _, stop in made.segments)]
-    assert [start for start, _ in made.segments] == ends[:-1]
-    assert ends[-1] == numel
-    assert all(end % made.granule == 0 for end in ends[:-1])
+def test_segments_cover_every_element_once_in_whole_records() -> None:
+    for case in product((0, 1, 4095, 4096, 4097, 100_003), (1, 2, 3, 8, 64), (1, 8)):
+        numel, ranks, in_node = case
+        made = make("sharded", numel, ranks, 16 << 20, in_node)
+        ends = [0, *(stop for _, stop in made.segments)]
+        assert [start for start, _ in made.segments] == ends[:-1], case
+        assert ends[-1] == numel, case
+        assert all(end % made.granule == 0 for end in ends[:-1]), case
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
-def test_shares_cover_every_entry_once(parts: int) -> None:
-    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8", "none", "randomk:ratio=1/64"):
-        for numel in (0, 1, 100, 4096, 100_003):
-            cut = cost.owned(thinwire.compressor(spec), numel, torch.float32, parts)
-            assert [start for start, _ in cut] == [0, *(stop for _, stop in cut[:-1])]
-            assert cut[-1][1] == numel
+def test_shares_cover_every_element_once() -> None:
+    specs = ("topk:ratio=1/64,bits=2", "quantize:bits=8", "none", "randomk:ratio=1/64")
+    for case in product(specs, (0, 1, 100, 4096, 100_003), (1, 2, 3, 7, 64)):
+        spec, numel, parts = case
+        cut = cost.owned(thinwire.compressor(spec), numel, torch.float32, parts)
+        assert [start for start, _ in cut] == [0, *(stop for _, stop in cut[:-1])], case
+        assert cut[-1][1] == numel, case
 
 
-@pytest.mark.parametrize("parts", [2, 3, 7, 64])
-def test_shares_differ_by_one_record_at_most(parts: int) -> None:
+def test_shares_differ_by_one_record_at_most() -> None:
     """Otherwise one rank would sum, compress and send more than the others."""
-    for records in (1, parts - 1, parts, 2 * parts - 1, 100):
-        counts = [(stop - start) // 16 for start, stop in cost.shares(16 * records, 16, parts)]
-        assert sum(counts) == records
-        assert max(counts) - min(counts) <= 1
+    for parts in (2, 3, 7, 64):
+        for records in (1, parts - 1, parts, 2 * parts - 1, 100):
+            counts = [(stop - start) // 16 for start, stop in cost.shares(16 * records, 16, parts)]
+            assert sum(counts) == records
+            assert max(counts) - min(counts) <= 1, (parts, records)
 
 
 def test_a_short_share_that_would_be_sent_dense_is_not_cut_off() -> None:
@@ -100,35 +99,22 @@ def test_a_budget_that_cannot_hold_one_segment_says_by_how_much_to_raise_it() ->
         make("gather", 25_000_000, 8, needed - AT_ONCE)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1000", 1000),
-        ("256MiB", 256 << 20),
-        ("1GiB", 1 << 30),
-        ("2 kb", 2000),
-        ("3KiB", 3072),
-        ("7b", 7),
-        ("", 1 << 30),
-    ],
-)
-def test_the_environment_variable(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
-    assert max_bytes(None) == expected
-    assert max_bytes(77) == 77
+def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"1000": 1000, "256MiB": 256 << 20, "1GiB": 1 << 30, "2 kb": 2000, "3KiB": 3072, "7b": 7, "": 1 << 30}
+    for text, expected in texts.items():
+        monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
+        assert max_bytes(None) == expected, text
+        assert max_bytes(77) == 77
 
 
-@pytest.mark.parametrize("text", ["0", "-5", "lots", "1.5GiB", "1TiB"])
-def test_a_bad_environment_variable_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
-    with pytest.raises(ValueError, match="THINWIRE_MAX_BYTES="):
-        max_bytes(None)
-
-
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, "1GiB"])
-def test_a_bad_budget_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="max_bytes"):
-        max_bytes(given)  # type: ignore[arg-type]
+def test_a_bad_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (0, -1, 1.5, True, "1GiB"):
+        with pytest.raises(ValueError, match=f"max_bytes {given!r}"):
+            max_bytes(given)  # type: ignore[arg-type]
+    for text in ("0", "-5", "lots", "1.5GiB", "1TiB"):
+        monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
+        with pytest.raises(ValueError, match=f"THINWIRE_MAX_BYTES='{text}'"):
+            max_bytes(None)
 
 
 def chosen(spec: str, numel: int, ranks: int, *, can_shard: bool = True, dtype: torch.dtype = torch.float32):
@@ -136,18 +122,19 @@ def chosen(spec: str, numel: int, ranks: int, *, can_shard: bool = True, dtype: 
     return choose("auto", first, first.for_sum(ranks), numel, dtype, ranks, can_shard=can_shard)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "topk:ratio=1/256,bits=4", "quantize:bits=8"])
-def test_auto_takes_the_one_that_sends_the_least(spec: str, ranks: int) -> None:
-    first, numel = thinwire.compressor(spec), 16 * 1024 * CHUNK
-    sent = {
-        "gather": cost.gather(first, numel, torch.float32, ranks).sent,
-        "sharded": cost.sharded(first, first.for_sum(ranks), numel, torch.float32, ranks).sent,
-        "dense": cost.dense(numel, torch.float32, ranks).sent,
-    }
-    name, reason = chosen(spec, numel, ranks)
-    assert sent[name] == min(sent.values())
-    assert all(f"{other} {round(nbytes):,}" in reason for other, nbytes in sent.items())
+def test_auto_takes_the_one_that_sends_the_least() -> None:
+    numel = 16 * 1024 * CHUNK
+    for case in product(("topk:ratio=1/64,bits=2", "topk:ratio=1/256,bits=4", "quantize:bits=8"), WORLDS):
+        spec, ranks = case
+        first = thinwire.compressor(spec)
+        sent = {
+            "gather": cost.gather(first, numel, torch.float32, ranks).sent,
+            "sharded": cost.sharded(first, first.for_sum(ranks), numel, torch.float32, ranks).sent,
+            "dense": cost.dense(numel, torch.float32, ranks).sent,
+        }
+        name, reason = chosen(spec, numel, ranks)
+        assert sent[name] == min(sent.values()), case
+        assert all(f"{other} {round(nbytes):,}" in reason for other, nbytes in sent.items()), case
 
 
 def test_auto_says_why_it_does_not_take_what_would_send_less() -> None:
@@ -167,19 +154,16 @@ def test_auto_shards_two_records_among_more_ranks() -> None:
         assert chosen("quantize:bits=8", 4097, ranks)[0] == "sharded"
 
 
-@pytest.mark.parametrize(
-    ("spec", "numel", "ranks", "name", "reason"),
-    [
+def test_auto_without_a_comparison() -> None:
+    for spec, numel, ranks, name, reason in (
         ("none", 1000, 4, "dense", "the compressor is none"),
         ("topk:ratio=1/64,bits=2", 1, 4, "dense", "would not be smaller"),
         ("randomk:ratio=1/64", 1000, 4, "values", "same positions"),
         ("topk:ratio=1/64,bits=2", 10_000, 1, "gather", "one rank"),
-    ],
-)
-def test_auto_without_a_comparison(spec: str, numel: int, ranks: int, name: str, reason: str) -> None:
-    got = chosen(spec, numel, ranks)
-    assert got[0] == name
-    assert reason in got[1]
+    ):
+        got = chosen(spec, numel, ranks)
+        assert got[0] == name, spec
+        assert reason in got[1], spec
 
 
 def test_what_cannot_be_done_is_refused() -> None:

@@ -13,7 +13,7 @@ from support.oracle import same_bits
 from support.reductions import Case, check_expected, check_same, expected, perform
 from thinwire.testing import RankPool
 
-WORLDS = (1, 2, 3, 4, 8)
+WORLDS = (1, 3, 8)
 """Ranks as threads; and once as processes."""
 TOPK, QUANTIZE, RANDOMK = "topk:ratio=1/64,bits=2", "quantize:bits=4", "randomk:ratio=1/64,seed=5"
 LARGE = (3, 5, 1400)
@@ -123,7 +123,7 @@ def average_large(rank: int, world_size: int, spec: str, dtype: torch.dtype, gro
     return [float(tensor.min()), float(tensor.max())]
 
 
-@pytest.mark.parametrize("spec", ["none", TOPK])
-def test_an_average_of_large_float16_is_finite(spec: str) -> None:
+def test_an_average_of_large_float16_is_finite() -> None:
     large = float(torch.tensor(0.9 * torch.finfo(torch.float16).max, dtype=torch.float16))
-    assert run_group(average_large, 3, spec, torch.float16) == [[large, large]] * 3
+    for spec in ("none", TOPK):
+        assert run_group(average_large, 3, spec, torch.float16) == [[large, large]] * 3

@@ -56,16 +56,14 @@ def come_apart(rank: int, world_size: int, nodes: bool, slow: list[int], options
     return right
 
 
-@pytest.mark.parametrize("slow", [[0], [1, 2], [0, 1, 3]], ids=str)
-@pytest.mark.parametrize("algorithm", ["gather", "sharded"])
+@pytest.mark.parametrize(("algorithm", "slow"), [("gather", [0]), ("sharded", [1, 2]), ("sharded", [0, 1, 3])])
 def test_between_nodes(ranks: RankPool, algorithm: str, slow: list[int]) -> None:
     """Three rounds, or four: such a reduction must not wait behind the first rounds of others."""
     found = ranks.run(come_apart, 4, True, slow, {"algorithm": algorithm})
     assert found == [[True] * COUNT] * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"max_bytes": 400_000}], ids=["whole", "segments"])
-@pytest.mark.parametrize("slow", [[0], [1, 2]], ids=str)
+@pytest.mark.parametrize(("options", "slow"), [({}, [0]), ({"max_bytes": 400_000}, [1, 2])], ids=["whole", "segments"])
 def test_in_one_group(ranks: RankPool, options: dict[str, Any], slow: list[int]) -> None:
     found = ranks.run(come_apart, 3, False, slow, {"algorithm": "sharded", **options})
     assert found == [[True] * COUNT] * 3

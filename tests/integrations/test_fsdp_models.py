@@ -173,10 +173,10 @@ def as_users_do(rank: int, mesh: Any, name: str) -> Any:
     return distance, local_bits(model), min(moved[each] for each in trained), optimizer.sync.stats.bytes_sent
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
-def test_what_users_of_fsdp_do(found: Found, name: str) -> None:
+def test_what_users_of_fsdp_do(found: Found) -> None:
     """Shards are uneven here, and that of one bias is empty on half of the ranks."""
-    check(found, name)
+    for case in CASES:
+        check(found, case.__name__)
 
 
 @pytest.mark.slow
@@ -187,12 +187,11 @@ def test_compiled_blocks(ranks: RankPool) -> None:
 def check(found: Found, name: str) -> None:
     each = found[f"as_users_do {name}"]
     for distance, _, moved, sent in each:
-        assert distance < (5e-3 if name == "low_precision" else 2e-5)
-        assert moved > 0
-        assert sent > 0
-    assert each[0][1] == each[2][1]
-    assert each[1][1] == each[3][1]
-    assert each[0][1] != each[1][1]
+        assert distance < (5e-3 if name == "low_precision" else 2e-5), name
+        assert min(moved, sent) > 0, name
+    assert each[0][1] == each[2][1], name
+    assert each[1][1] == each[3][1], name
+    assert each[0][1] != each[1][1], name
 
 
 def accumulate(rank: int, mesh: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from support.frameworks.like_plain import LikeAPlainLoop
 from support.frameworks.runs import Trained, trained_by
 
 
@@ -11,8 +10,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained_by("lightning", tmp_path_factory.mktemp("lightning") / "run")
 
 
-class TestLikeAPlainLoop(LikeAPlainLoop):
-    pass
+def test_training_is_that_of_a_plain_loop(trained: Trained, plain: Trained) -> None:
+    trained.assert_like_plain(plain)
 
 
 def test_accumulation_and_bfloat16(trained: Trained) -> None:

@@ -44,8 +44,7 @@ def convolve(rank: int, world_size: int, ddp: bool, kind: str) -> float:
     return float((ends[0] - ends[1]).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+@pytest.mark.parametrize(("ddp", "kind"), [(True, "AdamW"), (False, "SGD")])
 def test_channels_last_is_the_same_training(ranks: RankPool, ddp: bool, kind: str) -> None:
     for apart in ranks.run(convolve, 2, ddp, kind):
         assert apart < 1e-4

@@ -3,7 +3,7 @@
 The expected values share no code with the collectives: ranks' own compressed tensors, decoded and added one by one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ class Case:
     residual: bool = True
     second: str | None = None
     steps: int = 2
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def compressor(self) -> thinwire.Compressor:
@@ -77,7 +76,6 @@ def perform_one(rank: int, case: Case, group: Any = None) -> Outcome:
             tensor, case.spec, residual,
             op=dist.ReduceOp.AVG if case.average else dist.ReduceOp.SUM,
             group=group, algorithm=case.algorithm, key=KEY + step, shard_compressor=case.second, state=state,
-            **case.options,
         )  # fmt: skip
         assert work.wait() is True
         results.append(tensor)

@@ -25,6 +25,7 @@ from support.training import (
     weight_bits,
 )
 from thinwire.collectives import LocalGroup, LocalWorld
+from thinwire.collectives.stream import stream
 from thinwire.sync import consolidate
 from thinwire.sync.checkpoint import own_state
 from thinwire.sync.ranked import strip
@@ -285,6 +286,24 @@ def leave(rank: int, world_size: int, group: LocalGroup) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run_group(leave, 3)
+
+
+def send_what_does_not_fit(group: LocalGroup) -> None:
+    header = {"rest": {}, "tensors": {"a": (torch.float32, (3,))}}
+    for sizes in ([], [11], [12, 1]):
+        cpu, name = torch.device("cpu"), "consolidate_state_dict"
+        with raises(ValueError if group.rank == 0 else thinwire.CollectiveError, "rank 1 sent"):
+            if group.rank == 0:
+                consolidate.gather_states({"a": torch.ones(3)}, group=group, device=cpu, to=0, timeout=None)
+            else:
+                messages = [torch.frombuffer(bytearray(written(header)), dtype=torch.uint8)]
+                messages += [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+                options: Any = {"receive": None, "most": 9, "timeout": None, "name": name}
+                stream(group, cpu, to=0, send=messages.copy, **options)
+
+
+def test_bytes_that_do_not_fit_the_header_are_refused() -> None:
+    run_threads(send_what_does_not_fit, 2)
 
 
 def test_states_are_gathered_on_the_device_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

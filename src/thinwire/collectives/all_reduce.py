@@ -42,7 +42,7 @@ def all_reduce_compressed(
     tensor      float32, float64, float16 or bfloat16, contiguous, of any shape.
     compressor  a `Compressor`, or a spec such as "topk:ratio=1/64,bits=2".
     residual    float32 (float64 for float64), of the tensor's shape. None: the part that is not sent is lost.
-    op          SUM or AVG. With "none" and no residual, also PRODUCT, MIN and MAX.
+    op          SUM or AVG; for others use `torch.distributed.all_reduce`.
     group       a process group on gloo or NCCL, or a `DeviceMesh` of one dimension; None for the default group. If the
                 network inside a node is fast, a `DeviceMesh` of (nodes, ranks of a node) or a pair of groups (ranks of
                 this node, peers of this rank in the other nodes): the sum is dense inside a node and compressed between

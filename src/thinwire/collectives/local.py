@@ -39,12 +39,23 @@ class LocalGroup:
         return f"LocalGroup(rank {self.rank} of {self.size})"
 
     def barrier(self) -> None:
-        """Wait until every rank has called `barrier` as many times as this rank."""
-        self._world.barrier(self.rank)
+        """Wait until every rank has called `barrier` as often as this rank. Raise CollectiveError if one does not."""
+        world, arrivals = self._world, self._world.arrivals
+        arrivals[self.rank] += 1
+        mine = arrivals[self.rank]
+        world.turns.changed()
+        if min(arrivals) >= mine:
+            return
+        world.turns.wait(self.rank, lambda: min(arrivals) >= mine or bool(world.left), world.timeout)
+        if min(arrivals) < mine:
+            late = [other for other, count in enumerate(arrivals) if count < mine]
+            why = next((f"rank {rank}: {reason}" for rank, reason in world.left.items()), f"waited {world.timeout:g} s")
+            raise CollectiveError(f"{rank_list(late)} did not reach the barrier: {why}", late)
 
     def leave(self, reason: str) -> None:
         """Make no further call on this rank. Ranks that wait for it get an error with this rank and the reason."""
-        self._world.leave(self.rank, reason)
+        self._world.left[self.rank] = reason
+        self._world.turns.changed()
         Operation(self.channel).refuse(reason)
 
 
@@ -72,9 +83,10 @@ class LocalWorld:
         self.size, self.timeout, self.takes_turns = size, timeout, turns
         self.turns = Turns(size)
         self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        self._arrivals = [0] * size
-        self._left: dict[int, str] = {}
-        self._found: dict[int, tuple[bool | None, int]] = {}
+        self.arrivals = [0] * size
+        """How often each rank has come to a barrier."""
+        self.left: dict[int, str] = {}
+        """Ranks that make no further call, and why."""
         self._lock = threading.Lock()
         self._switchboards: dict[int, Switchboard] = {}
         self.groups = [LocalGroup(self, rank) for rank in range(size)]
@@ -113,35 +125,6 @@ class LocalWorld:
             if self.takes_turns:
                 self.turns.leave(rank)
 
-    def barrier(self, rank: int) -> None:
-        """Wait until every rank has called `barrier` as many times as `rank`. Raise CollectiveError if one does not."""
-        self._arrivals[rank] += 1
-        mine = self._arrivals[rank]
-        self.turns.changed()
-        if min(self._arrivals) >= mine:
-            return
-        self.turns.wait(rank, lambda: min(self._arrivals) >= mine or bool(self._left), self.timeout)
-        if min(self._arrivals) < mine:
-            late = [other for other, count in enumerate(self._arrivals) if count < mine]
-            why = next((f"rank {rank}: {reason}" for rank, reason in self._left.items()), f"waited {self.timeout:g} s")
-            raise CollectiveError(f"{rank_list(late)} did not reach the barrier: {why}", late)
-
-    def leave(self, rank: int, reason: str) -> None:
-        """Record that `rank` has left, so that no other rank waits for it at a barrier."""
-        self._left[rank] = reason
-        self.turns.changed()
-
-    def once(self, number: int, compute: Callable[[], bool]) -> bool:
-        """Return the result of `compute`, which only the first rank calls: reading from a device waits for it."""
-        with self._lock:
-            found, asked = self._found.get(number, (None, 0))
-            if found is None:
-                found = compute()
-            self._found[number] = found, asked + 1
-            if asked + 1 == self.size:
-                del self._found[number]
-            return found
-
     def switchboard(self, number: int) -> Switchboard:
         """Return the switchboard that the links of all ranks share from operation `number` on."""
         with self._lock:
@@ -162,10 +145,6 @@ class LocalChannel(Channel):
             wire=None if world.takes_turns else Wire(),
         )
         self._world = world
-
-    def once(self, number: int, compute: Callable[[], bool]) -> bool:
-        """Return the result of `compute` for operation `number`. Only the first rank calls `compute`."""
-        return self._world.once(number, compute)
 
     def pause(self, seconds: float) -> None:
         """Sleep for at most a millisecond, and let the other ranks run."""

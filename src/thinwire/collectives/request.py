@@ -23,12 +23,6 @@ from .plan import Plan, choose, plan
 from .state import ShardState
 from .transport.channel import Channel
 
-_WHY_NOT = {
-    "PRODUCT": "an element that is not sent would count as 0, and make every product 0",
-    "MIN": "an element that is not sent would count as 0, which may be less than the rest",
-    "MAX": "an element that is not sent would count as 0, which may be more than the rest",
-}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -128,7 +122,7 @@ def make_request(
         and algorithm in ("auto", "dense")
         and channel.group is not None  # ranks that are threads have no torch group
     )
-    op_name = _op_name(op, is_sent_by_torch)
+    op_name = _op_name(op)
 
     # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
@@ -197,14 +191,11 @@ def _shared(made: Compressor) -> Compressor:
     return made
 
 
-def _op_name(op: object, is_sent_by_torch: bool) -> str:
+def _op_name(op: object) -> str:
     name = str(getattr(op, "name", op)).rpartition(".")[2]
-    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (is_sent_by_torch and name in _WHY_NOT):
-        return name
-    if name in _WHY_NOT:
-        use = f"for {name} use the compressor 'none' without a residual"
-        raise ValueError(f"op {name}, expected SUM or AVG: {_WHY_NOT[name]}; {use}")
-    raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
+    return name
 
 
 def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:

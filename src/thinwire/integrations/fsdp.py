@@ -9,7 +9,6 @@ the same shard of the other replicas. A parameter is a `DTensor`; all else in th
 is a plain one. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its gradients are there.
 """
 
-import gc
 import sys
 import weakref
 from collections import Counter
@@ -28,8 +27,6 @@ from ..sync.synchronizer import Synchronizer
 
 _SAMPLES = 1024
 """Number of elements of a bucket that are compared to see whether gradients were changed after they were sent."""
-_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
-"""Attributes of a parameter group of FSDP that `set_custom_all_gather` sets. Older torch has none: its errors stay."""
 
 
 def after_backward(action: Callable[[], None]) -> None:
@@ -208,34 +205,6 @@ class ShardedParameters:
         """Forget the buckets, so that their memory is freed with the gradients."""
         self._sampled = []
 
-    def name_lost_ranks(self, sync: Synchronizer) -> None:
-        """Let FSDP's own collectives raise errors with the rank that was lost, over gloo.
-
-        All ranks of a replica call this: it connects them. NCCL does not raise such errors, but ends the process.
-        """
-        if self.group.size == 1 or not self.group.connect():
-            return
-        for group in self._parameter_groups():
-            for name in _COLLECTIVES:
-                collective = getattr(group, name, None)
-                if isinstance(collective, _NamedCollective):
-                    collective = collective.collective  # of an optimizer before this one
-                if collective is not None:
-                    setattr(group, name, _NamedCollective(collective, sync))
-
-    def _parameter_groups(self) -> Iterator[Any]:
-        """Yield what FSDP gathers and reduces together; a parameter does not refer to it, so look at all models."""
-        fsdp: Any = sys.modules["torch.distributed.fsdp"]
-        wanted = {id(parameter) for parameter in self._named.values()}
-        classes: list[type] = [fsdp.FSDPModule]
-        for each in classes:
-            classes += each.__subclasses__()
-        for module in gc.get_referrers(*classes):
-            if issubclass(type(module), fsdp.FSDPModule) and not wanted.isdisjoint(map(id, module.parameters())):
-                state = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-                yield from (group for group in groups if group is not None)
-
     def register_hook(self, hook: Callable[[str], None]) -> None:
         """Let FSDP call `hook` with the name of each parameter whose gradient is reduced, in place of any before."""
         for name, parameter in self._named.items():
@@ -244,28 +213,6 @@ class ShardedParameters:
                 del kept[key]
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_ParameterHook(hook, name))
-
-
-class _NamedCollective:
-    """A collective of FSDP, whose errors name the rank that was lost: gloo's do not say whose connection was closed."""
-
-    def __init__(self, collective: Any, sync: Synchronizer) -> None:
-        self.collective, self._sync = collective, weakref.ref(sync)
-
-    def allocate(self, *args: Any, **options: Any) -> Tensor:
-        tensor: Tensor = self.collective.allocate(*args, **options)
-        return tensor
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run the collective. If it fails, report the lost rank to all ranks that this one exchanges with."""
-        try:
-            return self.collective(*args, **options)
-        except RuntimeError as error:
-            sync = self._sync()
-            if sync is None or sync.shards is None:
-                raise
-            with sync.reporting(sync.shards.device):
-                raise sync.shards.explain(error) from error
 
 
 class _ParameterHook:
@@ -285,7 +232,6 @@ class AttachedModel:
 
     def __init__(self, parameters: ShardedParameters, sync: Synchronizer) -> None:
         self.sync, self._parameters, self.add_bucket = sync, parameters, sync.add_bucket
-        parameters.name_lost_ranks(sync)
         sync.register_parameters(parameters.tensors.items())
         self._backward = BackwardPass(parameters, self)
 

@@ -111,8 +111,6 @@ class CompressedOptimizer(Optimizer):
         self.sync.register_parameters(self._parameters.items())
         self._backward: BackwardPass | None = None
         """The backward pass of a sharded model, which sends the buckets."""
-        if self._sharded is not None:
-            self._sharded.name_lost_ranks(self.sync)
         if self._sharded is not None and not self._sharded.is_offloaded:
             self._backward = BackwardPass(self._sharded, self)
         if ddp is not None:

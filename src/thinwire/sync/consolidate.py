@@ -1,25 +1,25 @@
 """The states of all ranks in one state dict, for programs that save what rank 0 returns.
 
-Ranks send their states to one rank in turn, in pieces, so that no other rank holds more than its own. Tensors with the
-same bytes as those of that rank are not sent: they are the same tensor in all states, which `torch.save` writes once.
-All residuals are kept apart, though their sum is enough for another number of ranks: with the same number of ranks,
-each continues with its own, to the same bits.
+Ranks stream their states to one rank in turn, in pieces, so that no other rank holds more than its own. A tensor with
+the same bytes as that of the receiving rank becomes the same tensor, which `torch.save` writes once. All residuals are
+kept apart, though their sum is enough for another number of ranks: with the same number of ranks, each continues with
+its own, to the same bits.
 """
 
-import hashlib
 import io
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives.ask import Ask, ask_ranks
 from ..collectives.groups import Group, place
+from ..collectives.stream import stream
 from .ranked import fill, strip
 
 _PIECE = 32 << 20
 """Bytes of one message."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def gather_states(
@@ -40,88 +40,62 @@ def gather_states(
     rank, world_size = place(group)
     if type(to) is not int or not 0 <= to < world_size:
         raise ValueError(f"to={to!r}, expected a rank from 0 to {world_size - 1}")
+    wanted = range(world_size) if sources is None else sorted(sources)
     tensors: dict[str, Tensor] = {}
     rest = strip(state, "", tensors)
-    mine: dict[str, Tensor] = {}
     gathered: dict[int, dict[str, Any]] = {}
-    known: dict[str, tuple[Any, ...]] = {}
+    mine: dict[str, Tensor] = {}
     if rank == to:
         mine = {path: tensor.detach().cpu() for path, tensor in tensors.items()}  # no copy if it is in CPU memory
-        known = {path: _describe(tensor) for path, tensor in mine.items()}
         gathered[rank] = fill(rest, mine)
 
-    def visit(source: int, ask: Ask) -> None:
-        if sources is not None and source not in sources:
+    def send() -> Iterator[Tensor]:
+        if rank not in wanted:
             return
-        header = torch.load(io.BytesIO(bytes(ask(_request(b"header")).numpy())), weights_only=True)
-        found, wanted = {}, {}
-        for path, (dtype, shape, digest) in header["tensors"].items():
-            if known.get(path) == (dtype, shape, digest):
-                found[path] = mine[path]
-            else:
-                found[path] = wanted[path] = torch.empty(shape, dtype=dtype)
-        request = _request(b"wanted" + bytes(path in wanted for path in found))
-        for views in _pieces(wanted.values()):
-            parts = ask(request).split([view.numel() for view in views])
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part)
-            request = _request(b"next")
+        buffer, kinds = io.BytesIO(), {path: (tensor.dtype, tuple(tensor.shape)) for path, tensor in tensors.items()}
+        torch.save({"rest": rest, "tensors": kinds}, buffer)
+        yield torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        for tensor in tensors.values():
+            for piece in _pieces(tensor):
+                yield piece.cpu()
+
+    def receive(source: int, messages: Iterator[Tensor]) -> None:
+        if source not in wanted and next(messages, None) is None:
+            return
+        header, found = torch.load(io.BytesIO(bytes(next(messages, _NOTHING).numpy())), weights_only=True), {}
+        for path, (dtype, shape) in header["tensors"].items():
+            tensor = torch.empty(shape, dtype=dtype)
+            for piece in _pieces(tensor):
+                message = next(messages, _NOTHING)
+                if message.numel() != piece.numel():
+                    raise ValueError(f"{path!r}: rank {source} sent {message.numel()} bytes, expected {piece.numel()}")
+                piece.copy_(message)
+            found[path] = mine[path] if path in mine and _is_same(mine[path], tensor) else tensor
+        if next(messages, None) is not None:
+            raise ValueError(f"rank {source} sent more than its {len(found)} tensors")
         gathered[source] = fill(header["rest"], found)
 
-    answers = _answers(rest, tensors)
-    next(answers)
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    ask_ranks(
+    stream(
         group,
         device,
         to=to,
-        visit=visit,
-        answer=answers.send,
-        requests=2 + nbytes // _PIECE,  # the header and the pieces; states of all ranks are about as large
+        send=send,
+        receive=receive,
+        most=1 + sum(len(_pieces(tensor)) for tensor in tensors.values()),  # other ranks have about as many
         timeout=timeout,
         name=name,
     )
-    wanted_ranks = range(world_size) if sources is None else sorted(sources)
-    return [gathered[other] for other in wanted_ranks] if rank == to else None
+    return [gathered[other] for other in wanted] if rank == to else None
 
 
-def _answers(rest: Any, tensors: Mapping[str, Tensor]) -> Generator[Tensor, Tensor, None]:
-    """Yield the answers to the requests of `visit`: a header, and then the wanted tensors in pieces."""
-    yield torch.empty(0)
-    buffer = io.BytesIO()
-    torch.save({"rest": rest, "tensors": {path: _describe(tensor) for path, tensor in tensors.items()}}, buffer)
-    request = yield torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    mask = request[len(b"wanted") :].tolist()
-    for views in _pieces(tensor for tensor, is_wanted in zip(tensors.values(), mask, strict=True) if is_wanted):
-        yield torch.cat([view.cpu() for view in views])
-
-
-def _request(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _describe(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return dtype, shape and a digest of the bytes."""
-    data = _bytes_of(tensor).cpu().numpy()
-    return tensor.dtype, tuple(tensor.shape), hashlib.blake2b(data.data, digest_size=16).digest()
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """Return the bytes of a tensor, as views of at most `_PIECE` bytes."""
+    return [piece for piece in _bytes_of(tensor).split(_PIECE) if piece.numel()]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the bytes of all tensors, as lists of views with at most `_PIECE` bytes together."""
-    piece: list[Tensor] = []
-    room = _PIECE
-    for tensor in tensors:
-        left = _bytes_of(tensor)
-        while left.numel():
-            part, left = left[:room], left[room:]
-            piece.append(part)
-            room -= part.numel()
-            if not room:
-                yield piece
-                piece, room = [], _PIECE
-    if piece:
-        yield piece
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes_of(a), _bytes_of(b))

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import CollectiveError, all_reduce_compressed
+from ..collectives import all_reduce_compressed
 from ..collectives.all_reduce import check_timeout
 from ..collectives.groups import channels, place
-from ..collectives.transport.link import backend_of, close_connections
 from ..collectives.transport.operation import Operation
 
 
@@ -102,23 +101,6 @@ class ShardGroup:
         if finite is None or self.size == 1:
             return finite
         return not float(self.add(torch.tensor([float(not finite)], dtype=torch.float32)))
-
-    def connect(self) -> bool:
-        """Connect the shards, so that `explain` can name a lost rank; return whether they exchange by gloo."""
-        if backend_of(self.group, self.device) != "gloo":
-            return False
-        self.add(torch.zeros(1))
-        return True
-
-    def explain(self, error: Exception) -> CollectiveError:
-        """Return the error of a collective of torch between the shards, with the rank that was lost, if any was.
-
-        The collective ends on all shards: some may wait for a rank that has failed here, and not for the lost one.
-        """
-        (channel,) = channels(self.group, self.device)
-        self.raised = found = Operation(channel, "FSDP's collective before").find_lost(error)
-        close_connections(self.group._get_backend(self.device), self.rank, self.size)
-        return found
 
     def report(self, error: Exception) -> None:
         """Report an error of this rank to the other shards, whose next exchange here raises it."""

@@ -55,6 +55,13 @@ class Trained(NamedTuple):
             differ = [key for key in expected if not torch.equal(found[key], expected[key])]
             assert not differ, f"{name} of rank {rank}: {differ}"
 
+    def assert_like_plain(self, plain: "Trained") -> None:
+        """Training is that of a plain loop, bit for bit, also after a resume, and sends as many bytes."""
+        self.assert_same("whole", plain)
+        self.assert_same("whole-resumed", plain)  # the checkpoint has the residuals and the momentum of both ranks
+        plain.assert_same("whole-resumed", as_name="whole")
+        assert self.result["bytes"] == plain.result["bytes"]
+
 
 def environment() -> dict[str, str]:
     """What the programs need to import this package."""

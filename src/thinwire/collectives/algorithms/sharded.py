@@ -23,7 +23,7 @@ from ...kernels.reference.dense import read_values
 from ...kernels.updates import Update
 from ..cost import DENSE, Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
-from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts
+from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts, is_unmarked
 
 _SECOND = 2
 """Number that is mixed into the key of the second compression."""
@@ -112,7 +112,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
     seen = yield from exchange_parts(stage.operation, sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
     stage.check_sums([part.view(dtype) for part in seen])
-    finite = stage.is_unmarked(seen, layouts)
+    finite = is_unmarked(seen, layouts)
 
     def write(out: Tensor) -> None:
         with stage.report.clock("decode"):

@@ -201,11 +201,7 @@ class Stage:
     def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
         """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
-        return self.is_unmarked(payloads, layouts)
-
-    def is_unmarked(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-        """Return whether no payload is marked as made from an input that was not finite."""
-        return self.operation.once(lambda: _no_mark(payloads, layouts))
+        return is_unmarked(payloads, layouts)
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         """Raise an error that names the rank if a payload is malformed. No tensor or residual has changed by then.
@@ -254,7 +250,7 @@ def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[E
     ]
 
 
-def _no_mark(payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
+def is_unmarked(payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
     """Return whether no payload is marked. A payload begins with a float, which is NaN if the input was not finite."""
     if all(payload.device.type == "cpu" for payload in payloads):
         pairs = zip(payloads, layouts, strict=True)

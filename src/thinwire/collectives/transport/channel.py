@@ -4,7 +4,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 
@@ -68,10 +67,6 @@ class Channel:
     def pause(self, seconds: float) -> None:
         """Sleep while other ranks make progress."""
         time.sleep(seconds)
-
-    def once(self, number: int, compute: Callable[[], bool]) -> bool:
-        """Return the result of `compute` for operation `number`. Subclasses may call it on one rank only."""
-        return compute()
 
     def find_silent(self) -> PeerError | None:
         """Return an error that names a member without a sign of life, where members give one."""

@@ -125,8 +125,13 @@ class GlooLink(Link):
         return wait
 
     def close(self) -> None:
-        """Close every connection of this link."""
-        close_connections(self._group, self.rank, self.size)
+        """Close every connection of this link: all that wait for this rank get an error."""
+        # A wait that times out makes gloo do that; one for a peer whose connection is closed does not.
+        for distance in range(1, self.size):
+            with contextlib.suppress(RuntimeError):
+                buffer = torch.empty(1, dtype=torch.uint8)
+                peer = (self.rank + distance) % self.size
+                self._group.recv([buffer], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def check(self) -> None:
         """Raise `LinkBroken` if a connection is closed: gloo refuses to receive on it."""
@@ -179,15 +184,6 @@ class NcclLink(Link):
 
     def check(self) -> None:
         """Do nothing: NCCL does not tell."""
-
-
-def close_connections(gloo: Any, rank: int, size: int) -> None:
-    """Close every connection of a gloo group: all that wait for this rank get an error."""
-    # A wait that times out makes gloo do that; one for a peer whose connection is closed does not.
-    for distance in range(1, size):
-        with contextlib.suppress(RuntimeError):
-            buffer = torch.empty(1, dtype=torch.uint8)
-            gloo.recv([buffer], (rank + distance) % size, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def essence(message: str) -> str:

@@ -148,10 +148,6 @@ class Operation:
         found = PeerError(f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it", [rank])
         return self._error(self._connection.fail(found))
 
-    def once(self, compute: Callable[[], bool]) -> bool:
-        """Return the result of `compute` at the last exchange. The result is the same on all ranks."""
-        return self.channel.once(self.number, compute)
-
     def finish(self) -> None:
         """End this operation after its last byte."""
         watch.end(self)
@@ -174,11 +170,6 @@ class Operation:
         if self.channel.size > 1:
             wrapped.found = self._closed() or self._lost(wrapped.found)
         return self.give_up(wrapped)
-
-    def find_lost(self, error: Exception) -> CollectiveError:
-        """End this operation after a collective of torch failed. Return an error that names the lost rank, if any."""
-        cause = self._closed() or CollectiveError(f"torch's collective failed: {essence(str(error))}")
-        return self._error(self._connection.fail(cause))
 
     def _closed(self) -> CollectiveError | None:
         """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.

@@ -1,0 +1,159 @@
+"""Ranks that send messages of any size to one rank in turn: for what is too large to be on all ranks at once.
+
+A message is its length in eight bytes, then its bytes. An empty message ends the turn of a rank, and an empty one in
+return says that all have arrived. With two groups, a rank that shares neither node nor place in the node with the
+receiving rank sends through the rank that has its place in the node of the receiving rank.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .all_reduce import all_reduce_compressed
+from .groups import Group, channels, place
+from .handle import copied
+from .transport.operation import Operation
+
+_END = torch.empty(0, dtype=torch.uint8)
+
+
+def stream(
+    group: Group,
+    device: torch.device,
+    *,
+    to: int,
+    send: Callable[[], Iterable[Tensor]],
+    receive: Callable[[int, Iterator[Tensor]], None],
+    most: int,
+    timeout: float | None,
+    name: str,
+) -> None:
+    """Let all ranks of the group send messages to rank `to`, one rank after the other. All of them call this.
+
+    send      called on the other ranks: returns its messages, uint8 tensors in CPU memory, none of them empty.
+    receive   on rank `to`: called with each other rank and an iterator of its messages.
+    most      the most messages of a rank. The last rank waits for the turns of all others.
+    timeout   seconds for one message; by default that of the group.
+    name      the name of the call, for errors and for the ranks to compare.
+
+    Raises CollectiveError on all ranks if one of them fails, or was given another rank as `to`.
+    """
+    ends, (rank, size) = channels(group, device), place(group)
+    if device.type == "cuda":  # the wire reads what this thread has queued
+        torch.cuda.current_stream(device).synchronize()
+    if ends[-1].backend == "nccl":  # all ranks must take part in the first exchange of a group
+        all_reduce_compressed(torch.zeros(1 << 16, device=device), "quantize:bits=8", group=group, timeout=timeout)
+    # All of them are numbered now, so that after an error the next call has the same number on all ranks.
+    turns = [(source, [Operation(channel, name) for channel in ends]) for source in range(size) if source != to]
+    call = {"call": name, "to": to}
+
+    def take_turn(number: int, source: int, operations: list[Operation]) -> None:
+        seconds = ends[0].timeout if timeout is None else timeout
+        for operation in operations:
+            operation.describe(call, json.dumps(call), None)
+            # Each exchange before this turn may take so long. If one fails, those who take part report it before that.
+            operation.limit(seconds * (1 + 2 * number * (2 + most)))
+            operation.start()
+            operation.limit(seconds)
+        up, down, is_between = _lines(operations, to=to, source=source, device=device)
+        if rank == to:
+            receive(source, down.messages())
+            down.send(_END)
+        elif rank == source or is_between:
+            for message in send() if rank == source else down.messages():
+                up.send(message)
+            up.send(_END)
+            for _ in up.messages():  # only its end, which says that the receiver has everything
+                pass
+            if rank != source:
+                down.send(_END)
+        for operation in operations:
+            operation.finish()
+
+    def take_turns() -> None:
+        for number, (source, operations) in enumerate(turns):
+            try:
+                take_turn(number, source, operations)
+            except BaseException as error:
+                for operation in operations:
+                    operation.give_up(error)
+                raise
+
+    task = _Task(take_turns)
+    if ends[-1].wire is None:
+        task.post()
+    else:
+        ends[-1].wire.submit(task)
+    if (error := task.done.exception()) is not None:
+        raise copied(error)
+
+
+class _Line(NamedTuple):
+    """The connection to one peer in one turn."""
+
+    operation: Operation
+    peer: int
+    device: torch.device
+    """The device of what is sent: gloo sends from CPU memory, NCCL from the GPU."""
+
+    def send(self, message: Tensor) -> None:
+        self._exchange({self.peer: torch.tensor([message.numel()]).view(torch.uint8).to(self.device)}, {})
+        if message.numel():
+            self._exchange({self.peer: message.to(self.device)}, {})
+
+    def messages(self) -> Iterator[Tensor]:
+        """Yield the messages of the peer until its turn ends."""
+        while length := int(self._receive(8).view(torch.int64)):
+            yield self._receive(length)
+
+    def _receive(self, nbytes: int) -> Tensor:
+        part = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._exchange({}, {self.peer: part})
+        return part.cpu()
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        self.operation.collect(self.operation.post(sends, receives))
+        self.operation.restart()
+
+
+class _Task:
+    """What the wire does in one piece."""
+
+    encoded, waits_for_all, has_two_rounds = True, True, False
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.done: Future[None] = Future()
+
+    def post(self) -> bool:
+        """Do everything. Return False, because nothing is left to do."""
+        try:
+            self._work()
+            self.done.set_result(None)
+        except BaseException as error:
+            self.done.set_exception(error)
+        return False
+
+    def collect(self) -> bool:
+        """Return False: `post` has done everything."""
+        return False
+
+
+def _lines(operations: list[Operation], *, to: int, source: int, device: torch.device) -> tuple[_Line, _Line, bool]:
+    """Return the lines of this rank toward rank `to` and toward rank `source`, and whether it is between them.
+
+    The rank between them is in the node of rank `to`, in the place of rank `source`.
+    """
+    *inside, last = operations
+    staged = device if last.channel.backend == "nccl" else torch.device("cpu")
+    if not inside:
+        return _Line(last, to, staged), _Line(last, source, staged), False
+    (to_node, to_place), (node, place_) = (divmod(rank, inside[0].channel.size) for rank in (to, source))
+    in_node, in_place = last.channel.rank == to_node, inside[0].channel.rank == place_
+    up = _Line(inside[0], to_place, staged) if in_node else _Line(last, to_node, staged)
+    down = _Line(last, node, staged) if in_place else _Line(inside[0], place_, staged)
+    return up, down, in_node and in_place
