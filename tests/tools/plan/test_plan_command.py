@@ -1,4 +1,4 @@
-"""`thinwire plan` by numbers, as it is called and as docs/choosing.md shows it; and one line for whatever makes no sense."""
+"""`thinwire plan` by numbers, as it is called and as docs/choosing.md shows it, and its errors."""
 
 import os
 import re
