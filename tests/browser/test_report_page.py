@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page, expect
 
-from support.slow import slow
 from thinwire.tools import report
 
 STEPS = 40
@@ -140,7 +139,7 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
     table = page.locator("table.runs")
     assert table.locator("tbody .name").all_inner_texts() == ["compressed", "compressed dense", "killed"]
     first, dense, killed = (row.inner_text() for row in table.locator("tbody tr").all())
-    for text in (
+    figures = (
         "0.01250",
         "90.0 %",
         "160 kB",
@@ -150,8 +149,8 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
         "2.00 steps/s",
         "123 k",
         "finished, 40",
-    ):
-        assert text in first
+    )
+    assert [text for text in figures if text not in first] == []
     assert "16.0 MB" in dense
     assert "1.0x" in dense
     assert "not finished, 30 of 40 steps" in killed
@@ -159,18 +158,12 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
     assert re.fullmatch(r"Made on \d{4}-\d\d-\d\d \d\d:\d\d UTC by thinwire .*\.", page.locator("#made").inner_text())
 
 
-def test_one_run_has_cards_and_its_own_title(tmp_path: Path, open_page: Open) -> None:
-    report.write([write_run(tmp_path / "alone", 1)], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
-    expect(page.get_by_role("heading", level=1)).to_have_text("alone")
-    labels = page.locator(".cards dt").all_inner_texts()
-    figures = ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
-    assert labels == figures
-
-
-def test_the_name_of_one_run_is_there_once(tmp_path: Path, open_page: Open) -> None:
+def test_one_run_has_cards_and_its_name_once(tmp_path: Path, open_page: Open) -> None:
     report.write([write_run(tmp_path / "digits-cnn-7", 1)], tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits-cnn-7")
+    labels = page.locator(".cards dt").all_inner_texts()
+    assert labels == ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
     page.locator("#command").evaluate("element => element.remove()")  # the path is in it
     hover(page, chart(page, "Loss"), 0.5)
     assert page.locator("body").inner_text().count("digits-cnn") == 1
@@ -250,15 +243,12 @@ def test_the_whole_run_and_the_steady_state_are_side_by_side(resumed: Page) -> N
     assert cards[at + 1] == ["After the warm-up", "90x", "since the last resume"]
 
 
-def test_one_run_is_drawn_with_the_dense_bytes(resumed: Page) -> None:
+def test_one_run_is_drawn_with_the_dense_bytes_and_accuracy_from_zero(resumed: Page) -> None:
     found = drawn(resumed, "Bytes per step")
     assert set(found["dense"]) == {400_000}
     assert found["sent"][:4] == [100_000, 100_000, 4_000, 4_000]
     log = chart(resumed, "Bytes per step").get_by_role("button", name="Log")
     expect(log).to_have_attribute("aria-pressed", "true")  # else what was sent would be the axis
-
-
-def test_accuracy_begins_at_zero(resumed: Page) -> None:
     low = f"(title) => {CHART}.uplot.scales.y.min"
     assert resumed.evaluate(low, "Accuracy") == 0
     chart(resumed, "Accuracy").get_by_role("button", name="From 0 %").click()
@@ -302,15 +292,7 @@ def test_pointing_reads_the_values_of_all_runs(three: Path, open_page: Open) -> 
         assert validation == shown(0.5 / (run + nearest))
     page.mouse.move(2, 2)
     expect(tooltip).to_be_hidden()
-
-
-def test_pointing_beyond_a_runs_end_leaves_it_out(three: Path, open_page: Open) -> None:
-    page = open_page(three)
-    assert set(rows(hover(page, chart(page, "Loss"), 0.9))) == {"compressed", "compressed dense"}
-
-
-def test_parts_of_a_step_are_read(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+    assert set(rows(hover(page, chart(page, "Loss"), 0.9))) == {"compressed", "compressed dense"}, "one has ended"
     assert rows(hover(page, chart(page, "compressed"), 0.5)) == {
         "compute": ["400 ms", "80 %"],
         "compress": ["20.0 ms", "4 %"],
@@ -411,7 +393,7 @@ def test_smoothing_keeps_what_was_measured_in_sight(three: Path, open_page: Open
     assert mean == shown(sum(loss(2, near) or 0.0 for near in (step - 1, step, step + 1)) / 3)
 
 
-@pytest.mark.parametrize("width", [320, slow(360), slow(768), 1024])
+@pytest.mark.parametrize("width", [320, 1024])
 def test_narrow_screens_have_no_sideways_scroll(width: int, three: Path, open_page: Open) -> None:
     page = open_page(three, viewport={"width": width, "height": 740})
     page.locator("#config summary").click()
@@ -517,19 +499,20 @@ def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
     hover(page, chart(page, "Loss"), 0.5)
 
 
-@pytest.mark.parametrize("lines", [1, 2, 3])
-def test_a_run_that_has_just_begun(lines: int, tmp_path: Path, open_page: Open) -> None:
+def test_a_run_that_has_just_begun(tmp_path: Path, open_page: Open) -> None:
     run = write_run(tmp_path / "new", 1)
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:lines]))
-    report.write([run], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
-    expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
-    if lines == 1:
-        expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
-    else:
-        assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
-        assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
+    text = metrics.read_text().splitlines(keepends=True)
+    for lines in (1, 2, 3):
+        metrics.write_text("".join(text[:lines]))
+        report.write([run], tmp_path / "page.html")
+        page = open_page(tmp_path / "page.html")
+        expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
+        if lines == 1:
+            expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
+        else:
+            assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
+            assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
 
 
 def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
@@ -541,11 +524,9 @@ def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
         assert "Infinity" not in page.locator("#charts").inner_html()
 
 
-def test_a_long_run_opens_at_once(tmp_path: Path, open_page: Open) -> None:
+def test_a_long_run_is_drawn_with_its_means(tmp_path: Path, open_page: Open) -> None:
     runs = [write_run(tmp_path / f"long {n}", n, steps=20_000) for n in range(3)]
     report.write(runs, tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
     assert len(drawn(page, "Loss")) == 9  # of each the mean, what was measured, and the validation
-    took = page.evaluate("() => { const from = performance.now(); renderAll(); return performance.now() - from; }")
-    assert took < 2000
     expect(chart(page, "Loss").locator(".unit")).to_contain_text("lowest and highest")
