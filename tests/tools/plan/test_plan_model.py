@@ -120,6 +120,8 @@ def test_methods_are_those_that_work_there() -> None:
     assert halves(processor, shard=8) == [DENSE], "FSDP has no such hook"
     assert halves(accelerator, torch.bfloat16) == [DENSE], "they are 16 bits already"
     assert [one.method.name for one in predictions(case())][2:] == ["attach quantize:bits=8", OURS.name]
+    backwards = methods_for(dict(reversed(MADE.items())), accelerator, torch.float32)
+    assert [one.name for one in backwards][2:] == ["attach quantize:bits=8", OURS.name], "the simplest first"
 
 
 def test_part_that_limits_a_step() -> None:
