@@ -152,16 +152,6 @@ def test_the_summary_has_the_figures_of_every_run(page: Page) -> None:
     assert table.locator("tbody .name").all_inner_texts() == ["compressed", "compressed dense", "killed"]
     first, dense, killed = (row.inner_text() for row in table.locator("tbody tr").all())
     figures = ["0.01250", "90.0 %", "160 kB", "dense 16.0 MB", "100x", "20.0 s", "2.00 steps/s", "123 k", "finished, 4"]
-        "0.01250",
-        "90.0 %",
-        "160 kB",
-        "dense 16.0 MB",
-        "100x",
-        "20.0 s",
-        "2.00 steps/s",
-        "123 k",
-        "finished, 40",
-    ]
     assert [text for text in figures if text not in first] == []
     assert "16.0 MB" in dense
     assert "1.0x" in dense
