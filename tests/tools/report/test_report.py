@@ -139,15 +139,11 @@ def test_a_run_that_stopped_often_has_a_mark_for_each_stop(tmp_path: Path) -> No
 
 
 def test_run_from_step_0_is_another_one(tmp_path: Path) -> None:
+    for reason, status in (("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("?", "stopped")):
+        assert run_of(tmp_path, [conditions(), step(10), {**END, "reason": reason}]).status == status
     run = run_of(tmp_path, [conditions(), evaluation(0), step(30), END, conditions(lr=2), evaluation(0), step(10)])
     assert [row.step for row in run.rows] == [10, 0]
     assert (run.status, run.resumes, run.step, run.config["lr"]) == ("unfinished", 0, 10, 2)
-
-
-def test_status_is_that_of_the_end(tmp_path: Path) -> None:
-    assert run_of(tmp_path, [conditions(), step(10)]).status == "unfinished"
-    for reason, status in (("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("?", "stopped")):
-        assert run_of(tmp_path, [conditions(), step(10), {**END, "reason": reason}]).status == status
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_numbers_of_any_size_make_a_page(tmp_path: Path) -> None:
         assert embedded(tmp_path / "page.html")["runs"][0]["loss"]["step"] == [1, 2, 3], what
 
 
-def test_conditions_of_any_content_make_a_page(tmp_path: Path) -> None:
+def test_conditions_of_any_content_and_long_runs_make_small_pages(tmp_path: Path) -> None:
     cases: list[Line] = [
         {"parameters": BIG, "world_size": BIG, "config": {"steps": BIG}},
         {"parameters": "many", "world_size": [2], "config": "as before", "date": [[7]]},
@@ -224,6 +220,8 @@ def test_conditions_of_any_content_make_a_page(tmp_path: Path) -> None:
         {"config": {"long": "x" * 10**6, "steps": -1}},
         {},
     ]
+    run = write(tmp_path / "long run", [conditions(), *(step(n, 1 / n) for n in range(1, 50_001))])
+    assert report.write([run], tmp_path / "page.html") == (tmp_path / "page.html").stat().st_size < 500_000
     for odd in cases:
         report.write([write(tmp_path / "run", [{**conditions(), **odd}])], tmp_path / "page.html")
         (run,) = embedded(tmp_path / "page.html")["runs"]
@@ -238,12 +236,9 @@ def test_bytes_per_step_are_differences(tmp_path: Path) -> None:
     assert content(run_of(tmp_path, [conditions(), *rows]))["dense"]["value"] == [8000, 8000, 8000, None]
 
 
-def test_what_sent_further_bytes_is_read(tmp_path: Path) -> None:
+def test_events_and_the_mean_over_steps_are_read(tmp_path: Path) -> None:
     lines = [step(1, events=["warm-up"]), step(10, events=["warm-up", "evaluation"]), step(20, events=[]), step(30)]
     assert content(run_of(tmp_path, [conditions(), *lines]))["events"] == [[1, "warm-up"], [10, "warm-up, evaluation"]]
-
-
-def test_step_takes_the_mean_over_steps(tmp_path: Path) -> None:
     rows = [step(1, split={"compute": 1.0}), step(11, split={"compute": 0.1}), step(12, split=None)]
     found = content(run_of(tmp_path, [conditions(), *rows]))["step_seconds"]
     assert found == {"mean": pytest.approx(2 / 11), "longest": 1}
@@ -263,11 +258,8 @@ def test_thinned_curves_keep_ends_extremes_and_gaps() -> None:
     near = drawn["mean"][kept.index(4321)]
     assert near is not None
     assert 3 < near < 5
-
-
-def test_short_curves_are_kept_whole() -> None:
     drawn = curve([(n, n / 10, 3 * n) for n in range(2000)], [float(n) for n in range(2000)])
-    assert drawn["value"] == list(range(2000))
+    assert drawn["value"] == list(range(2000)), "short curves are whole"
     assert (drawn["seconds"][15], drawn["bytes"][15], "mean" in drawn, thin([])) == (1.5, 45, False, [])
 
 
@@ -302,8 +294,7 @@ def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pyte
     out.write_text("an older one")
     assert cli.main(["report", str(run), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{out}: ")
-    assert printed.count("\n") == 1
+    assert re.fullmatch(rf"{re.escape(str(out))}: \d+ kB; open it in a browser\n", printed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run", "page.html"]
     data = embedded(out)
     assert data["command"] == f"thinwire report '{run}' --out {out}"
@@ -337,10 +328,8 @@ HOSTILE = "<!--<script>\u2028&lt;\ud800$style ${data} </SCRIPT ><script>alert(1)
 def test_no_string_gets_out_of_its_json(tmp_path: Path) -> None:
     # A folder's name holds no slash, but runs of the same name are distinguished by the path before it.
     inner = Path("script><script>alert(1)<") / "script>"
-    run = write(
-        tmp_path / "<" / inner,
-        [conditions(recipe=HOSTILE, compressor=HOSTILE, nested={HOSTILE: [HOSTILE]}), step(10)],
-    )
+    start = conditions(recipe=HOSTILE, compressor=HOSTILE, nested={HOSTILE: [HOSTILE]})
+    run = write(tmp_path / "<" / inner, [start, step(10)])
     out = tmp_path / "page.html"
     report.write([run, write(tmp_path / "other" / inner, [conditions()])], out)
     text = out.read_text(encoding="utf-8")
@@ -351,12 +340,6 @@ def test_no_string_gets_out_of_its_json(tmp_path: Path) -> None:
     assert first["name"] == "</script><script>alert(1)</script>"
     assert first["summary"]["recipe"] == HOSTILE
     assert [f"nested.{HOSTILE}", json.dumps([HOSTILE], ensure_ascii=False)] in first["config"]
-
-
-def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", [conditions(), *(step(n, 1 / n) for n in range(1, 50_001))])
-    size = report.write([run], tmp_path / "page.html")
-    assert size == (tmp_path / "page.html").stat().st_size < 500_000
 
 
 ERRORS = {
