@@ -4,18 +4,18 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page, expect
 
-from support.slow import slow
 from thinwire.tools import report
 
 STEPS = 40
 Open = Callable[..., Page]
+Line = dict[str, Any]
 
 
 def loss(run: int, step: int) -> float | None:
@@ -24,9 +24,7 @@ def loss(run: int, step: int) -> float | None:
 
 def write_run(folder: Path, run: int, *, steps: int = STEPS, ratio: float = 100, finished: bool = True) -> Path:
     config = {"recipe": "digits-cnn", "compressor": f"topk:ratio=1/{ratio:g}", "steps": STEPS, "seed": run}
-    lines: list[dict[str, Any]] = [
-        {"kind": "conditions", "config": config, "world_size": 2, "parameters": 123456, "first_step": 0}
-    ]
+    lines: list[Line] = [{"kind": "conditions", "config": config, "world_size": 2, "parameters": 123456}]
     for step in range(1, steps + 1):
         dense = 400_000 * step
         place = {"step": step, "seconds": 0.5 * step, "bytes_sent": round(dense / ratio), "bytes_dense": dense}
@@ -36,6 +34,10 @@ def write_run(folder: Path, run: int, *, steps: int = STEPS, ratio: float = 100,
             lines.append({"kind": "evaluation", **place, "loss": 0.5 / (run + step), "accuracy": 0.5 + step / 100})
     if finished:
         lines.append({"kind": "end", "step": steps, "reason": "finished", "seconds": 0.5 * steps})
+    return write(folder, lines)
+
+
+def write(folder: Path, lines: Sequence[Line]) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -83,18 +85,28 @@ def open_page(browser: Browser) -> Iterator[Open]:
     assert [url for url in requests if not url.startswith("data:")] == pages
 
 
+@pytest.fixture
+def page(three: Path, open_page: Open) -> Page:
+    return open_page(three)
+
+
 def chart(page: Page, title: str) -> Locator:
     return page.locator("figure").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
+def box(element: Locator) -> tuple[float, float, float, float]:
+    """Where an element is: x, y, width and height."""
+    found = element.bounding_box()
+    assert found
+    return found["x"], found["y"], found["width"], found["height"]
+
+
 def place_of(page: Page, figure: Locator) -> tuple[float, float, float, float]:
-    """Where its chart is, after scrolling there; x, y, width and height."""
+    """Where its chart is, after scrolling there."""
     over = figure.locator(".u-over")
     over.scroll_into_view_if_needed()
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    box = over.bounding_box()
-    assert box
-    return box["x"], box["y"], box["width"], box["height"]
+    return box(over)
 
 
 def hover(page: Page, figure: Locator, share: float) -> Locator:
@@ -134,24 +146,13 @@ def shown(figures: float) -> str:
     return f"{figures:.4g}" if figures >= 1 else f"{figures:.{3 - math.floor(math.log10(figures))}f}"
 
 
-def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_the_summary_has_the_figures_of_every_run(page: Page) -> None:
     assert page.title() == "3 runs · thinwire report"
     table = page.locator("table.runs")
     assert table.locator("tbody .name").all_inner_texts() == ["compressed", "compressed dense", "killed"]
     first, dense, killed = (row.inner_text() for row in table.locator("tbody tr").all())
-    for text in (
-        "0.01250",
-        "90.0 %",
-        "160 kB",
-        "dense 16.0 MB",
-        "100x",
-        "20.0 s",
-        "2.00 steps/s",
-        "123 k",
-        "finished, 40",
-    ):
-        assert text in first
+    figures = ["0.01250", "90.0 %", "160 kB", "dense 16.0 MB", "100x", "20.0 s", "2.00 steps/s", "123 k", "finished, 4"]
+    assert [text for text in figures if text not in first] == []
     assert "16.0 MB" in dense
     assert "1.0x" in dense
     assert "not finished, 30 of 40 steps" in killed
@@ -159,18 +160,12 @@ def test_the_summary_has_the_figures_of_every_run(three: Path, open_page: Open) 
     assert re.fullmatch(r"Made on \d{4}-\d\d-\d\d \d\d:\d\d UTC by thinwire .*\.", page.locator("#made").inner_text())
 
 
-def test_one_run_has_cards_and_its_own_title(tmp_path: Path, open_page: Open) -> None:
-    report.write([write_run(tmp_path / "alone", 1)], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
-    expect(page.get_by_role("heading", level=1)).to_have_text("alone")
-    labels = page.locator(".cards dt").all_inner_texts()
-    figures = ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
-    assert labels == figures
-
-
-def test_the_name_of_one_run_is_there_once(tmp_path: Path, open_page: Open) -> None:
+def test_one_run_has_cards_and_its_name_once(tmp_path: Path, open_page: Open) -> None:
     report.write([write_run(tmp_path / "digits-cnn-7", 1)], tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
+    expect(page.get_by_role("heading", level=1)).to_have_text("digits-cnn-7")
+    labels = page.locator(".cards dt").all_inner_texts()
+    assert labels == ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
     page.locator("#command").evaluate("element => element.remove()")  # the path is in it
     hover(page, chart(page, "Loss"), 0.5)
     assert page.locator("body").inner_text().count("digits-cnn") == 1
@@ -181,7 +176,7 @@ def test_the_name_of_one_run_is_there_once(tmp_path: Path, open_page: Open) -> N
 @pytest.fixture
 def resumed(tmp_path: Path, open_page: Open) -> Page:
     """A run with a warm-up of two steps and a refresh after 16, stopped after step 17; its checkpoint is of step 15."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     sent = 0
     for step in range(1, STEPS + 1):
         why = ["warm-up"] if step < 3 else ["refresh"] if step == 16 else ["evaluation"] if step == 21 else []
@@ -193,9 +188,7 @@ def resumed(tmp_path: Path, open_page: Open) -> Page:
     start = {"kind": "conditions", "config": {"steps": STEPS}, "first_step": 0}
     stop = {"kind": "end", "reason": "stopped", "step": 17, "seconds": 8.5}
     whole = [start, *lines[:17], stop, {**start, "first_step": 15}, *lines[15:]]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
-    report.write([tmp_path / "run"], tmp_path / "page.html")
+    report.write([write(tmp_path / "run", whole)], tmp_path / "page.html")
     return open_page(tmp_path / "page.html")
 
 
@@ -208,25 +201,25 @@ def place_in(page: Page, title: str, x: float) -> float:
 
 def test_a_stop_and_a_resume_are_marked(resumed: Page) -> None:
     expect(resumed.locator("#subtitle")).to_contain_text("resumed once")
+    cards = [each.inner_text().split("\n") for each in resumed.locator(".cards > div").all()]
+    at = [label for label, *_ in cards].index("Reduction")
+    sent = 2 * 100_000 + 50_000 + 10 + 37 * 4_000
+    assert cards[at] == ["Reduction", f"{400_000 * STEPS / sent:.0f}x", "whole run"]
+    assert cards[at + 1] == ["After the warm-up", "90x", "since the last resume"]
     for name, x in (("Steps", 15), ("Time", 7.5), ("Bytes sent", 200_000 + 13 * 4_000)):
         resumed.get_by_text(name, exact=True).click()
         for title in ("Loss", "Accuracy", "Bytes per step"):
-            mark = chart(resumed, title).locator(".stop")
             expected = place_in(resumed, title, x)
-            box = mark.bounding_box()
-            assert box
-            assert box["x"] == pytest.approx(expected, abs=2)
+            assert box(chart(resumed, title).locator(".stop"))[0] == pytest.approx(expected, abs=2)
             expect(chart(resumed, title).locator(".note:not(.bump)")).to_have_text("stopped at step 17, resumed")
 
 
 def test_bumps_in_the_bytes_have_a_name(resumed: Page) -> None:
     bumps = chart(resumed, "Bytes per step").locator(".bump")
     assert bumps.all_inner_texts() == ["warm-up", "refresh"]  # one for both steps; an evaluation of 10 bytes is none
-    box = bumps.nth(1).bounding_box()
-    assert box
-    assert box["x"] == pytest.approx(place_in(resumed, "Bytes per step", 16), abs=6)
-    figure = chart(resumed, "Bytes per step")
-    plot = figure.locator(".plot")
+    expected = place_in(resumed, "Bytes per step", 16)
+    assert box(bumps.nth(1))[0] == pytest.approx(expected, abs=6)
+    plot = chart(resumed, "Bytes per step").locator(".plot")
     plot.evaluate("(each) => each.scrollIntoView({ block: 'center' })")
     for _ in range(3):  # a scroll takes the cursor away, in a frame to come
         resumed.evaluate("new Promise((done) => requestAnimationFrame(done))")
@@ -242,31 +235,19 @@ def test_bumps_in_the_bytes_have_a_name(resumed: Page) -> None:
     expect(tooltip.locator(".place")).to_have_text("step 22")
 
 
-def test_the_whole_run_and_the_steady_state_are_side_by_side(resumed: Page) -> None:
-    cards = [each.inner_text().split("\n") for each in resumed.locator(".cards > div").all()]
-    at = [label for label, *_ in cards].index("Reduction")
-    sent = 2 * 100_000 + 50_000 + 10 + 37 * 4_000
-    assert cards[at] == ["Reduction", f"{400_000 * STEPS / sent:.0f}x", "whole run"]
-    assert cards[at + 1] == ["After the warm-up", "90x", "since the last resume"]
-
-
-def test_one_run_is_drawn_with_the_dense_bytes(resumed: Page) -> None:
+def test_one_run_is_drawn_with_the_dense_bytes_and_accuracy_from_zero(resumed: Page) -> None:
     found = drawn(resumed, "Bytes per step")
     assert set(found["dense"]) == {400_000}
     assert found["sent"][:4] == [100_000, 100_000, 4_000, 4_000]
     log = chart(resumed, "Bytes per step").get_by_role("button", name="Log")
     expect(log).to_have_attribute("aria-pressed", "true")  # else what was sent would be the axis
-
-
-def test_accuracy_begins_at_zero(resumed: Page) -> None:
     low = f"(title) => {CHART}.uplot.scales.y.min"
     assert resumed.evaluate(low, "Accuracy") == 0
     chart(resumed, "Accuracy").get_by_role("button", name="From 0 %").click()
     assert 0.8 < resumed.evaluate(low, "Accuracy") < 0.82
 
 
-def test_every_chart_draws_every_run(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_every_chart_draws_every_run(page: Page) -> None:
     names = ("compressed", "compressed dense", "killed")
     assert list(drawn(page, "Loss")) == [f"{n} {what}" for what in ("training", "nearest validation") for n in names]
     assert list(drawn(page, "Accuracy")) == list(names)
@@ -277,19 +258,14 @@ def test_every_chart_draws_every_run(three: Path, open_page: Open) -> None:
         stacked = drawn(page, name)
         assert [values[0] for values in stacked.values()] == pytest.approx([0.5, 0.49, 0.42, 0.4])
         expect(chart(page, name).locator("canvas")).to_be_visible()
-
-
-def test_a_loss_that_was_not_finite_is_a_gap(three: Path, open_page: Open) -> None:
-    page = open_page(three)
-    found = drawn(page, "Loss")
-    assert (found["compressed training"].count("gap"), found["compressed dense training"].count("gap")) == (1, 0)
+    gaps = [drawn(page, "Loss")[f"{name} training"].count("gap") for name in names]
+    assert gaps == [1, 0, 0], "a loss that was not finite"
     tooltip = hover(page, chart(page, "Loss"), 0.5)
     expect(tooltip).to_contain_text("step 20")
     assert rows(tooltip)["compressed"][0] == "not finite"
 
 
-def test_pointing_reads_the_values_of_all_runs(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_pointing_reads_the_values_of_all_runs(page: Page) -> None:
     tooltip = hover(page, chart(page, "Loss"), 0.4)
     found = re.search(r"step (\d+)", tooltip.inner_text())
     assert found
@@ -302,15 +278,7 @@ def test_pointing_reads_the_values_of_all_runs(three: Path, open_page: Open) -> 
         assert validation == shown(0.5 / (run + nearest))
     page.mouse.move(2, 2)
     expect(tooltip).to_be_hidden()
-
-
-def test_pointing_beyond_a_runs_end_leaves_it_out(three: Path, open_page: Open) -> None:
-    page = open_page(three)
-    assert set(rows(hover(page, chart(page, "Loss"), 0.9))) == {"compressed", "compressed dense"}
-
-
-def test_parts_of_a_step_are_read(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+    assert set(rows(hover(page, chart(page, "Loss"), 0.9))) == {"compressed", "compressed dense"}, "one has ended"
     assert rows(hover(page, chart(page, "compressed"), 0.5)) == {
         "compute": ["400 ms", "80 %"],
         "compress": ["20.0 ms", "4 %"],
@@ -320,8 +288,7 @@ def test_parts_of_a_step_are_read(three: Path, open_page: Open) -> None:
     }
 
 
-def test_other_axes(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_other_axes(page: Page) -> None:
     assert axis_title(page, "Loss") == "steps"
     page.get_by_text("Time", exact=True).click()
     assert axis_title(page, "Loss") == "wall-clock time"
@@ -335,8 +302,7 @@ def test_other_axes(three: Path, open_page: Open) -> None:
     assert axis_title(page, "Loss") == "bytes sent per rank"
 
 
-def test_the_legend_switches_runs(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_the_legend_switches_runs(page: Page) -> None:
     button = page.get_by_role("button", name="compressed", exact=True)
     expect(button).to_have_attribute("aria-pressed", "true")
     button.click()
@@ -354,8 +320,7 @@ def test_the_legend_switches_runs(three: Path, open_page: Open) -> None:
     expect(chart(page, "Loss").locator(".empty")).to_have_count(0)
 
 
-def test_keys_do_what_the_pointer_does(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_keys_do_what_the_pointer_does(page: Page) -> None:
     page.keyboard.press("Tab")
     button = page.get_by_role("button", name="compressed", exact=True)
     expect(button).to_be_focused()
@@ -382,8 +347,7 @@ def test_keys_do_what_the_pointer_does(three: Path, open_page: Open) -> None:
     expect(tooltip).to_be_hidden()
 
 
-def test_the_logarithmic_scale(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_the_logarithmic_scale(page: Page) -> None:
     scale = "(n) => charts[n].uplot.scales.y.distr"
     assert page.evaluate(scale, 0) == 1
     button = chart(page, "Loss").get_by_role("button", name="Log")
@@ -397,8 +361,7 @@ def test_the_logarithmic_scale(three: Path, open_page: Open) -> None:
     assert [text for text in marks if text] == ["5 kB", "10 kB", "20 kB", "50 kB", "100 kB", "200 kB"]
 
 
-def test_smoothing_keeps_what_was_measured_in_sight(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_smoothing_keeps_what_was_measured_in_sight(page: Page) -> None:
     page.get_by_role("slider").focus()
     for _ in range(6):
         page.keyboard.press("ArrowRight")
@@ -411,7 +374,7 @@ def test_smoothing_keeps_what_was_measured_in_sight(three: Path, open_page: Open
     assert mean == shown(sum(loss(2, near) or 0.0 for near in (step - 1, step, step + 1)) / 3)
 
 
-@pytest.mark.parametrize("width", [320, slow(360), slow(768), 1024])
+@pytest.mark.parametrize("width", [320, 1024])
 def test_narrow_screens_have_no_sideways_scroll(width: int, three: Path, open_page: Open) -> None:
     page = open_page(three, viewport={"width": width, "height": 740})
     page.locator("#config summary").click()
@@ -419,10 +382,8 @@ def test_narrow_screens_have_no_sideways_scroll(width: int, three: Path, open_pa
         page.get_by_text(axis, exact=True).click()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     for figure in page.locator("figure").all():
-        box = figure.bounding_box()
-        assert box
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
+        x, _, wide, _ = box(figure)
+        assert 0 <= x <= x + wide <= width
 
 
 def test_a_finger_reads_values_too(three: Path, open_page: Open) -> None:
@@ -431,17 +392,14 @@ def test_a_finger_reads_values_too(three: Path, open_page: Open) -> None:
     page.touchscreen.tap(x + 200, y + 200)
     tooltip = page.locator("#tooltip")
     expect(tooltip).to_be_visible()
-    inside = tooltip.bounding_box()
-    assert inside
-    assert inside["x"] >= 0
-    assert inside["x"] + inside["width"] <= 360
+    left, _, width, _ = box(tooltip)
+    assert 0 <= left <= left + width <= 360
     assert set(rows(tooltip)) == {"compressed", "compressed dense", "killed"}
     page.evaluate("window.scrollBy(0, 200)")
     expect(tooltip).to_be_hidden()
 
 
-def test_charts_follow_the_width(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_charts_follow_the_width(page: Page) -> None:
     width = "charts[0].uplot.width"
     wide = page.evaluate(width)
     page.set_viewport_size({"width": 600, "height": 900})
@@ -465,20 +423,13 @@ def test_dark_mode(three: Path, open_page: Open) -> None:
     assert brightness(dark, "body", "color") > 200
 
 
-def test_the_configuration_shows_what_differs(three: Path, open_page: Open) -> None:
-    page = open_page(three)
+def test_the_configuration_shows_what_differs(page: Page) -> None:
     table = page.locator("#config table")
     expect(table).to_be_hidden()
     page.locator("#config summary").click()
     expect(table).to_be_visible()
     assert table.locator("tr.differs th").all_inner_texts() == ["compressor", "seed"]
     assert table.locator("tr.differs").nth(1).locator("td").all_inner_texts() == ["0", "1", "2"]
-
-
-def add_ranks(folder: Path, ranks: list[dict[str, int]]) -> Path:
-    file = folder / "metrics.jsonl"
-    file.write_text(file.read_text() + json.dumps({"kind": "end", "step": STEPS, "reason": "finished", "ranks": ranks}))
-    return folder
 
 
 def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
@@ -488,14 +439,16 @@ def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
     nodes = [{"rank": rank, **each, "bytes_inside_nodes": 7} for rank, each in enumerate(sent)]
     shown = {}
     for name, ranks in (("sharded", sharded), ("nodes", nodes), ("one", nodes[:1])):
-        report.write([add_ranks(write_run(tmp_path / name, 0, finished=False), ranks)], tmp_path / f"{name}.html")
+        run = write_run(tmp_path / name, 0, finished=False)
+        with (run / "metrics.jsonl").open("a") as file:
+            json.dump({"kind": "end", "step": STEPS, "reason": "finished", "ranks": ranks}, file)
+        report.write([run], tmp_path / f"{name}.html")
         page = open_page(tmp_path / f"{name}.html")
         if name == "one":
             expect(page.locator("#ranks")).to_be_hidden()
             continue
         page.locator("#ranks summary").click()
-        rows = page.locator("#ranks tr").all()
-        shown[name] = [row.locator("th, td").all_inner_texts() for row in rows]
+        shown[name] = [row.locator("th, td").all_inner_texts() for row in page.locator("#ranks tr").all()]
     assert shown["sharded"][0] == ["Rank", "Replica", "Shard", "To other replicas", "Dense"]
     assert shown["sharded"][4] == ["3", "1", "1", "3.00 kB", "80.0 kB"]
     assert shown["nodes"][0] == ["Rank", "Between nodes", "Inside nodes", "Dense"]
@@ -517,19 +470,20 @@ def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
     hover(page, chart(page, "Loss"), 0.5)
 
 
-@pytest.mark.parametrize("lines", [1, 2, 3])
-def test_a_run_that_has_just_begun(lines: int, tmp_path: Path, open_page: Open) -> None:
+def test_a_run_that_has_just_begun(tmp_path: Path, open_page: Open) -> None:
     run = write_run(tmp_path / "new", 1)
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:lines]))
-    report.write([run], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
-    expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
-    if lines == 1:
-        expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
-    else:
-        assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
-        assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
+    text = metrics.read_text().splitlines(keepends=True)
+    for lines in (1, 2, 3):
+        metrics.write_text("".join(text[:lines]))
+        report.write([run], tmp_path / "page.html")
+        page = open_page(tmp_path / "page.html")
+        expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
+        if lines == 1:
+            expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
+        else:
+            assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
+            assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
 
 
 def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
@@ -541,11 +495,9 @@ def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
         assert "Infinity" not in page.locator("#charts").inner_html()
 
 
-def test_a_long_run_opens_at_once(tmp_path: Path, open_page: Open) -> None:
+def test_a_long_run_is_drawn_with_its_means(tmp_path: Path, open_page: Open) -> None:
     runs = [write_run(tmp_path / f"long {n}", n, steps=20_000) for n in range(3)]
     report.write(runs, tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
     assert len(drawn(page, "Loss")) == 9  # of each the mean, what was measured, and the validation
-    took = page.evaluate("() => { const from = performance.now(); renderAll(); return performance.now() - from; }")
-    assert took < 2000
     expect(chart(page, "Loss").locator(".unit")).to_contain_text("lowest and highest")

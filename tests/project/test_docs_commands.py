@@ -19,13 +19,12 @@ from torch.distributed.run import get_args_parser
 
 from support.pages import ROOT, blocks, inline_code
 from thinwire.tools import cli
-from thinwire.tools.plan.options import parse_numbers
+from thinwire.tools.plan.options import parse_cluster, parse_model
 from thinwire.tools.train import checks
 
 PROGRAMS = ("thinwire", "make", "python", "python3", "torchrun", "pytest", "pip")
 EXCEPTIONS = {
     "thinwire bench": "the name of a group of commands",
-    "thinwire plan --check": "the name of an option, without its value",
     "python3 -c 'from thinwire.tools.bench.codec import *; run(on_gpu())'": "code that needs a GPU",
 }
 """Commands that are not checked, and why."""
@@ -101,7 +100,9 @@ def check_thinwire(words: list[str]) -> None:
     if name == "train":
         checks.check(options)
     elif "--params" in rest:
-        parse_numbers(options)
+        parse_model(options, is_measured="--world" not in rest)
+        if "--world" in rest:
+            parse_cluster(options)
 
 
 def check_make(words: list[str]) -> None:

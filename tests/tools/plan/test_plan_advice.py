@@ -1,17 +1,18 @@
-"""What is advised: the simplest method that is about as fast as any, and nothing at all where that is right."""
+"""What is advised: the simplest method that is about as fast as any, local steps where sending every step is hopeless,
+and nothing at all where that is right.
+"""
 
 from dataclasses import replace
 
-from support.plan_cases import COSTLY, EIGHT, FREE, MADE, TOPK, case
-from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method, methods_for
-from thinwire.tools.plan.model import Case, Prediction
-from thinwire.tools.plan.show import WORTH, advise, choose, pays_below
+import pytest
+
+from support.plan_cases import COSTLY, EIGHT, FREE, MADE, TOPK, case, predictions, slower
+from thinwire.tools.plan.local import HOPELESS, advise_local, predict_local
+from thinwire.tools.plan.methods import BF16, DENSE, FP16, Method
+from thinwire.tools.plan.model import Case
+from thinwire.tools.plan.show import WORTH, advise, choose, limit
 
 ADAMW, ATTACH = f"thinwire.AdamW {TOPK}", f"attach {EIGHT}"
-
-
-def predictions(given: Case) -> list[Prediction]:
-    return [given.predict(method) for method in methods_for(MADE, nccl=given.cluster.nccl)]
 
 
 def chosen(given: Case) -> str:
@@ -20,89 +21,116 @@ def chosen(given: Case) -> str:
     return found.method.name
 
 
-def test_a_slow_link_asks_for_the_fewest_bytes() -> None:
+def test_slow_link_asks_for_the_fewest_bytes() -> None:
     given = case(speeds=COSTLY, rate=1e8)
     assert chosen(given) == ADAMW
     first, code, *others = advise(given, predictions(given))
     assert first.startswith(f"Use {ADAMW} (sharded): ")
-    assert f'thinwire.AdamW(ddp, lr=..., compressor="{TOPK}"' in code
+    assert f"in place of {given.predict(Method(DENSE)).sent / 1e6:.0f} MB" in first
+    assert f'thinwire.AdamW(ddp, lr=..., compressor="{TOPK}")' in code
     assert any(line.startswith("It pays on links below about ") for line in others)
-    assert any("loss is not predicted" in line for line in others)
+    assert any("of memory. Its loss is not predicted" in line for line in others)
 
 
-def test_a_fast_link_asks_for_nothing() -> None:
-    given = case(speeds=COSTLY.by_accelerator(), rate=1e12)
+def test_fast_link_asks_for_nothing() -> None:
+    given = case(speeds=COSTLY, rate=1e12)
     assert chosen(given) == DENSE
     first, *others = advise(given, predictions(given))
     assert first.startswith("Do not compress: a dense step takes ")
     assert others[0].startswith("Compression would pay on links below about ")
 
 
-def test_in_between_sixteen_bits_do() -> None:
-    """Where the half of the bytes is hidden behind the backward pass, nothing else is worth its price."""
-    given = case(200_000_000, 2.0, FREE, rate=6e9)
-    assert chosen(given) == FP16
-    first, code, *_ = advise(given, predictions(given))
-    assert first.startswith("Use fp16 hook: ")
-    assert "ddp.register_comm_hook(None, " in code
-    with_nccl = replace(given, cluster=replace(given.cluster, nccl=True))
-    times = {one.method.name: one.seconds for one in predictions(with_nccl)}
-    assert times[BF16] == times[FP16]
-    assert chosen(with_nccl) == BF16, "as fast, and nothing overflows"
+def test_half_the_bytes_are_enough_in_between() -> None:
+    """Where the other half is hidden behind the backward pass, nothing else is worth its price."""
+    for cores, name in ((1, FP16), (None, BF16)):
+        given = case(200_000_000, 2.0, FREE, rate=6e9, cores=cores)
+        assert chosen(given) == name
+        first, code, *_ = advise(given, predictions(given))
+        assert first.startswith(f"Use {name}: ")
+        assert "ddp.register_comm_hook(None, " in code
+    found = predictions(replace(given, shard=8))
+    assert "MixedPrecisionPolicy" in advise(replace(given, shard=8), found)[1]
 
 
 def test_eight_bits_come_before_a_sixty_fourth() -> None:
-    found = []
-    for rate in (1e8, 3e9, 1e12):
-        given = case(200_000_000, 2.0, FREE, rate=rate)
-        found.append(chosen(given))
+    found = [chosen(case(200_000_000, 2.0, FREE, rate=rate)) for rate in (1e8, 3e9, 1e12)]
     assert found == [ADAMW, ATTACH, DENSE]
 
 
-def test_memory_and_bytes_are_shown() -> None:
-    given = case(speeds=COSTLY, rate=1e8)
-    first = advise(given, predictions(given))[0]
-    dense = given.predict(Method(DENSE))
-    assert "of memory" in first
-    assert f"in place of {dense.sent / 1e6:.0f} MB" in first
-
-
-def test_up_to_which_bandwidth_it_pays() -> None:
-    given = case(speeds=COSTLY)
-    method = Method(ADAMW, MADE[TOPK])
-    limit = pays_below(given, method)
-    assert limit is not None
+def test_method_pays_up_to_the_bandwidth_that_is_named() -> None:
+    given, method = case(speeds=COSTLY), Method(ADAMW, MADE[TOPK])
+    (line,) = limit(given, method, "It pays")
+    number, unit = line.partition("below about ")[2].split()[:2]
+    rate = float(number) * {"Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
     for factor, pays in ((0.9, True), (1.1, False)):
-        there = given.at(rate=factor * limit)
+        there = given.at(rate=factor * rate)
         assert (there.seconds(Method(DENSE)) >= WORTH * there.seconds(method)) is pays
+    assert limit(case(speeds=slower(1e9)), method, "It pays") == [], "never"
 
 
-def test_what_never_pays() -> None:
-    slow = replace(COSTLY, codecs=COSTLY.faster(1e-9, "").codecs)
-    assert pays_below(case(speeds=slow), Method(ADAMW, MADE[TOPK])) is None
-
-
-def test_what_does_not_fit_is_not_recommended() -> None:
-    """Dense fits exactly; a residual does not, and neither do buckets that are cast."""
+def test_method_that_does_not_fit_is_not_recommended() -> None:
+    """Dense fits exactly, and so does half of the bytes; a residual does not."""
     need = 16 * 50_000_000
     slow = case(speeds=COSTLY, rate=1e8)
     assert chosen(slow) == ADAMW
-    assert chosen(case(speeds=COSTLY, rate=1e8, memory=need + 30e6)) == FP16
-    tight = case(speeds=COSTLY, rate=1e8, memory=float(need))
-    assert chosen(tight) == DENSE
-    first, *_ = advise(tight, predictions(tight))
-    assert "which does not fit the memory" in first
-    none = case(speeds=COSTLY, rate=1e8, memory=1e6)
+    assert chosen(replace(slow, memory=need)) == BF16
+    fast = replace(case(speeds=COSTLY, rate=1e12), memory=need)
+    assert chosen(fast) == DENSE
+    none = replace(slow, memory=1e6)
     assert choose(predictions(none)) is None
-    first, *_ = advise(none, predictions(none))
-    assert first.startswith("No method fits the memory of 1 MB of a rank, not even dense, which needs 800 MB for a ")
-    assert "shard it over 1,024 ranks or more" in first
+    (line,) = advise(none, predictions(none))
+    assert "not even dense, which needs 800 MB" in line
+    assert "--shard 1024)" in line
 
 
-def test_a_hook_of_ddp_is_not_recommended_for_a_sharded_model() -> None:
-    given = case(200_000_000, 2.0, FREE, rate=6e9)
-    assert chosen(given) == FP16
-    sharded = replace(given, shard=8)
-    marked = [(one.is_ddp_only, one.is_usable) for one in predictions(sharded) if one.method.name == FP16]
-    assert marked == [(True, False)]
-    assert chosen(sharded) not in (FP16, DENSE)
+def far(**changes: object) -> Case:
+    """Two ranks, 0.1 s of computing in a step, and a latency of 1 s; codec and bytes cost nothing."""
+    return case(1_000_000, 0.1, **{"speeds": FREE, "world": 2, "rate": 1e15, "latency": 1.0, **changes})  # type: ignore[arg-type]
+
+
+def test_local_steps_pay_for_an_exchange_once_in_a_round() -> None:
+    """A delay hides the network, at most as many steps as a round has; the codec is not hidden."""
+    (eight, delay, seconds, sent), (many, longer, short, few) = predict_local(far(), TOPK, MADE[TOPK])
+    assert (eight, many, delay, longer) == (8, 32, 8, 11)  # 1 s and a little is 11 steps of 0.1 s
+    assert seconds == pytest.approx(0.1 + (1.0 - 0.8) / 8, rel=1e-3)
+    assert short == pytest.approx(0.1, rel=1e-3)
+    assert sent == pytest.approx(4 * few)
+    near, _ = predict_local(far(latency=0.01), TOPK, MADE[TOPK])
+    assert near[1] == 1
+    codec = slower(100)
+    bound, _ = predict_local(far(latency=0.0, speeds=codec), TOPK, MADE[TOPK])
+    costs = codec.codecs[MADE[TOPK]]
+    assert bound[2] == pytest.approx(0.1 + 1e6 * (costs.encode + costs.commit + costs.decode(2)) / 8, rel=0.05)
+
+
+def test_local_steps_are_recommended_only_where_sending_every_step_is_hopeless() -> None:
+    for latency, is_hopeless in ((0.0, False), (0.06, False), (0.15, True), (1.0, True)):
+        given = far(latency=latency)
+        found = predictions(given)
+        assert (min(one.seconds for one in found) >= HOPELESS * 0.1) is is_hopeless, latency
+        assert bool(advise_local(given, found, MADE)) is is_hopeless, latency
+    slow = far(latency=0.0, speeds=slower(1e5))  # for their codec, they take long themselves
+    fastest = predict_local(slow, TOPK, MADE[TOPK])[1][2]
+    assert fastest > 0.2
+    for factor, pays in ((1.9, False), (2.1, True)):
+        found = [replace(one, seconds=factor * fastest) for one in predictions(slow)]
+        assert bool(advise_local(slow, found, MADE)) is pays, factor
+
+
+def test_shortest_round_that_is_about_as_fast_is_recommended() -> None:
+    for latency, every in ((0.3, 8), (2.0, 32)):
+        given = far(latency=latency)
+        first, code, last = advise_local(given, predictions(given), MADE)
+        assert first.startswith("Sending every step is hopeless here: the fastest method (")
+        assert "another algorithm, whose loss differs: docs/local-steps.md" in first
+        assert f'every={every}, compressor="{TOPK}", delay=' in code
+        assert last.startswith("If it has to be")
+
+
+def test_no_local_steps_for_a_sharded_model_or_too_little_memory() -> None:
+    sharded = replace(far(), shard=8)
+    assert advise_local(sharded, predictions(sharded), MADE) == []
+    need = 16 * 1_000_000
+    for room, is_enough in ((15_000_000, False), (18_000_000, True)):  # 12 bytes for each parameter, 4 of the residual
+        given = replace(far(), memory=need + room)
+        assert bool(advise_local(given, predictions(given), MADE)) is is_enough, room

@@ -112,7 +112,7 @@ def test_a_training_goes_on(machines: Machines) -> None:
 
 @pytest.mark.slow
 def test_the_link_is_measured(machines: Machines) -> None:
-    first, second = machines.run(*pair("-m thinwire plan --model cnn:width=64,size=8"))
+    first, second = machines.run(*pair("-m thinwire plan --params 635k --step-compute 50ms"))
     assert (first.code, second.code, second.out) == (0, 0, ""), first.err + second.err
     assert re.match(r"635 k parameters in \d bucket\(s\) of float32; 2 ranks, each with a link of ", first.out), (
         first.out

@@ -1,153 +1,132 @@
-"""Print a case with its predictions, recommend a method, and draw the speed-up.
+"""Print a case with its predictions, and recommend a method.
 
 The recommendation is the simplest method that fits the memory and is nearly as fast as the fastest. Local steps stand
 before it only where sending every step is hopeless (`local`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
-from pathlib import Path
 
 from thinwire.compressors import Compressor
-from thinwire.tools.bench.harness import print_table
 from thinwire.tools.units import SLOWEST, format_bytes, format_count, format_number, format_rate, format_seconds
 
-from .local import advise_local, boundary, pays_from, predict_local, print_local
-from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
+from .local import advise_local
+from .methods import DENSE, FP16, HALVES, Method, methods_for
 from .model import Case, Prediction
 
 WORTH = 1.05
 """Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
 _FASTEST = 1e13
+_TEXT = ("method", "algorithm", "limited by", "")
+"""Columns that are left-aligned."""
 
 
-def show(case: Case, made: dict[str, Compressor], plot: Path | None) -> None:
-    """Print the case, the table of predictions and the recommendation, and draw the plot if there is a path."""
-    predictions = [case.best(method) for method in _methods(case, made)]
-    work, cluster = case.work, case.cluster
-    whose, peers = "", f"{cluster.world:,} ranks"
-    if case.shard > 1:
-        whose, peers = " of a rank", f"{cluster.world:,} replicas of {case.shard:,} ranks"
-    link = "sharing a half-duplex channel" if cluster.is_shared else "each with a link"
+def show(case: Case, made: Mapping[str, Compressor]) -> None:
+    """Print the case, the table of predictions and the recommendation."""
+    cluster, codecs = case.cluster, case.speeds.codecs
+    is_sharded = case.shard > 1
     print(
-        f"{format_count(work.numel)} parameters{whose} in {len(work.buckets):,} bucket(s) of "
-        f"{str(work.dtype).removeprefix('torch.')}; {peers}, {link} of {format_rate(cluster.rate)}, latency "
-        f"{format_seconds(cluster.latency)}"
+        f"{format_count(case.numel)} parameters{' of a rank' * is_sharded} in {len(case.buckets):,} bucket(s) of "
+        f"{str(case.dtype).removeprefix('torch.')}; {cluster.world:,} "
+        f"{f'replicas of {case.shard:,} ranks' if is_sharded else 'ranks'}, each with a link of "
+        f"{format_rate(cluster.rate)}, latency {format_seconds(cluster.latency)}"
     )
-    print(
-        f"a step without communication: {format_seconds(work.seconds, 3)}, {format_seconds(work.backward, 3)} of it "
-        f"backward ({case.origin})"
-    )
-    codecs = case.speeds.codecs
+    print(f"a step without communication: {format_seconds(case.compute, 3)}, two thirds of it backward")
     rates = (f"{spec} {format_count(1 / (codecs[c].encode + codecs[c].commit))}" for spec, c in made.items())
-    print(f"codec: {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
-    dense = predictions[0].seconds
-    lines = [
+    print(f"codec: as measured on {case.speeds.origin}; elements compressed per second: {', '.join(rates)}")
+    predictions = [case.predict(method) for method in methods_for(made, cluster, case.dtype, case.shard)]
+    _print_table(case, predictions)
+    print("\n".join([*advise_local(case, predictions, made), *advise(case, predictions)]))
+
+
+def _print_table(case: Case, predictions: Sequence[Prediction]) -> None:
+    rows = [
         {
             "method": one.method.name,
             "algorithm": one.algorithm,
             "step": format_seconds(one.seconds),
-            "speed-up": f"{format_number(dense / one.seconds)}x",
+            "speed-up": f"{format_number(predictions[0].seconds / one.seconds)}x",
             "limited by": case.limited_by(one.method),
             "sent": format_bytes(one.sent),
             "messages": format_number(one.messages),
             "residual": format_bytes(one.residual),
             "buffers": format_bytes(one.buffers),
-            "": ", ".join(["DDP only"] * one.is_ddp_only + ["does not fit"] * (not one.fits)),
+            "": "" if one.fits else "does not fit",
         }
         for one in predictions
     ]
-    print_table("Predicted for one step of a rank", lines, text=("method", "algorithm", "limited by", ""))
-    local = predict_local(case, made)
-    print_local(local, dense)
-    for line in (
-        *advise_local(case, predictions, local),
-        *advise(case, predictions),
-        *pays_from(case, predictions, made),
-    ):
-        print(line)
-    if plot is not None:
-        draw(case, made, plot)
-        print(f"{plot}: speed-up against bandwidth and world size")
+    widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in rows[0]}
+    print("\nPredicted for one step of a rank")
+    for row in ({header: header for header in widths}, {header: "-" * widths[header] for header in widths}, *rows):
+        cells = (f"{row[name]:{'<' if name in _TEXT else '>'}{width}}" for name, width in widths.items())
+        print("  ".join(cells).rstrip())
 
 
 def advise(case: Case, predictions: Sequence[Prediction]) -> list[str]:
     """Return the recommendation as lines of text; the first line is the essence."""
     dense, chosen = predictions[0], choose(predictions)
     if chosen is None:
-        memory, need = case.cluster.memory, case.training_bytes(dense.method) * case.shard
-        room = "" if memory is None else f"of {format_bytes(memory, 3)} "
-        shards = 1 << (ceil(need / memory) - 1).bit_length() if memory else 1
+        need = case.training_bytes(dense.method) * case.shard
+        shards = 1 << (ceil(need / (case.memory or need)) - 1).bit_length()
         return [
-            f"No method fits the memory {room}of a rank, not even dense, which needs {format_bytes(need)} for a "
-            f"replica: shard it over {shards:,} ranks or more (fully_shard, docs/fsdp.md; --shard {shards}), or use "
-            "larger ranks."
+            f"No method fits the memory of a rank, not even dense, which needs {format_bytes(need)} for a replica: "
+            f"shard it over {shards:,} ranks or more (fully_shard, docs/fsdp.md; --shard {shards})."
         ]
-    possible = [one for one in predictions if one.is_usable]
-    best = min(possible, key=lambda one: one.seconds)
-    waiting = f"{max(0.0, 1 - case.work.seconds / dense.seconds):.0%} of it waiting for the exchange"
-    if chosen.method.name == DENSE:
-        others = min((one for one in predictions[1:] if one.is_usable or not one.fits), key=lambda one: one.seconds)
+    waiting = f"{max(0.0, 1 - case.compute / dense.seconds):.0%} of it waiting for the exchange"
+    if chosen is dense:
+        other = min(predictions[1:], key=lambda one: one.seconds)
         slow = case.at(rate=case.cluster.rate / 100)
-        best_there = min((one.method for one in possible[1:]), key=slow.seconds, default=None)
-        unfit = "" if others.fits else ", which does not fit the memory: it would if the model were sharded"
+        first = min((one.method for one in predictions[1:] if one.fits), key=slow.seconds, default=other.method)
+        unfit = "" if other.fits else ", which does not fit the memory: it would if the model were sharded"
         return [
             f"Do not compress: a dense step takes {format_seconds(dense.seconds)}, {waiting}; the fastest other method "
-            f"({_named(others)}) takes {format_seconds(others.seconds)}{unfit}.",
-            *([] if best_there is None else _limit(case, best_there, "Compression would pay")),
+            f"({_named(other)}) takes {format_seconds(other.seconds)}{unfit}.",
+            *limit(case, first, "Compression would pay"),
         ]
+    best = min((one for one in predictions if one.fits), key=lambda one: one.seconds)
     lines = [
         f"Use {_named(chosen)}: {format_seconds(chosen.seconds)} per step, "
         f"{format_number(dense.seconds / chosen.seconds)}x the speed of dense ({format_seconds(dense.seconds)}, "
-        f"{waiting}); it sends {format_bytes(chosen.sent)} in place of {format_bytes(dense.sent)}, and takes "
-        f"{format_bytes(chosen.residual + chosen.buffers)} of memory.",
+        f"{waiting}); it sends {format_bytes(chosen.sent)} in place of {format_bytes(dense.sent)}.",
         f"    {_code(chosen.method, case.shard > 1)}",
-        *_limit(case, chosen.method, "It pays"),
+        *limit(case, chosen.method, "It pays"),
     ]
     if best.method != chosen.method and (gain := chosen.seconds / best.seconds - 1) >= 0.001:
         more = format_number(100 * gain)
         lines.append(f"{_named(best)} would be {more}% faster still, which does not justify the extra complexity.")
     if chosen.method.compressor is not None:
-        lines.append("What it does to the loss is not predicted: docs/training.md says what was measured.")
+        memory = format_bytes(chosen.residual + chosen.buffers)
+        lines.append(f"It takes {memory} of memory. Its loss is not predicted: see docs/training.md.")
     return lines
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the simplest usable method that takes at most `WORTH` times as long as the fastest usable one.
+    """Return the first method that fits and takes at most `WORTH` times as long as the fastest one that fits.
 
-    From simple to complex, the methods are: dense, bf16, fp16 (whose values may overflow), compressors that send every
-    element, sparse compressors. Among equally simple ones, the first wins. None if no method is usable.
+    Predictions are in the order of `methods_for`, the simplest method first. Return None if no method fits.
     """
-    possible = [one for one in predictions if one.is_usable]
-    if not possible:
-        return None
-    best = min(one.seconds for one in possible)
-
-    def complexity(one: Prediction) -> int:
-        given = one.method.compressor
-        return (DENSE, BF16, FP16).index(one.method.name) if given is None else 4 if given.sparse else 3
-
-    return min((one for one in possible if one.seconds <= WORTH * best), key=complexity)
+    possible = [one for one in predictions if one.fits]
+    best = min((one.seconds for one in possible), default=0.0)
+    return next((one for one in possible if one.seconds <= WORTH * best), None)
 
 
-def pays_below(case: Case, method: Method) -> float | None:
-    """Return the bandwidth, in bits per second, up to which a method is faster than dense by the factor `WORTH`.
+def limit(case: Case, method: Method, verb: str) -> list[str]:
+    """Return up to which bandwidth a method is faster than dense by the factor `WORTH`, as a line of text.
 
-    Return None if it is not faster even on the slowest link, or is faster even on the fastest.
+    Return nothing if it is not faster even on the slowest link, or is faster even on the fastest.
     """
 
     def pays(rate: float) -> bool:
         there = case.at(rate=rate)
         return there.seconds(Method(DENSE)) >= WORTH * there.seconds(method)
 
-    return boundary(pays, SLOWEST, _FASTEST) if pays(SLOWEST) and not pays(_FASTEST) else None
-
-
-def _limit(case: Case, method: Method, verb: str) -> list[str]:
-    limit = pays_below(case, method)
-    if limit is None:
+    slow, fast = SLOWEST, _FASTEST
+    if not pays(slow) or pays(fast):
         return []
-    return [f"{verb} on links below about {format_rate(float(f'{limit:.2g}'))} ({method.name}), all else being equal."]
+    while fast > 1.01 * slow:
+        middle = (slow * fast) ** 0.5
+        slow, fast = (middle, fast) if pays(middle) else (slow, middle)
+    return [f"{verb} on links below about {format_rate(float(f'{slow:.2g}'))} ({method.name}), all else being equal."]
 
 
 def _named(one: Prediction) -> str:
@@ -162,39 +141,6 @@ def _code(method: Method, is_sharded: bool) -> str:
         name = "fp16_compress_hook" if method.name == FP16 else "bf16_compress_hook"
         return f"ddp.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{name})"
     kind, _, spec = method.name.partition(" ")
-    by = "" if method.given == "auto" else f', algorithm="{method.given}"'
     if kind == "attach":
-        return f'thinwire.attach({model}, "{spec}"{group}{by})'
-    return f'optimizer = {kind}({model}, lr=..., compressor="{spec}"{group}{by})'
-
-
-def _methods(case: Case, made: dict[str, Compressor]) -> list[Method]:
-    return methods_for(made, nccl=case.cluster.nccl, dtype=case.work.dtype)
-
-
-def draw(case: Case, made: dict[str, Compressor], path: Path) -> None:
-    """Draw the speed-up of each method over dense, against bandwidth and against world size."""
-    from matplotlib.figure import Figure  # here, because only --plot needs it
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    rates, worlds = [10 ** (7 + step / 8) for step in range(33)], [2**power for power in range(1, 13)]
-    cluster, methods = case.cluster, _methods(case, made)
-    panels = (
-        ("bandwidth of a link, bit/s", rates, [case.at(rate=rate) for rate in rates], cluster.rate),
-        ("ranks", worlds, [case.at(world=world) for world in worlds], cluster.world),
-    )
-    for axes, (label, places, cases, here) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
-        dense = [one.seconds(methods[0]) for one in cases]
-        for method in methods[1:]:
-            speedups = [base / one.seconds(method) for base, one in zip(dense, cases, strict=True)]
-            axes.plot(places, speedups, label=method.name)
-        axes.axhline(1, color="grey", linestyle="dashed")
-        axes.axvline(here, color="grey", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="speed-up over dense")
-        axes.grid(visible=True, alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(
-        f"Predicted: {case.work.numel:,} parameters, {cluster.world:,} ranks, {format_rate(cluster.rate)}, "
-        f"{format_seconds(case.work.seconds)} per step without communication"
-    )
-    figure.savefig(path)
+        return f'thinwire.attach({model}, "{spec}"{group})'
+    return f'optimizer = {kind}({model}, lr=..., compressor="{spec}"{group})'

@@ -27,12 +27,9 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "format.js", "elements.js", "charts.js", "
 STYLES = ("uplot/uPlot.min.css", "page.css")
 _DEEPEST, _LONGEST = 5, 2000
 """Levels of a configuration that become rows of their own, and characters that are shown of a value."""
-_DENSE_LIMIT = 100
-"""Number of points of the dense bytes, which hardly change."""
-LIMIT = 2000
-"""Approximate number of points of a curve: twice the width of a chart."""
-SPLIT_LIMIT = 100
-"""Number of points of a stack of areas, which are means."""
+LIMIT, FEW = 2000, 100
+"""Approximate number of points of a curve, which is twice the width of a chart, and of the dense bytes, which hardly
+change, and of a stack of areas, which are means."""
 
 Value = float | None
 Columns = dict[str, list[Value]]
@@ -91,7 +88,7 @@ def content(run: Run) -> dict[str, Any]:
         "validation": curve(at_evaluations, [row.loss for row in evaluations]),
         "accuracy": curve(at_evaluations, accuracies if any(a is not None for a in accuracies) else []),
         "traffic": traffic,
-        "dense": curve(at_steps, dense, _DENSE_LIMIT),
+        "dense": curve(at_steps, dense, FEW),
         "events": [[row.step, row.events] for row in steps if row.events and row.step in drawn],
         "marks": [mark._replace(seconds=short(mark.seconds), bytes=short(mark.bytes))._asdict() for mark in run.marks],
         "split": stack(at_steps, [row.split for row in steps], len(PHASES)),
@@ -125,16 +122,14 @@ def _step_seconds(run: Run) -> dict[str, Value]:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    training = run.steps[-1:]
-    validation = run.evaluations[-1:]
     accuracies = [row.accuracy for row in run.evaluations if row.accuracy is not None]
     sent = max((row for row in run.rows if row.bytes_sent is not None), key=lambda row: row.step, default=None)
     return {
         "step": run.step,
         "steps": short(steps) if isinstance(steps := run.config.get("steps"), int) else None,
         # A list of one or none, because null means a loss that was not finite, and [] means no loss.
-        "training": [short(row.loss) for row in training],
-        "validation": [short(row.loss) for row in validation],
+        "training": [short(row.loss) for row in run.steps[-1:]],
+        "validation": [short(row.loss) for row in run.evaluations[-1:]],
         "accuracy": short(accuracies[-1]) if accuracies else None,
         "bytes": short(sent.bytes_sent) if sent else None,
         "dense": short(sent.bytes_dense) if sent else None,
@@ -143,7 +138,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "resumes": run.resumes,
         "ranks": _text(run.conditions.get("world_size")),
         "parameters": short(parameters) if isinstance(parameters := run.conditions.get("parameters"), int) else None,
-        "compressor": _text(run.config.get("compressor")),
+        "compressor": _text(run.config.get("compressor")) + (f": {run.choice}" if run.choice else ""),
         "recipe": _text(run.config.get("recipe")),
         "model": _text(run.config.get("model")),
         "started": run.started,
@@ -235,7 +230,7 @@ def stack(places: Sequence[tuple[Value, ...]], rows: Sequence[Sequence[float] | 
 
     Each point is the mean over a stretch, so that areas remain shares of the time.
     """
-    at = stretches(len(rows), min(SPLIT_LIMIT, len(rows))) if rows else []
+    at = stretches(len(rows), min(FEW, len(rows))) if rows else []
     columns = _columns([places[stretch[-1]] for stretch in at])
     for part in range(parts):
         columns[f"part{part}"] = [

@@ -69,10 +69,12 @@ class Run:
     """What each rank has sent since the start or the last resume, once the run has ended; replica and shard are None if
     the model is not sharded."""
     marks: list[Mark] = field(default_factory=list)
+    choice: str = ""
+    """The compressor that "auto" has chosen, once it is known."""
 
     @property
     def rows(self) -> list[Row]:
-        """Return all steps, followed by all evaluations."""
+        """All steps, followed by all evaluations."""
         return [*self.steps, *self.evaluations]
 
     @property
@@ -104,8 +106,10 @@ def _add(run: Run, line: Line) -> None:
         raise ValueError(
             f"a line of kind {reprlib.repr(kind)} before any conditions: is this the record of a training?"
         )
+    if kind == "choice" and isinstance(line.get("compressor"), str):
+        run.choice = line["compressor"]
     if kind not in ("step", "evaluation", "end"):
-        return  # a kind of a later version
+        return  # also a kind of another version
     step = _count(line, "step")
     place = (step, _number(line, "seconds"), _number(line, "bytes_sent"), _number(line, "bytes_dense"))
     if kind == "step":
@@ -133,7 +137,7 @@ def _start(run: Run, line: Line) -> None:
         run.evaluations = [row for row in run.evaluations if first and row.step <= first]
         run.marks = _resumed(run, first) if first else []
     if not first:
-        run.started, run.resumes = "", 0
+        run.started, run.resumes, run.choice = "", 0, ""
     run.started = run.started or (line["date"] if isinstance(line.get("date"), str) else "")
     run.conditions, run.status, run.step, run.ranks = line, "unfinished", first, []
     run.seconds = max((row.seconds or 0.0 for row in run.rows), default=None)
