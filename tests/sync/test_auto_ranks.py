@@ -344,8 +344,6 @@ def refuse_all(rank: int, world_size: int) -> None:
     sparse = thinwire.Policy("auto", warmup=[(3, "quantize:bits=8"), (4, "topk:ratio=1/4")])
     with raises(ValueError, "before auto", "remove the sparse phases"):
         thinwire.AdamW(net, compressor=sparse)
-    with raises(ValueError, "adapt_every with auto"):
-        thinwire.Synchronizer(thinwire.Policy("auto", adapt_every=5))
 
 
 def test_what_makes_no_sense_is_refused_with_a_reason(ranks: RankPool) -> None:

@@ -120,7 +120,6 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": True,
         "compressor": policy("quantize:bits=4,rounding=stochastic"),
     },
-    "attach adaptive": {"kind": "attach", "ddp": True, "compressor": policy(TOPK, adapt_every=7)},
     "attach warm-up": {"kind": "attach", "ddp": True, "warmup_steps": 70},
     "AdamW ddp": {"kind": "AdamW", "ddp": True, "algorithm": "gather"},
     "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "algorithm": "sharded"},
@@ -238,7 +237,7 @@ def average_of_residuals(run: Run, names: list[str]) -> dict[str, Tensor]:
 
 RESIZED = {
     "attach ddp": CASES["attach ddp sharded"],
-    "attach plain": {"kind": "attach", "ddp": False, "compressor": policy(TOPK, adapt_every=5)},
+    "attach plain": {"kind": "attach", "ddp": False},
     "AdamW ddp": CASES["AdamW ddp sharded"],
     "AdamW warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 16},
     "SGD plain": {"kind": "SGD", "ddp": False},

@@ -23,7 +23,7 @@ from thinwire.testing import run_threads
 
 GOOD = {
     "format": FORMAT, "rank": 0, "world_size": 1, "policy": {}, "options": {}, "steps": 3, "scale": 1.0, "entries": {},
-    "layout": [], "residuals": {}, "owners": [], "shared": {},
+    "layout": [], "residuals": {}, "owners": [],
 }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """`Synchronizer.all_reduce_gradients`: the same guarantees without DDP."""
 
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -261,29 +260,6 @@ def begin_again(rank: int, world_size: int, group: Any = None) -> None:
 
 def test_a_step_that_was_not_finished_has_no_effect() -> None:
     run_group(begin_again, 2)
-
-
-def adapt(rank: int, world_size: int, group: Any = None) -> dict[str, Any]:
-    """Layers with larger residuals get a larger ratio, alike on all ranks, and no more bytes are sent than without."""
-    base = "topk:ratio=1/16,bits=4,chunk=512"
-    sizes = (4096, 4096, 4096, 50)
-    models = [attached(Given(sizes), policy(base, adapt_every=every), False, group=group) for every in (3, 0)]
-    for step in range(9):
-        for model, _, finish in models:
-            given = gradients(model, rank, step)
-            given[0].mul_(100.0)
-            model.zero_grad()
-            model(given).backward()
-            finish()
-    shared = models[0][1].state_dict()["shared"]
-    assert shared.keys() == {"weights.0", "weights.1", "weights.2"}
-    assert Fraction(shared["weights.0"]) > Fraction(shared["weights.1"])
-    assert models[0][1].stats.last_bytes_sent <= models[1][1].stats.last_bytes_sent
-    return {**grad_bits(models[0][0]), "shared": shared}
-
-
-def test_adaptive_sharing_of_bytes() -> None:
-    assert identical(run_group(adapt, 3))
 
 
 def another_model(rank: int, world_size: int, group: Any = None) -> None:

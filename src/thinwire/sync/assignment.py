@@ -1,23 +1,21 @@
 """The compressor of each parameter at each step.
 
     Assignment   follows the policy
-    Adaptive     redistributes the bytes of a top-k every few steps, by the size of the residuals
     Auto         tries each compressor, then uses the fastest one for each bucket: trials.py
 
 All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..compressors import Compressor, NoCompression, TopK
+from ..compressors import Compressor, NoCompression
 from .auto import Choice
 from .buckets import BucketPlan, Together, plan_bucket
 from .parts import StepRecord
-from .policy import DENSE, Policy, share_bytes
+from .policy import DENSE, Policy
 from .ranks import Ranks
 
 
@@ -97,7 +95,7 @@ class Assignment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"shared": {}}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
         """Load the state of a checkpoint.
@@ -112,41 +110,3 @@ class Assignment:
     def _choose(self, chosen: Mapping[str, Compressor]) -> None:
         if chosen is not self._chosen:
             self._chosen, self._plans = chosen, {}
-
-
-class Adaptive(Assignment):
-    """Redistributes the bytes of a top-k among the parameters every `adapt_every` steps.
-
-    Parameters with larger residuals get a larger ratio, and others a smaller one.
-    """
-
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Redistribute the bytes if it is time; always return False."""
-        after = step - self.policy.warmup_steps
-        if after > 0 and after % self.policy.adapt_every == 0:
-            self._share(sync)
-        return False
-
-    def _share(self, sync: Ranks) -> None:
-        sizes = {name: size for name, size in sorted(self.sizes.items()) if self.policy.adapts(name, size)}
-        if not sizes:
-            return
-        residuals = sync.residuals
-        nothing = torch.zeros(1, device=next(iter(residuals.values()), torch.zeros(())).device)
-        energy = torch.stack([residuals.get(name, nothing).double().square().sum() for name in sizes])
-        energy = sync.average_over_all(energy)
-        self._choose(share_bytes(self._base, sizes, dict(zip(sizes, energy.tolist(), strict=True))))
-
-    @property
-    def _base(self) -> TopK:
-        assert isinstance(self.policy.final, TopK)
-        return self.policy.final
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ratio of each parameter."""
-        return {"shared": {name: str(made.ratio) for name, made in self._chosen.items() if isinstance(made, TopK)}}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        """Load the ratios; start without them if the world size has changed."""
-        shared = state["shared"] if same_world else {}
-        self._choose({name: replace(self._base, ratio=ratio) for name, ratio in shared.items()})

@@ -34,7 +34,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
-_KEYS = {"format", "policy", "shared", *_TYPES}
+_KEYS = {"format", "policy", *_TYPES}
 _LARGEST = 2**63
 """Limit of numbers of steps: they are sent as integers of 64 bits."""
 

@@ -25,7 +25,7 @@ from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
 from . import checkpoint
-from .assignment import Adaptive, Assignment
+from .assignment import Assignment
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
@@ -102,8 +102,6 @@ class Synchronizer(Ranks):
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if error_feedback and families is None:
             self.policy.check_order()
-        if self.policy.adapt_every and not error_feedback:
-            raise ValueError("adapt_every without error_feedback: bytes are distributed by the residuals")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.grad_scaler, self._families = grad_scaler, families
@@ -168,8 +166,7 @@ class Synchronizer(Ranks):
                 compressors = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
                 self._assignment = Auto(self.policy, self._families, compressors)
             else:
-                kind = Adaptive if self.policy.adapt_every else Assignment
-                self._assignment = kind(self.policy, self._families)
+                self._assignment = Assignment(self.policy, self._families)
         self._assignment.sizes, self._assignment.dense = self._whole_numels, self.dense
         return self._assignment
 

@@ -219,7 +219,7 @@ class Auto(Assignment):
             "held": [[list(names), dict(held)] for names, held in self._held.items()],
             "ready": [[list(names), list(ready)] for names, ready in self._ready.items()],
         }
-        return {"shared": {}, "auto": auto}
+        return {"auto": auto}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
         """Load the state of a checkpoint.
