@@ -101,27 +101,26 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.addHandler(handler)
     try:
         run = Run(kind, ddp=True, best=0)
-        del run.sync.assignment.numbers  # type: ignore[union-attr]
+        del run.sync.assignment.seconds  # type: ignore[attr-defined]
         run.train(rank, 0, OVER_UPDATES + STEPS + 1)
     finally:
         logger.removeHandler(handler)
     choice = run.sync.choice
     assert choice is not None
-    return choice.record(), [list(names) for names in run.sync.layout], logged
+    return choice.record(), logged
 
 
 @pytest.mark.parametrize(("kind", "tried"), [("attach", GRADIENTS), ("AdamW", UPDATES)])
 def test_everything_is_measured_and_all_ranks_choose_alike(ranks: RankPool, kind: str, tried: Any) -> None:
     found = ranks.run(measure, 2, kind, timeout=120)
-    record, layout, _ = found[0]
+    record, logged = found[0]
     assert identical(one[0] for one in found)
-    assert record["candidates"] == tuple(map(format_spec, tried))
+    assert record["candidates"] == list(map(format_spec, tried))
+    assert record["compressor"] in record["candidates"]
+    assert len(record["step_seconds"]) == len(tried)
     assert all(isfinite(seconds) and seconds > 0 for seconds in record["step_seconds"])
-    assert [bucket["names"] for bucket in record["buckets"]] == layout
-    assert len(layout) > 1
-    assert all(isfinite(seconds) and seconds >= 0 for bucket in record["buckets"] for seconds in bucket["held"])
-    assert [len(logged) for _, _, logged in found] == [1, 0]
-    assert found[0][2][0].startswith("auto: ")
+    assert [len(logged) for _, logged in found] == [1, 0]
+    assert logged[0] == f"auto: {record['reason']}"
 
 
 # Nothing is lost.
@@ -149,8 +148,9 @@ def keep_ledger(rank: int, world_size: int, ddp: bool, best: int, steps: int) ->
     return {"residuals": sorted(residuals), "norm": sync.residual_norm(), "reason": sync.choice and sync.choice.reason}
 
 
-@pytest.mark.parametrize("ddp", [True, False])
-@pytest.mark.parametrize(("best", "steps"), [(0, OVER - 1), (0, OVER + 1), (0, OVER + 3), (1, OVER + 3)])
+@pytest.mark.parametrize(
+    ("ddp", "best", "steps"), [(True, 0, OVER - 1), (False, 0, OVER + 1), (True, 0, OVER + 3), (False, 1, OVER + 3)]
+)
 def test_nothing_is_lost(ranks: RankPool, ddp: bool, best: int, steps: int) -> None:
     for found in ranks.run(keep_ledger, 2, ddp, best, steps):
         assert (found["norm"] > 0) == (steps < OVER or best == 1)
@@ -196,8 +196,7 @@ def add_up(rank: int, world_size: int, ddp: bool, best: int) -> Any:
     return sorted(residuals), weight_bits(module)
 
 
-@pytest.mark.parametrize("ddp", [True, False])
-@pytest.mark.parametrize("best", [0, 1, 2])
+@pytest.mark.parametrize(("ddp", "best"), [(True, 0), (False, 1), (True, 2)])
 def test_an_optimizer_loses_nothing(ranks: RankPool, ddp: bool, best: int) -> None:
     found = ranks.run(add_up, 2, ddp, best)
     assert identical(bits for _, bits in found)
@@ -221,8 +220,10 @@ def see_bits(rank: int, world_size: int, kind: str, ddp: bool, best: int) -> Any
     return weight_bits(run.model), moments, sent / dense
 
 
-@pytest.mark.parametrize("ddp", [True, False])
-@pytest.mark.parametrize(("kind", "best"), [(kind, best) for kind in ("AdamW", "SGD") for best in range(3)])
+@pytest.mark.parametrize(
+    ("kind", "best", "ddp"),
+    [("AdamW", 0, True), ("AdamW", 1, False), ("AdamW", 2, True), ("SGD", 0, False), ("SGD", 2, False)],
+)
 def test_replicas_stay_identical_and_bytes_are_those_of_the_choice(
     ranks: RankPool, kind: str, best: int, ddp: bool
 ) -> None:
@@ -253,10 +254,14 @@ def test_dense_steps_of_an_optimizer_are_skipped_too(ranks: RankPool, kind: str)
 
 
 def compare_with_torch(rank: int, world_size: int) -> None:
+    """Once dense is chosen, gradients have the bits of DDP without a hook, which their steps are as quick as."""
     run, twin = Run("attach", ddp=True, best=0), DistributedDataParallel(make_net(), **SEVERAL)
     run.train(rank, 0, OVER + 2)
+    step = run.sync.last_step
+    assert step is not None
+    assert step.is_sent_by_torch
     twin.module.load_state_dict(run.state()["model"])
-    for model in (run.model, twin):
+    for model in (twin, twin, run.model):  # twice, since DDP then has its buckets
         model.zero_grad()
         loss_of(model, rank, 50).backward()
     for (name, mine), theirs in zip(run.model.module.named_parameters(), twin.module.parameters(), strict=True):
@@ -266,7 +271,7 @@ def compare_with_torch(rank: int, world_size: int) -> None:
 
 
 def test_dense_is_that_of_torch(ranks: RankPool) -> None:
-    ranks.run(compare_with_torch, 2)
+    ranks.run(compare_with_torch, 3)
 
 
 # Checkpoints.
@@ -294,10 +299,8 @@ def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: 
     "how",
     [
         {"kind": "attach", "ddp": True, "best": 0},
-        slow({"kind": "attach", "ddp": False, "best": 1}),
         slow({"kind": "AdamW", "ddp": True, "best": 0}),
-        slow({"kind": "AdamW", "ddp": False, "best": 2}),
-        {"kind": "SGD", "ddp": True, "best": 1},
+        {"kind": "SGD", "ddp": False, "best": 1},
     ],
     ids=lambda how: f"{how['kind']} {how['best']}",
 )
@@ -314,18 +317,22 @@ def test_a_resumed_run_goes_on_with_the_choice(ranks: RankPool, how: dict[str, A
 def in_another_world(rank: int, world_size: int, folder: Path, step: int, how: dict[str, Any]) -> Any:
     run = Run(**how)
     run.load([torch.load(folder / f"{step}-{old}.pt") for old in range(2)])
-    assert run.sync.choice is None
-    over = OVER if how["kind"] == "attach" else OVER_UPDATES
-    run.train(rank, step, step + over)
+    before = run.sync.choice
+    run.train(rank, step, step + (OVER if how["kind"] == "attach" else OVER_UPDATES) + BEFORE)
     assert run.sync.choice is not None
-    return weight_bits(run.model), run.sync.choice.record()
+    return weight_bits(run.model), before and before.record(), run.sync.choice.record()
 
 
 @pytest.mark.parametrize(("kind", "best"), [("attach", 1), ("AdamW", 2), slow("SGD", 0)])
-def test_another_number_of_ranks_measures_again(ranks: RankPool, kind: str, best: int, tmp_path: Path) -> None:
+def test_another_number_of_ranks_measures_again_unless_it_sent_updates(
+    ranks: RankPool, kind: str, best: int, tmp_path: Path
+) -> None:
     how, step = {"kind": kind, "ddp": True, "best": best}, OVER_UPDATES + 3
     ranks.run(run_through, 2, tmp_path, [step], step + 1, how, timeout=120)
-    assert identical(ranks.run(in_another_world, 3, tmp_path, step, how, timeout=120))
+    found = ranks.run(in_another_world, 3, tmp_path, step, how, timeout=120)
+    assert identical(found)
+    _, before, after = found[0]
+    assert before == (after if kind == "AdamW" else None)
 
 
 def alone(rank: int, world_size: int) -> None:

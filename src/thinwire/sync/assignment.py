@@ -1,7 +1,7 @@
 """The compressor of each parameter at each step.
 
     Assignment   follows the policy
-    Auto         tries each compressor, then uses the fastest one for each bucket: trials.py
+    Auto         tries each compressor, then uses the fastest one: trials.py
 
 All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
@@ -34,21 +34,12 @@ class Assignment:
         """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
         self.dense: frozenset[str] = frozenset()
         """Parameters that are sent dense at the current step, whatever the policy says."""
-        self._chosen: Mapping[str, Compressor] = {}
-        """Compressors that replace the policy's in the current step, by parameter."""
+        self._chosen: Compressor | None = None
+        """The compressor that replaces the policy's final one in the current step."""
         self._plans: dict[Hashable, BucketPlan] = {}
 
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Choose the compressors of the step that begins.
-
-        sync   the synchronizer, for its ranks and residuals.
-
-        Returns True if this step must send all residuals dense, because some parameters stay dense from now on.
-        """
-        return False
-
-    def ended(self, step: StepRecord) -> None:
-        """Record a step that was taken; the base class does nothing."""
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
+        """Choose the compressor of the step that begins; the base class does nothing."""
 
     def plan(self, bucket: Together, step: StepRecord) -> BucketPlan:
         """Return how a bucket is cut into slices and packed parameters at the current step."""
@@ -81,10 +72,10 @@ class Assignment:
         """
         return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
-    def _compressor_of(self, name: str, numel: int, step: int, chosen: Mapping[str, Compressor]) -> Compressor:
+    def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
         if name in self.dense:
             return DENSE
-        return self.policy.compressor_of(name, numel=numel, step=step, shared=chosen)
+        return self.policy.compressor_of(name, numel=numel, step=step, chosen=chosen)
 
     def tries_gradients(self, step: int) -> bool:
         """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
@@ -104,9 +95,9 @@ class Assignment:
         """
         self._plans = {}
 
-    def _chosen_at(self, step: int) -> Mapping[str, Compressor]:
+    def _chosen_at(self, step: int) -> Compressor | None:
         return self._chosen
 
-    def _choose(self, chosen: Mapping[str, Compressor]) -> None:
-        if chosen is not self._chosen:
+    def _choose(self, chosen: Compressor | None) -> None:
+        if chosen != self._chosen:
             self._chosen, self._plans = chosen, {}

@@ -13,7 +13,7 @@ from ..compressors.topk import UNION
 
 DENSE = NoCompression()
 AUTO = "auto"
-"""Takes the place of a spec: the compressor of each bucket is chosen by measurement."""
+"""Takes the place of a spec: the compressor is chosen by measurement."""
 DEFAULT = "default"
 """Takes the place of a spec: `default_compressor` for the number of ranks."""
 
@@ -34,8 +34,7 @@ class Policy:
     """The compressor of each parameter at each step.
 
     compressor        for all compressed parameters without an override. "default" is `default_compressor` for the
-                      number of ranks. "auto" chooses the fastest compressor for each bucket, by the times of the first
-                      steps.
+                      number of ranks. "auto" chooses the fastest compressor, by the times of the first steps.
     min_numel         parameters with fewer elements, such as biases and norms, are sent together, by
                       `small_compressor`: they cost few bytes, and matter much.
     small_compressor  "quantize:bits=8", with a residual; "none" sends small parameters uncompressed.
@@ -123,13 +122,12 @@ class Policy:
                 return index
         return len(self.warmup) + (halvings(self.ranks or 2, step - end) if self.by_ranks else 0)
 
-    def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
-        """Return whether no parameter is compressed at this step."""
+    def is_dense(self, step: int, chosen: Compressor | None = None) -> bool:
+        """Return whether no parameter is compressed at this step; `chosen` as for `compressor_of`."""
         phase = self.phase(step)
         if phase < len(self.warmup):
             return isinstance(self.warmup[phase][1], NoCompression)
-        given = (self.final, *(shared or {}).values(), *self.overrides.values())
-        return all(isinstance(one, NoCompression) for one in given)
+        return all(isinstance(one, NoCompression) for one in (chosen or self.final, *self.overrides.values()))
 
     def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
@@ -146,22 +144,20 @@ class Policy:
     def _of_layer(self, name: str) -> Compressor | None:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
-    def compressor_of(
-        self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
-    ) -> Compressor:
+    def compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None = None) -> Compressor:
         """Return the compressor of this parameter at this step; `DENSE` if it is not compressed.
 
-        shared   compressors by parameter, from "auto".
+        chosen   what "auto" tries or has chosen, in place of `final`.
         """
         if self.is_excluded(name):
             return DENSE
         if self.is_small(name, numel):
-            compresses = not self.is_dense(step, shared) and not self.is_dense(self.warmup_steps, shared)
+            compresses = not self.is_dense(step, chosen) and not self.is_dense(self.warmup_steps, chosen)
             return parsed(self.small_compressor) if compresses else DENSE
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        given = self._of_layer(name) or (shared or {}).get(name)
+        given = self._of_layer(name) or chosen
         if given is None and self.by_ranks:
             return default_compressor(self.ranks or 2, step - self.warmup_steps)
         return given or self.final
@@ -169,7 +165,7 @@ class Policy:
     def check_order(self) -> None:
         """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
 
-        The end of the warm-up is not checked with "auto", which sends residuals before a parameter becomes dense.
+        The end of the warm-up is not checked with "auto", whose dense steps send residuals too.
         """
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
