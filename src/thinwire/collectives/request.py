@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compressors import Compressor, NoCompression, format_spec
+from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
@@ -22,12 +22,6 @@ from .cost import Span, owned, shares
 from .plan import Plan, choose, plan
 from .state import ShardState
 from .transport.channel import Channel
-
-_WHY_NOT = {
-    "PRODUCT": "an element that is not sent would count as 0, and make every product 0",
-    "MIN": "an element that is not sent would count as 0, which may be less than the rest",
-    "MAX": "an element that is not sent would count as 0, which may be more than the rest",
-}
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,6 @@ class Request:
     plan: Plan
     op: dist.ReduceOp.RedOpType
     weight: float
-    is_sent_by_torch: bool
-    """Whether torch's own all-reduce does the work, because there is no compression and no residual."""
     described: dict[str, Any]
     """Arguments that must be the same on all ranks."""
     positions_drawn: bool
@@ -121,14 +113,7 @@ def make_request(
         sums = first if made_of_first is first else _shared(made_of_first)
     else:
         sums = _made(shard_compressor, "shard_compressor")
-    is_sent_by_torch = (
-        isinstance(first, NoCompression)
-        and not has_residual
-        and not nodes
-        and algorithm in ("auto", "dense")
-        and channel.group is not None  # ranks that are threads have no torch group
-    )
-    op_name = _op_name(op, is_sent_by_torch)
+    op_name = _op_name(op)
 
     # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
@@ -173,7 +158,6 @@ def make_request(
         plan=made,
         op=op,
         weight=1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
-        is_sent_by_torch=is_sent_by_torch,
         described=described,
         positions_drawn=positions_drawn,
         draws=first.draws or sums.draws,
@@ -197,14 +181,11 @@ def _shared(made: Compressor) -> Compressor:
     return made
 
 
-def _op_name(op: object, is_sent_by_torch: bool) -> str:
+def _op_name(op: object) -> str:
     name = str(getattr(op, "name", op)).rpartition(".")[2]
-    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or (is_sent_by_torch and name in _WHY_NOT):
-        return name
-    if name in _WHY_NOT:
-        use = f"for {name} use the compressor 'none' without a residual"
-        raise ValueError(f"op {name}, expected SUM or AVG: {_WHY_NOT[name]}; {use}")
-    raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
+    return name
 
 
 def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:
