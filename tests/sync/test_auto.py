@@ -5,8 +5,10 @@ from dataclasses import replace
 from math import nan
 
 import pytest
+import torch
 
-from thinwire import NoCompression, Policy, Synchronizer
+from thinwire import AdamW, NoCompression, Policy, Synchronizer
+from thinwire.collectives import LocalWorld
 from thinwire.compressors import Compressor, format_spec
 from thinwire.sync import trials as trials_module
 from thinwire.sync.auto import GRADIENTS, MARGIN, Choice, decide, updates
@@ -51,7 +53,7 @@ def test_a_choice_survives_json_and_can_be_read() -> None:
     assert (
         choice.describe() == "auto: quantize:bits=8 has the fastest step (none 12,000.0 ms, quantize:bits=8 5,000.0 ms)"
     )
-    with pytest.raises(ValueError, match="randomk:ratio=1/8"):
+    with pytest.raises(ValueError, match=r"randomk:ratio=1/8"):
         Choice.of_record({**choice.record(), "compressor": "randomk:ratio=1/8"})
 
 
@@ -139,7 +141,19 @@ def test_measurements_of_another_world_size_do_not_count() -> None:
     assert decide(SPECS, resumed.seconds()).compressor == NONE
 
 
+def test_one_rank_measures_nothing() -> None:
+    """A process without a group, too."""
+    trials = trials_of(UPDATES)
+    trials.choose_if_due(Synchronizer("auto", group=LocalWorld(1).groups[0]), torch.device("cpu"))
+    assert trials.choice is not None
+    assert (trials.choice.compressor, trials.choice.step_seconds) == (NONE, [])
+    assert "there is one rank" in trials.choice.reason
+
+
 def test_what_makes_no_sense_is_refused() -> None:
+    sparse = Policy("auto", warmup=[(3, "quantize:bits=8"), (4, "topk:ratio=1/4")])
+    with pytest.raises(ValueError, match=r"before auto.*remove the sparse phases"):
+        AdamW(torch.nn.Linear(3, 3), compressor=sparse)
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):
         Policy("none", overrides={"head.*": "auto"})
     with pytest.raises(ValueError, match="compressor 'auto' in 'auto' is unknown"):

@@ -89,6 +89,7 @@ WRONG: list[dict[str, Any]] = [
     {"compressor": 5},
     {"compressor": None},
     {"compressor": "nonsense"},
+    {"small_compressor": "topk:ratio=1/4"},
     {"min_numel": -1},
     {"min_numel": 1.5},
     {"min_numel": True},

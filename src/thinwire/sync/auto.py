@@ -6,9 +6,8 @@ Dense is chosen unless the step of another compressor is clearly faster, because
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compressors import Compressor, NoCompression, Quantize
 from .policy import default_compressor
@@ -28,38 +27,27 @@ def updates(ranks: int) -> tuple[Compressor, ...]:
     return (*GRADIENTS, default_compressor(ranks))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The compressor chosen for all steps, the measurements, and the reason."""
+class Choice(NamedTuple):
+    """The compressor chosen for all steps, the specs of those tried, the seconds of their steps, and the reason.
 
-    specs: tuple[str, ...]
-    """Specs of the compressors that were tried, the densest first, which is "none"."""
-    step_seconds: tuple[float, ...]
-    """Seconds of a step with each compressor, averaged over ranks; empty if nothing was measured."""
+    The first spec is "none". Seconds are averages over ranks; there are none if nothing was measured.
+    """
+
+    candidates: list[str]
+    step_seconds: list[float]
     compressor: str
     reason: str
 
-    @property
-    def index(self) -> int:
-        """Return the number of the chosen compressor; 0 is dense."""
-        return self.specs.index(self.compressor)
-
     def record(self) -> dict[str, Any]:
         """Return the choice as a dict, for JSON and checkpoints."""
-        return {
-            "candidates": list(self.specs),
-            "step_seconds": list(self.step_seconds),
-            "compressor": self.compressor,
-            "reason": self.reason,
-        }
+        return self._asdict()
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> "Choice":
         """Return the choice that `record` was made from; raise ValueError if it is none of those tried."""
-        specs = tuple(record["candidates"])
-        if record["compressor"] not in specs:
-            raise ValueError(f"a choice of {record['compressor']!r}, expected one of {', '.join(map(str, specs))}")
-        return Choice(specs, tuple(record["step_seconds"]), record["compressor"], record["reason"])
+        made = Choice(**{name: record[name] for name in Choice._fields})
+        made.candidates.index(made.compressor)
+        return made
 
     def describe(self) -> str:
         """Return the choice as text."""
@@ -80,15 +68,11 @@ def decide(specs: Sequence[str], step_seconds: Sequence[float]) -> Choice:
         best, reason = 0, f"nothing is compressed, because no step is clearly faster than dense ({times})"
     else:
         reason = f"{_short(specs[best])} has the fastest step ({times})"
-    return Choice(tuple(specs), tuple(step_seconds), specs[best], reason)
+    return Choice(list(specs), list(step_seconds), specs[best], reason)
 
 
 def _short(spec: str) -> str:
-    """Return a spec with only its bits and ratio.
-
-    >>> _short("quantize:bits=8,block=256,rounding=nearest,seed=0"), _short("topk:ratio=1/64,bits=2,chunk=4096")
-    ('quantize:bits=8', 'topk:ratio=1/64,bits=2')
-    """
+    """Return a spec with only its bits and ratio, such as "topk:ratio=1/64,bits=2"."""
     name, _, options = spec.partition(":")
     kept = [option for option in options.split(",") if option.partition("=")[0] in ("bits", "ratio")]
     return f"{name}:{','.join(kept)}" if kept else name

@@ -79,11 +79,11 @@ class Auto(Assignment):
 
         With one rank, dense is chosen without trials.
         """
-        specs = tuple(map(format_spec, self.compressors))
+        specs = list(map(format_spec, self.compressors))
         if self.choice is not None or (sync.world_size > 1 and sync.steps < self.end):
             return
         if sync.world_size == 1:
-            self.choice = Choice(specs, (), specs[0], "nothing is compressed, because there is one rank")
+            self.choice = Choice(specs, [], specs[0], "nothing is compressed, because there is one rank")
         else:
             seconds = torch.tensor(self.seconds(), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
@@ -149,7 +149,8 @@ class Auto(Assignment):
             self.choice, self._start = None, max(self._start, step + BEFORE)
 
     def _chosen_at(self, step: int) -> Compressor | None:
-        number = self._number(step) if self.choice is None else self.choice.index
+        choice = self.choice
+        number = self._number(step) if choice is None else choice.candidates.index(choice.compressor)
         return None if number is None else self.compressors[number]
 
     def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
