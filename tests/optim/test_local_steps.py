@@ -217,12 +217,13 @@ class TestResume:
             run_threads(load, 1, other)  # without the names of the model
 
 
-class TestNotFinite:
-    def test_a_finite_difference_whose_sum_overflows_is_no_reason_to_leave_a_rank_out(self) -> None:
-        assert is_finite(torch.full((4,), 2e38))
-        assert not is_finite(torch.tensor([1.0, torch.inf]))
-        assert not is_finite(torch.tensor([torch.nan, 1.0]))
+def test_a_finite_difference_whose_sum_overflows_is_no_reason_to_leave_a_rank_out() -> None:
+    assert is_finite(torch.full((4,), 2e38))
+    assert not is_finite(torch.tensor([1.0, torch.inf]))
+    assert not is_finite(torch.tensor([torch.nan, 1.0]))
 
+
+class TestNotFinite:
     def test_the_difference_of_one_rank_is_left_out(self) -> None:
         def spoil(model: nn.Module, optimizer: Any) -> None:
             if optimizer.steps == 4 and optimizer.sync.rank == 1:

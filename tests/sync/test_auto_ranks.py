@@ -48,7 +48,12 @@ class Run(AnyRun):
     """A training by auto, with a choice that is forced."""
 
     def __init__(self, kind: str, ddp: bool, best: int) -> None:
-        super().__init__(kind, ddp, compressor=AUTO, **({} if kind == "attach" else {"warmup_steps": 2}))
+        options: dict[str, Any] = {
+            "attach": {},
+            "AdamW": {"warmup_steps": 2},
+            "SGD": {"warmup_steps": 2, "momentum": 0.9},
+        }
+        super().__init__(kind, ddp, compressor=AUTO, **options[kind])
         force(self.sync, best)
 
 

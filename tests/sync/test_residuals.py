@@ -35,7 +35,7 @@ def test_zero_at_first_and_a_view_from_then_on() -> None:
     assert list(vectors) == ["a", "b"]
 
 
-def test_the_size_of_a_gap_counts_and_it_has_no_owner() -> None:
+def test_the_size_of_a_gap_counts() -> None:
     """DDP's rebuild may put another bias between the same two weights."""
     vectors = NamedVectors()
     slice_of(vectors, ["a", None, "b"], gaps=2).copy_(torch.tensor([1.0, 2, 3, 9, 9, 4]))

@@ -173,11 +173,12 @@ def _hook_of_sync(
     return future
 
 
-def _all_reduce(tensor: Tensor, group: Any) -> Any:
+def _all_reduce(tensor: Tensor, group: Any) -> "Future[Tensor]":
     """Average a bucket as DDP does without a hook, with the same bits; a failure is torch's."""
     tensor.mul_(1.0 / dist.get_world_size(group))  # before the sum, as DDP does
     work = dist.all_reduce(tensor, group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 def _hook_of_optimizer(
