@@ -98,14 +98,11 @@ class Step(StepRecord):
         self.closed = last
 
     def _count_as_sent(self, bucket: Bucket) -> None:
-        sent, messages = ring(bucket.tensor.nbytes, self._world_size), 2 * (self._world_size - 1)
-        report = Report(
-            "dense", "nothing is compressed", bytes_sent=sent, bytes_received=sent, bytes_between_nodes=sent,
-            messages=messages,
-        )  # fmt: skip
-        handle = Handle(report)
-        handle.complete([])
-        self.handles.append(handle)
+        sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
+        report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
+        report.messages = 2 * (self._world_size - 1)
+        self.handles.append(Handle(report))
+        self.handles[-1].complete([])
 
     def _collected(self) -> list[Bucket]:
         """Compute the clipping factor, and return all buckets: as they came, or regrouped by `sync.wanted_layout`."""
