@@ -194,19 +194,17 @@ class TestProtocol:
         with pytest.raises(thinwire.PeerError, match=r"nobody has admitted rank 1 within 0\.2 s"):
             newcomer.wait_for_admission()
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
+    def test_bad_input(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        wrong: list[tuple[dict[str, Any], str]] = [
             ({"store": None}, "store of type NoneType"),
             ({"rank": 0}, "rank 0 and size None, expected both"),
             ({"rank": 2, "size": 2}, "rank 2 of 2"),
             ({"rank": 0, "size": 1, "patience": 0}, "patience 0, expected seconds above 0"),
-        ],
-    )
-    def test_bad_input(self, options: dict[str, Any], message: str) -> None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=message):
-            thinwire.ElasticGroup(**{"store": store, **options})
+        ]
+        for options, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                thinwire.ElasticGroup(**{"store": store, **options})
 
     def test_one_name_for_one_group(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]

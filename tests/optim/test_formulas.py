@@ -6,7 +6,6 @@ decoupled weight decay (Loshchilov and Hutter 2019), c of `second_moment.py`, an
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -85,15 +84,15 @@ def adamw(number: int, betas: tuple[float, float], compressed: tuple[float, floa
     return p, was_cut
 
 
-@pytest.mark.parametrize("eps", [1e-8, 0.3])
-def test_adamw(eps: float) -> None:
+def test_adamw() -> None:
     betas, compressed = (0.9, 0.99), (0.5, 0.95)
-    options = {"betas": betas, "compressed_betas": compressed, "eps": eps}
-    for found in run_threads(train, RANKS, "AdamW", options):
-        for number, weight in enumerate(found[-1]):
-            expected, was_cut = adamw(number, betas, compressed, eps)
-            assert was_cut or number, "the spike must be cut"
-            torch.testing.assert_close(weight, expected, rtol=2e-5, atol=2e-5)
+    for eps in (1e-8, 0.3):
+        options = {"betas": betas, "compressed_betas": compressed, "eps": eps}
+        for found in run_threads(train, RANKS, "AdamW", options):
+            for number, weight in enumerate(found[-1]):
+                expected, was_cut = adamw(number, betas, compressed, eps)
+                assert was_cut or number, "the spike must be cut"
+                torch.testing.assert_close(weight, expected, rtol=2e-5, atol=2e-5)
 
 
 def sgd(number: int, momentum: float, compressed: float, nesterov: bool) -> Tensor:
@@ -115,8 +114,8 @@ def sgd(number: int, momentum: float, compressed: float, nesterov: bool) -> Tens
     return p
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd(nesterov: bool) -> None:
-    for found in run_threads(train, RANKS, "SGD", {"momentum": 0.9, "nesterov": nesterov}):
-        for number, weight in enumerate(found[-1]):
-            torch.testing.assert_close(weight, sgd(number, 0.9, 0.5, nesterov), rtol=1e-5, atol=1e-4)
+def test_sgd() -> None:
+    for nesterov in (False, True):
+        for found in run_threads(train, RANKS, "SGD", {"momentum": 0.9, "nesterov": nesterov}):
+            for number, weight in enumerate(found[-1]):
+                torch.testing.assert_close(weight, sgd(number, 0.9, 0.5, nesterov), rtol=1e-5, atol=1e-4)

@@ -1,6 +1,5 @@
 """`thinwire.AdamW` and `thinwire.SGD`: torch's while nothing is compressed, the same replicas when it is."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ from torch import nn
 
 import thinwire
 from support.group import run_group, run_ranks
-from support.optimizers import ADAMW, BOTH, DDP_OR_PLAIN, OPTIONS, SGD, make, wrapped
-from support.slow import slow
+from support.optimizers import ADAMW, DDP_OR_PLAIN, OPTIONS, SGD, make, wrapped
 from support.training import (
     TOPK,
     Given,
@@ -70,103 +68,22 @@ def compare_with_torch(
     return weight_bits(models[1])
 
 
-@DDP_OR_PLAIN
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("AdamW", ADAMW), ("SGD", SGD), ("SGD", {**SGD, "nesterov": True}), ("SGD", {"lr": 0.02, "momentum": 0.0})],
+    ("kind", "options", "ddp"),
+    [
+        ("AdamW", ADAMW, True),
+        ("SGD", SGD, False),
+        ("SGD", {**SGD, "nesterov": True}, True),
+        ("SGD", {"lr": 0.02, "momentum": 0.0}, False),
+    ],
     ids=["AdamW", "SGD", "nesterov", "no momentum"],
 )
 def test_a_dense_warm_up_is_torchs_optimizer(ranks: RankPool, kind: str, options: dict[str, Any], ddp: bool) -> None:
     ranks.run(compare_with_torch, 2, kind, ddp, options, True)  # of two ranks the order of a sum is no matter
 
 
-@BOTH
-def test_a_dense_warm_up_of_three_ranks(ranks: RankPool, kind: str) -> None:
-    assert identical(ranks.run(compare_with_torch, 3, kind, True, OPTIONS[kind], False))
-
-
-def train(
-    rank: int, world_size: int, kind: str, ddp: bool, algorithm: str, steps: int, group: Any = None
-) -> tuple[Any, float, float]:
-    model = wrapped(make_net(), ddp)
-    optimizer = make(kind, model, policy("topk:ratio=1/64,bits=2"), warmup_steps=20, algorithm=algorithm, group=group)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert (optimizer.sync.steps, optimizer.skipped) == (steps, 0)
-    assert optimizer.sync.residual_norm() > 0
-    return weight_bits(model), sum(losses[:20]), sum(losses[-20:])
-
-
-@pytest.mark.parametrize(
-    ("kind", "ddp", "algorithm", "world_size", "steps"),
-    [
-        ("AdamW", True, "sharded", 3, 100),
-        slow("AdamW", False, "gather", 2, 300),
-        slow("SGD", False, "sharded", 4, 100),
-    ],
-)
-def test_replicas_stay_identical(
-    ranks: RankPool, kind: str, ddp: bool, algorithm: str, world_size: int, steps: int
-) -> None:
-    found = run_ranks(ranks if ddp else None, train, world_size, kind, ddp, algorithm, steps)
-    assert identical(weights for weights, _, _ in found)
-    for _, first, last in found:
-        assert last < 0.8 * first, "it does not learn"
-
-
-def send_all(rank: int, world_size: int, ddp: bool, options: dict[str, Any]) -> None:
-    """Everything sent, at 32 bits: the average of ranks' momenta is the momentum of the average."""
-    models = [wrapped(make_net(), True), wrapped(make_net(), ddp)]
-    theirs = torch.optim.SGD(models[0].parameters(), **options)
-    everything = policy("topk:ratio=1,bits=32", small_compressor="none", warmup=[(4, "none")])
-    ours = make("SGD", models[1], everything, compressed_momentum=options["momentum"], **options)
-    for step in range(15):
-        for model, optimizer in zip(models, (theirs, ours), strict=True):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        for group in (*theirs.param_groups, *ours.param_groups):
-            group["lr"] *= 0.9
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-5)
-
-
-@DDP_OR_PLAIN
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_that_sends_everything_is_dense_sgd(ranks: RankPool, ddp: bool, nesterov: bool) -> None:
-    ranks.run(send_all, 3, ddp, {**SGD, "nesterov": nesterov})
-
-
-def constant_gradients(rank: int, world_size: int, ddp: bool, betas: tuple[float, float]) -> None:
-    """Gradients that never change: then a second moment that stands still is Adam's own, and the update is known."""
-    models = [wrapped(Given(), True), wrapped(Given(), ddp)]
-    options = {**ADAMW, "betas": betas}
-    theirs = torch.optim.AdamW(models[0].parameters(), **options)
-    ours = make(
-        "AdamW", models[1], policy("topk:ratio=1,bits=32"), warmup_steps=5, warmup="none", refresh_every=0, **options
-    )
-    for weight in models[0].parameters():
-        assert not weight.any()
-    given = [part.sign() * (0.5 + part.abs()) for part in gradients(plain_module(models[0]), 0, 0)]
-    mine = [part * (1 + rank) for part in given]  # an average without small elements
-    for _ in range(15):
-        for model, optimizer in zip(models, (theirs, ours), strict=True):
-            optimizer.zero_grad()
-            model(mine).backward()
-            optimizer.step()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-@DDP_OR_PLAIN
-@pytest.mark.parametrize("betas", [(0.8, 0.999), (0.9, 0.99)])
-def test_adamw_that_sends_everything_is_dense_adamw(ranks: RankPool, ddp: bool, betas: tuple[float, float]) -> None:
-    ranks.run(constant_gradients, 2, ddp, betas)
+def test_a_dense_warm_up_of_three_ranks(ranks: RankPool) -> None:
+    assert identical(ranks.run(compare_with_torch, 3, "AdamW", True, OPTIONS["AdamW"], False))
 
 
 def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype, group: Any = None) -> None:
@@ -193,9 +110,15 @@ def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype, g
             torch.testing.assert_close(weight.detach().double(), total, rtol=1e-4, atol=1e-6)
 
 
-@DDP_OR_PLAIN
-@pytest.mark.parametrize("spec", ["topk:ratio=1,bits=32", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("ddp", "spec", "dtype"),
+    [
+        (True, "topk:ratio=1,bits=32", torch.float32),
+        (False, "topk:ratio=1,bits=32", torch.float64),
+        (False, "none", torch.float32),
+    ],
+    ids=str,
+)
 def test_max_grad_norm(ranks: RankPool, ddp: bool, spec: str, dtype: torch.dtype) -> None:
     run_ranks(ranks if ddp else None, clip, 3, ddp, spec, dtype)
 
@@ -225,12 +148,9 @@ def skip(rank: int, world_size: int, kind: str, ddp: bool, options: dict[str, An
     assert_same(*ends, "the ends of the runs")
 
 
-@DDP_OR_PLAIN
-@BOTH
-def test_an_inf_is_skipped_with_everything_as_before(ranks: RankPool, kind: str, ddp: bool) -> None:
-    run_ranks(ranks if ddp else None, skip, 2, kind, ddp, {"algorithm": "sharded"})
-    if ddp:
-        run_ranks(ranks if ddp else None, skip, 3, kind, ddp, {"max_grad_norm": 1.0})
+def test_an_inf_is_skipped_with_everything_as_before(ranks: RankPool) -> None:
+    run_group(skip, 2, "SGD", False, {"algorithm": "sharded"})
+    ranks.run(skip, 3, "AdamW", True, {"max_grad_norm": 1.0})
 
 
 def misuse(rank: int, world_size: int) -> None:
@@ -289,34 +209,11 @@ def start_apart(rank: int, world_size: int, how: str, group: Any = None) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("how", ["random", "one element", "same sum"])
-def test_replicas_that_start_apart_are_noticed(how: str) -> None:
-    for text in run_group(start_apart, 3, how):
-        assert "'2.weight'" in text
-        assert "seed" in text or "same weights" in text
-
-
-def accumulate(rank: int, world_size: int, kind: str) -> None:
-    """Whole numbers, so four micro-batches are one big batch to the last bit."""
-    models = [wrapped(Given(), True) for _ in range(2)]
-    optimizers = [make(kind, model, warmup_steps=2) for model in models]
-    for step in range(6):
-        micro = [gradients(plain_module(models[0]), rank, 10 * step + part, whole=True) for part in range(4)]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with models[0].no_sync():
-            for part in micro[:3]:
-                models[0](part).backward()
-        models[0](micro[3]).backward()
-        models[1]([sum(parts) for parts in zip(*micro, strict=True)]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same(*map(optimizer_bits, optimizers), f"step {step}")
-
-
-@BOTH
-def test_four_micro_batches_are_one_big_batch(ranks: RankPool, kind: str) -> None:
-    ranks.run(accumulate, 2, kind)
+def test_replicas_that_start_apart_are_noticed() -> None:
+    for how in ("random", "one element", "same sum"):
+        for text in run_group(start_apart, 3, how):
+            assert "'2.weight'" in text, how
+            assert "seed" in text or "same weights" in text, how
 
 
 def train_in(
@@ -337,8 +234,7 @@ def train_in(
     return weight_bits(model), sum(losses[:10]), sum(losses[-10:])
 
 
-@BOTH
-@pytest.mark.parametrize(("dtype", "ddp"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(("kind", "dtype", "ddp"), [("AdamW", torch.bfloat16, True), ("SGD", torch.float16, False)])
 def test_short_dtypes(ranks: RankPool, kind: str, dtype: torch.dtype, ddp: bool) -> None:
     found = run_ranks(ranks if ddp else None, train_in, 2, kind, dtype, ddp)
     assert identical(weights for weights, _, _ in found)
@@ -346,31 +242,10 @@ def test_short_dtypes(ranks: RankPool, kind: str, dtype: torch.dtype, ddp: bool)
         assert last < 0.95 * first, "it does not learn"
 
 
-def quiet_then_loud(rank: int, world_size: int, kind: str, group: Any = None) -> float:
-    """Elements whose gradient is 0 in the warm-up, as a rare word's, must not jump when they get one."""
-    model = Given((4096,))
-    optimizer = make(kind, model, warmup_steps=10, lr=0.01, weight_decay=0.0, group=group)
-    for step in range(20):
-        given = gradients(model, rank, step)
-        if step < 10:
-            given[0][:1000] = 0
-        optimizer.zero_grad()
-        model(given).backward()
-        optimizer.step()
-    return float(model.weights[0].detach().abs().max())
-
-
-@BOTH
-def test_an_element_without_a_gradient_in_the_warm_up_does_not_jump(kind: str) -> None:
-    for largest in run_group(quiet_then_loud, 2, kind):
-        assert largest < 3.0
-
-
-def change_kind(rank: int, world_size: int, kind: str, make_policy: Callable[[], Any] | Any, group: Any = None) -> Any:
+def change_kind(rank: int, world_size: int, kind: str, options: dict[str, Any], group: Any = None) -> Any:
+    model = make_net()
     try:
-        chosen = make_policy()
-        model = make_net()
-        optimizer = make(kind, model, chosen, group=group)
+        optimizer = make(kind, model, thinwire.Policy(min_numel=100, **options), group=group)
     except ValueError as error:
         return str(error)
     for step in range(14):
@@ -380,31 +255,23 @@ def change_kind(rank: int, world_size: int, kind: str, make_policy: Callable[[],
     return weight_bits(model)
 
 
-def to_dense_layer() -> Any:
-    warmup = [(3, "quantize:bits=8"), *thinwire.ramp("topk:ratio=1/16", 4)]
-    return policy("topk:ratio=1/16", overrides={"4.*": "none"}, warmup=warmup)
+CHANGES: dict[str, dict[str, Any]] = {
+    "to a dense layer": {
+        "overrides": {"4.*": "none"},
+        "warmup": [(3, "quantize:bits=8"), *thinwire.ramp("topk:ratio=1/16", 4)],
+    },
+    "back to dense": {"warmup": [(2, "none"), (3, TOPK), (3, "quantize:bits=8")]},
+    "to none": {"compressor": "none", "warmup": [(2, "none"), (5, TOPK)]},
+    "to quantize": {"compressor": "quantize:bits=8", "warmup": [(2, "none"), (5, TOPK)]},
+}
 
 
-def back_to_dense() -> Any:
-    return policy("topk:ratio=1/16", warmup=[(2, "none"), (3, TOPK), (3, "quantize:bits=8")])
-
-
-def to_none() -> Any:
-    return policy("none", warmup=[(2, "none"), (5, TOPK)])
-
-
-def to_quantize() -> Any:
-    return policy("quantize:bits=8", warmup=[(2, "none"), (5, TOPK)])
-
-
-@BOTH
-@pytest.mark.parametrize("make_policy", [to_dense_layer, back_to_dense, to_none, to_quantize])
-def test_a_change_of_compressors_keeps_replicas_identical_or_is_refused(
-    ranks: RankPool, kind: str, make_policy: Any
-) -> None:
+def test_a_change_of_compressors_keeps_replicas_identical_or_is_refused() -> None:
     """From local momentum there is no step back to torch's that is alike on all ranks."""
-    found = run_group(change_kind, 2, kind, make_policy)
-    assert identical(found)
+    for kind in OPTIONS:
+        for name, given in CHANGES.items():
+            options = {"compressor": "topk:ratio=1/16", **given}
+            assert identical(run_group(change_kind, 2, kind, options)), (kind, name)
 
 
 def wrong_arguments(rank: int, world_size: int) -> None:
@@ -447,48 +314,27 @@ def test_wrong_arguments(ranks: RankPool) -> None:
     ranks.run(wrong_arguments, 1)
 
 
-def through_zero(rank: int, world_size: int, kind: str) -> Any:
-    """A schedule whose lr is 0 for some steps, as at the start of a warm-up or the end of a cosine."""
+def through_zero(rank: int, world_size: int, kind: str, start: float, group: Any = None) -> Any:
+    """A schedule whose lr is 0 for some steps, as at its start or the end of a cosine: weights move when it is not."""
     model = make_net()
-    optimizer = make(kind, model, warmup_steps=2)
-    factors = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0, 1.0]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, 9)])
-    for step in range(10):
+    optimizer = make(kind, model, warmup_steps=2, lr=start, group=group)
+    for step, factor in enumerate((start, start, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0, 1.0)):
+        optimizer.param_groups[0]["lr"] = factor * OPTIONS[kind]["lr"]
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
-        scheduler.step()
         kept = [tensor for state in optimizer.state_dict()["state"].values() for tensor in state.values()]
         assert all(bool(tensor.isfinite().all()) for tensor in kept), f"moments after step {step}"
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    changes = zip(model.parameters(), make_net().parameters(), strict=True)
+    assert 1e-6 < max(float((p - q).detach().abs().max()) for p, q in changes) < 1.0
     assert optimizer.skipped == 0
     return weight_bits(model)
 
 
-@BOTH
-def test_a_schedule_that_goes_through_zero(ranks: RankPool, kind: str) -> None:
-    assert identical(ranks.run(through_zero, 2, kind))
-
-
-def start_at_zero(rank: int, world_size: int, kind: str) -> Any:
-    """An optimizer made with lr 0, or whose scheduler begins at 0, moves as soon as its lr does."""
-    model = make_net()
-    optimizer = make(kind, model, warmup_steps=1, lr=0.0)
-    for step in range(6):
-        optimizer.param_groups[0]["lr"] = 0.0 if step < 2 else OPTIONS[kind]["lr"]
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-    moved = max(
-        float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), make_net().parameters(), strict=True)
-    )
-    assert 1e-6 < moved < 1.0
-    return weight_bits(model)
-
-
-@BOTH
-def test_an_lr_of_zero_at_the_start(ranks: RankPool, kind: str) -> None:
-    assert identical(ranks.run(start_at_zero, 2, kind))
+def test_a_schedule_that_goes_through_zero_or_begins_there() -> None:
+    for kind in OPTIONS:
+        for start in (1.0, 0.0):
+            assert identical(run_group(through_zero, 2, kind, start)), (kind, start)
 
 
 def warm_up_sharded(rank: int, world_size: int, group: Any = None) -> float:

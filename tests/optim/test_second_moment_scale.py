@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "how"), [(2, "plain"), (3, "plain"), (2, "GradScaler"), (2, "accumulation")])
+@pytest.mark.parametrize(("world_size", "how"), [(3, "plain"), (2, "GradScaler"), (2, "accumulation")])
 def test_it_is_what_it_is_defined_to_be(ranks: RankPool, world_size: int, how: str) -> None:
     """At the end of the warm-up as measured, at a refresh half of it. Also between processes, where it is plain."""
     run = ranks.run if how == "plain" else run_group
@@ -90,11 +90,6 @@ def test_it_is_what_it_is_defined_to_be(ranks: RankPool, world_size: int, how: s
         assert found[2][2] == pytest.approx(first[2], rel=0.25), "of a sample"
         assert found[2][0] > 0.9, "hardly any noise"
         assert found[2][1] < 0.7, "mostly noise"
-
-
-def test_a_dense_warm_up_ends_with_it_too() -> None:
-    for found in run_group(measure, 2, (2,), {"warmup": "none"}):
-        assert found[2][:2] == pytest.approx(defined([parts(rank, 2) for rank in range(2)])[:2], rel=1e-4)
 
 
 def test_gradients_count_as_they_are_clipped() -> None:
@@ -247,9 +242,8 @@ def count(rank: int, world_size: int, group: Any = None) -> list[int]:
     return [after - before for before, after in pairwise(sent)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_costs_two_percent_of_the_bytes_at_most(world_size: int) -> None:
+def test_it_costs_two_percent_of_the_bytes_at_most() -> None:
     """In 1,000 steps it is measured after the warm-up, at steps 16, 32, 64, 128 and 256, and at 500 and 1,000."""
-    for first, second, compressed in run_group(count, world_size):
+    for first, second, compressed in run_group(count, 2) + run_group(count, 3):
         measured = second - first
         assert 0 < 8 * measured < 0.02 * 1000 * compressed

@@ -49,27 +49,16 @@ def spike(rank: int, world_size: int, ddp: bool, at: int, small: int, max_grad_n
     }
 
 
-@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
 @pytest.mark.parametrize(
-    ("at", "small", "max_grad_norm", "skipped"),
+    ("ddp", "at", "small", "max_grad_norm", "skipped"),
     [
-        (WARMUP // 2, 100, None, 1),
-        (WARMUP - 1, 100, None, 1),
-        (WARMUP + 5, 100, None, 1),
-        (WARMUP + 5, 0, None, 1),
-        (WARMUP // 2, 100, 1.0, 0),
-        (WARMUP + 5, 100, 1.0, 0),
-        (WARMUP + 5, 0, 1.0, 0),
+        (True, WARMUP // 2, 100, None, 1),
+        (False, WARMUP - 1, 100, None, 1),
+        (True, WARMUP + 5, 0, None, 1),
+        (False, WARMUP // 2, 100, 1.0, 0),
+        (True, WARMUP + 5, 100, 1.0, 0),
     ],
-    ids=[
-        "in the warm-up",
-        "the last of the warm-up",
-        "later",
-        "later, all compressed",
-        "in the warm-up, clipped",
-        "later, clipped",
-        "later, all compressed, clipped",
-    ],
+    ids=["in the warm-up", "the last of the warm-up", "later", "in the warm-up, clipped", "later, clipped"],
 )
 def test_a_spike_is_skipped_or_clipped_and_training_goes_on(
     ranks: RankPool, ddp: bool, at: int, small: int, max_grad_norm: float | None, skipped: int
@@ -104,7 +93,7 @@ def skip(rank: int, world_size: int, kind: str, value: float) -> list[int]:
     return warned
 
 
-@pytest.mark.parametrize(("kind", "value"), [("AdamW", 1e25), ("SGD", 1e25), ("AdamW", float("nan"))])
+@pytest.mark.parametrize(("kind", "value"), [("AdamW", 1e25), ("SGD", float("nan"))])
 def test_more_than_twenty_skipped_steps_in_a_row_are_warned_of_once(ranks: RankPool, kind: str, value: float) -> None:
     """Step 10 is taken, so that the row begins behind it."""
     assert ranks.run(skip, 2, kind, value) == [[10 + SKIPPED_IN_A_ROW + 1]] * 2

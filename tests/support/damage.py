@@ -95,7 +95,7 @@ DAMAGES: dict[type[Layout], list[Damage]] = {
     DenseLayout: [infinite_value, no_value],
 }
 DAMAGES_OF_A_DENSE_SUM: list[Damage] = [no_value]
-"""It may be infinite, as that of torch's own all-reduce: finite numbers of ranks may overflow in it."""
+"""It may be infinite: finite numbers of ranks may overflow in it."""
 
 
 def damaged(damage: Damage, layout: Layout, peer: int | None) -> AbstractContextManager[None]:

@@ -3,15 +3,15 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
 from support.auto import force
 from support.training import Given, gradients
 from thinwire.collectives import LocalGroup
-from thinwire.sync.auto import GRADIENTS, updates
+from thinwire.sync.auto import GRADIENTS, Choice, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS
 from thinwire.testing import run_threads
 
@@ -115,38 +115,39 @@ def test_second_moments_are_those_of_the_average_again() -> None:
         assert all(0.8 < ratio < 1.25 for ratio in found), found
 
 
-def miss_a_time(group: LocalGroup) -> tuple[str, list[str]]:
+def miss_a_time(group: LocalGroup) -> Choice:
     """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
-    seconds = [2.0, float("nan") if group.rank == 1 else 3.0]
-    force(sync, 0)
-    sync.assignment.numbers = lambda layout: seconds + [0.0, *seconds] * len(layout)  # type: ignore[attr-defined]
+    sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
     for step in range(OVER + 1):
         model.zero_grad()
         model(gradients(model, group.rank, step)).backward()
         sync.all_reduce_gradients(model)
     assert sync.choice is not None
-    return sync.choice.reason, [bucket.compressor for bucket in sync.choice.buckets]
+    return sync.choice
 
 
 def test_a_time_that_one_rank_lacks_is_not_averaged() -> None:
     """A missing time counted as 0 would make the average of 8 bits 1.5 s."""
-    for reason, chosen in run_threads(miss_a_time, 2):
-        assert chosen == ["none"]
-        assert "not every compressor could be measured" in reason
+    for choice in run_threads(miss_a_time, 2):
+        assert choice.compressor == "none"
+        assert "not every compressor could be measured" in choice.reason
 
 
-def test_a_finite_gradient_whose_sum_overflows_is_no_reason_to_skip() -> None:
-    """Gradients of 2 ** 27, times a loss scale of 2 ** 100: three of them have a sum beyond float32."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = nn.Parameter(torch.zeros(3))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=1000)
-        optimizer = thinwire.SGD([weight], lr=2.0**-27, compressor="auto", grad_scaler=scaler)
-        scaler.scale((weight * 2.0**27).sum()).backward()
-        optimizer.exchange()
-        scaler.step(optimizer)
-        assert optimizer.skipped == 0
-        assert weight.tolist() == [-1.0] * 3
-    finally:
-        dist.destroy_process_group()
+def bytes_of_steps(group: LocalGroup) -> list[float]:
+    """The share of the dense bytes that each step sends; 8 bits are chosen."""
+    model, sync = Given((4000, 8000)), thinwire.Synchronizer("auto", group=group)
+    force(sync, 1)
+    shares = []
+    for step in range(OVER + 2):
+        model.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        sync.all_reduce_gradients(model)
+        shares.append(sync.stats.last_bytes_sent / 48_000)
+    return shares
+
+
+def test_small_tensors_are_dense_until_the_choice_and_compressed_after_it() -> None:
+    for shares in run_threads(bytes_of_steps, 2):
+        dense, eight, compressed = [1.0] * STEPS, [0.51] * STEPS, [0.26] * 2
+        assert shares == pytest.approx([1.0] * BEFORE + (dense + eight) * TURNS + compressed, abs=0.01)

@@ -78,19 +78,6 @@ def test_a_large_dense_one_ends_a_run() -> None:
         assert len(plan_bucket("abc", [5000, size, 5000], [TOPK, DENSE, TOPK], [0] * 3).slices) == count
 
 
-def test_packed_ones_at_the_ends_are_in_no_run() -> None:
-    plan = plan_bucket("abcde", [10, 5000, 10, 5000, 10], [DENSE, TOPK, OTHER, TOPK, OTHER], [0] * 5, small="ce")
-    (part,) = plan.slices
-    assert (part.start, part.stop, part.names) == (10, 10020, ("b", None, "d"))
-    assert plan.packed == {DENSE: [("a", 0, 10)], OTHER: [("c", 5010, 5020), ("e", 10020, 10030)]}
-
-
-def test_nothing_compressed() -> None:
-    plan = plan_bucket("ab", [10, 5000], [DENSE, DENSE], [0, 0])
-    assert plan.slices == []
-    assert plan.packed == {DENSE: [("a", 0, 10), ("b", 10, 5010)]}
-
-
 def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     return [(f"p{index}", nn.Parameter(torch.zeros(size, dtype=dtype))) for index, size in enumerate(sizes)]
 

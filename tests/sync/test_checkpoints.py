@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.oracle import bytes_of
 from support.slow import slow, some_slow
 from support.training import (
     TOPK,
@@ -21,12 +22,14 @@ from support.training import (
     loss_of,
     make_net,
     optimizer_bits,
+    plain_module,
     policy,
     raises,
     sync_bits,
     weight_bits,
 )
 from thinwire.sync.checkpoint import residuals_of
+from thinwire.sync.ranked import strip
 from thinwire.testing import RankPool
 
 CAP = 0.006
@@ -62,19 +65,16 @@ class Run:
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        saved = {"model": module_of(self.model).state_dict(), "optimizer": self.optimizer.state_dict()}
+        saved = {"model": plain_module(self.model).state_dict(), "optimizer": self.optimizer.state_dict()}
         return saved | ({"sync": self.sync.state_dict()} if self.kind == "attach" else {})
 
     def load(self, states: list[dict[str, Any]] | dict[str, Any]) -> None:
         one = states if isinstance(states, dict) else states[0]
-        module_of(self.model).load_state_dict(one["model"])
+        plain_module(self.model).load_state_dict(one["model"])
         if self.kind == "attach":
             self.optimizer.load_state_dict(one["optimizer"])
-            self.sync.load_state_dict(states["sync"] if isinstance(states, dict) else [s["sync"] for s in states])
-        else:
-            self.optimizer.load_state_dict(
-                states["optimizer"] if isinstance(states, dict) else [s["optimizer"] for s in states]
-            )
+        owner, key = (self.sync, "sync") if self.kind == "attach" else (self.optimizer, "optimizer")
+        owner.load_state_dict(states[key] if isinstance(states, dict) else [state[key] for state in states])
 
     def bits(self) -> dict[str, bytes]:
         if self.kind != "attach":
@@ -84,10 +84,6 @@ class Run:
             for number, kept in self.optimizer.state_dict()["state"].items()
         }
         return weight_bits(self.model) | sync_bits(self.sync) | momentum
-
-
-def module_of(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -115,24 +111,15 @@ def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: 
 CASES: dict[str, dict[str, Any]] = {
     "attach ddp sharded": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
     "attach plain randomk": {"kind": "attach", "ddp": False, "compressor": policy("randomk:ratio=1/8")},
-    "attach ddp stochastic": {
-        "kind": "attach",
-        "ddp": True,
-        "compressor": policy("quantize:bits=4,rounding=stochastic"),
-    },
-    "attach adaptive": {"kind": "attach", "ddp": True, "compressor": policy(TOPK, adapt_every=7)},
     "attach warm-up": {"kind": "attach", "ddp": True, "warmup_steps": 70},
     "AdamW ddp": {"kind": "AdamW", "ddp": True, "algorithm": "gather"},
     "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "algorithm": "sharded"},
-    "AdamW ddp warm-up": {"kind": "AdamW", "ddp": True, "warmup_steps": 70},
-    "AdamW plain": {"kind": "AdamW", "ddp": False},
-    "SGD ddp sharded": {"kind": "SGD", "ddp": True, "algorithm": "sharded"},
-    "SGD plain warm-up": {"kind": "SGD", "ddp": False, "warmup_steps": 70},
-    "SGD ddp clipped": {"kind": "SGD", "ddp": True, "max_grad_norm": 0.5},
+    "AdamW plain warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 70},
+    "SGD ddp sharded": {"kind": "SGD", "ddp": True, "algorithm": "sharded", "max_grad_norm": 0.5},
 }
 
 
-SLOW = [name for name in CASES if name not in ("AdamW ddp sharded", "AdamW plain", "SGD ddp clipped")]
+SLOW = [name for name in CASES if "sharded" not in name]
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, *SLOW))
@@ -154,18 +141,6 @@ def test_a_run_may_be_saved_at_any_step(ranks: RankPool, tmp_path: Path, name: s
             assert_same(expected[rank], found[rank], f"resumed at {step}, rank {rank}")
 
 
-@pytest.mark.slow
-def test_in_new_processes(tmp_path: Path) -> None:
-    results = []
-    for function, args in ((run_through, ([50], 100)), (resume, (50, 100))):
-        pool = RankPool()
-        try:
-            results.append(pool.run(function, 2, tmp_path, *args, CASES["AdamW ddp sharded"]))
-        finally:
-            pool.close()
-    assert results[0] == results[1]
-
-
 def resume_twice(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> None:
     """Saved right after it was resumed: the same state again. And a resumed run does not write to what it loaded."""
     state = torch.load(file_of(folder, rank * 1000 + 5))
@@ -184,18 +159,13 @@ def resume_twice(rank: int, world_size: int, folder: Path, how: dict[str, Any]) 
     assert_same(first.bits(), second.bits(), "two runs from one state")
 
 
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(state, Tensor):
-        return {prefix: state.numpy().tobytes()}
-    values = (
-        state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else None
-    )
-    if values is None:
-        return {prefix: state}
-    return {name: value for key, part in values for name, value in flat(part, f"{prefix}/{key}").items()}
+def flat(state: Any) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    rest = strip(state, "", tensors)
+    return {"rest": rest, **{name: bytes_of(tensor) for name, tensor in tensors.items()}}
 
 
-@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW plain"])
+@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW ddp"])
 def test_a_state_can_be_loaded_and_saved_again(ranks: RankPool, tmp_path: Path, name: str) -> None:
     ranks.run(run_through, 2, tmp_path, [5], 5, CASES[name])
     ranks.run(resume_twice, 2, tmp_path, CASES[name])
@@ -231,14 +201,14 @@ def load_for_others(rank: int, world_size: int, folder: Path, old_size: int, ste
 
 def average_of_residuals(run: Run, names: list[str]) -> dict[str, Tensor]:
     """A rank that took nothing over has no residuals."""
-    sizes = {name: parameter.numel() for name, parameter in module_of(run.model).named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in plain_module(run.model).named_parameters()}
     mine = residuals_of(run.sync.state_dict())
     return {name: average(mine.get(name, torch.zeros(sizes[name]))) for name in sorted(names)}
 
 
 RESIZED = {
     "attach ddp": CASES["attach ddp sharded"],
-    "attach plain": {"kind": "attach", "ddp": False, "compressor": policy(TOPK, adapt_every=5)},
+    "attach plain": {"kind": "attach", "ddp": False},
     "AdamW ddp": CASES["AdamW ddp sharded"],
     "AdamW warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 16},
     "SGD plain": {"kind": "SGD", "ddp": False},
@@ -249,14 +219,9 @@ RESIZED = {
     ("name", "old_size", "new_size"),
     [
         ("attach ddp", 4, 2),
-        slow("attach ddp", 2, 3),
-        slow("attach plain", 4, 2),
         ("attach plain", 2, 3),
         ("AdamW ddp", 4, 2),
-        ("AdamW ddp", 2, 3),
-        ("AdamW warm-up", 4, 2),
         ("AdamW warm-up", 2, 3),
-        slow("SGD plain", 4, 2),
         slow("SGD plain", 2, 3),
     ],
 )
@@ -295,22 +260,22 @@ def other_buckets(rank: int, world_size: int, folder: Path, how: dict[str, Any])
     return weight_bits(run.model)
 
 
-@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW ddp sharded", "SGD ddp sharded"])
+@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW ddp sharded"])
 def test_another_bucket_size(ranks: RankPool, tmp_path: Path, name: str) -> None:
     ranks.run(run_through, 3, tmp_path, [9], 9, CASES[name])
     assert identical(ranks.run(other_buckets, 3, tmp_path, CASES[name]))
 
 
-def refuse(rank: int, world_size: int, ddp: bool) -> None:
+def refuse(rank: int, world_size: int) -> None:
     def saved(kind: str = "attach", **options: Any) -> Any:
-        run = Run(kind, ddp, **options)
+        run = Run(kind, True, **options)
         run.train(rank, 0, 2)
         return run.state()["sync" if kind == "attach" else "optimizer"]
 
     right, of_sgd, of_adamw = saved(), saved("SGD"), saved("AdamW", warmup_steps=1)
 
     def attempt(state: Any, *words: str, kind: str = "attach", **options: Any) -> None:
-        run = Run(kind, ddp, **options)
+        run = Run(kind, True, **options)
         run.train(rank, 0, 1)
         before, steps, groups = run.bits(), run.sync.steps, str(run.optimizer.param_groups)
         with raises(ValueError, *words):
@@ -343,9 +308,8 @@ def refuse(rank: int, world_size: int, ddp: bool) -> None:
     attempt(broken, "group", kind="SGD")
 
 
-@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
-def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(ranks: RankPool, ddp: bool) -> None:
-    ranks.run(refuse, 2, ddp)
+def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(ranks: RankPool) -> None:
+    ranks.run(refuse, 2)
 
 
 def other_names(rank: int, world_size: int) -> None:
@@ -365,34 +329,15 @@ def test_a_checkpoint_of_a_model_with_other_names(ranks: RankPool) -> None:
 
 
 def swap_groups(rank: int, world_size: int) -> None:
-    """The same parameters in groups of another order: refused, or every name still means its own tensor."""
-    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-    named = dict(model.named_parameters())
-    for parameter in named.values():
-        with torch.no_grad():
-            parameter.fill_(0.1)
+    net = make_net()
 
-    def make(order: str) -> Any:
-        groups = [{"params": [(f"{n}.{k}", named[f"{n}.{k}"]) for k in ("weight", "bias")]} for n in order]
+    def make(*layers: str) -> Any:
+        groups = [{"params": [(name, p) for name, p in net.named_parameters() if name[0] in part]} for part in layers]
         return thinwire.SGD(groups, lr=0.1, compressor=policy(TOPK))
 
-    optimizer = make("ab")
-    for name, parameter in named.items():
-        parameter.grad = torch.full_like(parameter, 1.0 if name.startswith("a") else 2.0)
-    optimizer.step()
-    other = make("ba")
-    try:
-        other.load_state_dict(optimizer.state_dict())
-    except ValueError as error:
-        assert "group" in str(error) or "parameter" in str(error), error  # noqa: PT017 - either will do
-        return
-    assert all(named[name] is parameter for name, parameter in other.named_parameters())
-    for name, kept in optimizer.sync.residuals.items():
-        assert torch.equal(other.sync.residuals[name], kept)
-    for optimizer_ in (optimizer, other):
-        optimizer_.state_dict()
-    for parameter in named.values():
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], other.state[parameter]["momentum_buffer"])
+    state = make("0", "2346").state_dict()
+    with raises(ValueError, "parameter group 0", "other parameters"):
+        make("2346", "0").load_state_dict(state)
 
 
 def test_groups_in_another_order(ranks: RankPool) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from thinwire import TopK
@@ -40,22 +39,24 @@ def test_the_same_run_has_the_same_state() -> None:
     assert not residuals["a"].any()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [slice_of("ab", [3, 4]), slice_of("b", [4]), slice_of("a.b", [3, 2, 4], OTHER), slice_of("a.b", [3, 5, 4])],
-    ids=["no gap", "one alone", "another compressor", "another gap"],
-)
-def test_residuals_of_another_slice_go_to_the_parameters(other: Slice) -> None:
-    part = slice_of("a.b", [3, 2, 4])
-    residuals = residuals_for(part)
-    residuals["b"].fill_(10.0)
-    set_owner_residual(residuals, part, [(2, 8)])
-    state = residuals.state(other)
-    assert state.residual is None
-    assert residuals["a"].tolist() == [0.0, 0.0, 1.0]
-    assert residuals["b"].tolist() == [14.0, 15.0, 16.0, 10.0]  # 2 and 3 were the gap's, which no parameter has
-    assert residuals.state(other) is state
-    assert residuals["b"].tolist() == [14.0, 15.0, 16.0, 10.0]
+def test_residuals_of_another_slice_go_to_the_parameters() -> None:
+    for name, other in {
+        "no gap": slice_of("ab", [3, 4]),
+        "one alone": slice_of("b", [4]),
+        "another compressor": slice_of("a.b", [3, 2, 4], OTHER),
+        "another gap": slice_of("a.b", [3, 5, 4]),
+    }.items():
+        part = slice_of("a.b", [3, 2, 4])
+        residuals = residuals_for(part)
+        residuals["b"].fill_(10.0)
+        set_owner_residual(residuals, part, [(2, 8)])
+        state = residuals.state(other)
+        assert state.residual is None, name
+        for again in range(2):
+            assert residuals["a"].tolist() == [0.0, 0.0, 1.0], (name, again)
+            # 2 and 3 were the gap's, which no parameter has
+            assert residuals["b"].tolist() == [14.0, 15.0, 16.0, 10.0], (name, again)
+            assert residuals.state(other) is state
 
 
 def test_strangers_are_left_alone() -> None:
@@ -67,11 +68,15 @@ def test_strangers_are_left_alone() -> None:
     assert not residuals["a"].any()
 
 
-def test_fold_gives_everything_back_once() -> None:
-    part = slice_of("ab", [3, 4])
-    residuals = residuals_for(part)
+def test_fold_gives_everything_back_once_of_the_names_that_are_given() -> None:
+    part, other = slice_of("ab", [3, 4]), slice_of("c", [2])
+    residuals = residuals_for(slice_of("abc", [3, 4, 2]))
     set_owner_residual(residuals, part, [(0, 1), (2, 5)])
-    residuals.fold()
+    kept = set_owner_residual(residuals, other, [(0, 2)])
+    residuals.fold({"b"})
+    residuals.fold({"b"})
+    assert residuals.state(other) is kept
+    assert not residuals["c"].any()
     residuals.fold()
     assert residuals["a"].tolist() == [1.0, 0.0, 2.0]
     assert residuals["b"].tolist() == [3.0, 4.0, 0.0, 0.0]

@@ -59,19 +59,13 @@ def test_a_run_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path, name:
 def load_elsewhere(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> int:
     run = Run(**how)
     owner(run).load_state_dict(thinwire.load_per_rank(folder / "checkpoint", "owner"))
+    with raises(ValueError, "'nothing'", "model", "owner"):
+        thinwire.load_per_rank(folder / "checkpoint", "nothing")
     return int(run.sync.steps)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks_and_a_wrong_key_is_an_error(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     ranks.run(save, 2, tmp_path, HOW["AdamW"])
     assert ranks.run(load_elsewhere, 3, tmp_path, HOW["AdamW"]) == [15, 15, 15]
-
-
-def load_what_is_not_there(rank: int, world_size: int, folder: Path) -> None:
-    with raises(ValueError, "'nothing'", "model", "owner"):
-        thinwire.load_per_rank(folder / "checkpoint", "nothing")
-
-
-def test_a_wrong_key_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save, 2, tmp_path, HOW["AdamW"])
-    ranks.run(load_what_is_not_there, 2, tmp_path)

@@ -39,27 +39,9 @@ def test_the_size_of_a_gap_counts() -> None:
     """DDP's rebuild may put another bias between the same two weights."""
     vectors = NamedVectors()
     slice_of(vectors, ["a", None, "b"], gaps=2).copy_(torch.tensor([1.0, 2, 3, 9, 9, 4]))
-    flat = slice_of(vectors, ["a", None, "b"], gaps=5)
-    assert flat.numel() == 9
-    assert flat[:3].tolist() == [1.0, 2.0, 3.0]
-    assert flat[-1] == 4.0
-
-
-def test_a_gap_starts_empty_and_has_no_owner() -> None:
-    vectors = NamedVectors()
-    slice_of(vectors, ["a", None, "b"]).fill_(5.0)
     assert sorted(vectors.named()) == ["a", "b"]
-    flat = slice_of(vectors, ["b", None, "a"])
-    assert flat.tolist() == [5.0, 0.0, 0.0, 5.0, 5.0, 5.0]
-
-
-def test_an_older_company_does_not_come_back_to_life() -> None:
-    vectors = NamedVectors()
-    slice_of(vectors, ["a", "b"]).fill_(1.0)
-    slice_of(vectors, ["b", "d"]).fill_(2.0)
-    assert slice_of(vectors, ["a", "b"]).tolist() == [1.0, 1.0, 1.0, 2.0]
-    slice_of(vectors, ["a", "b"]).fill_(3.0)
-    assert slice_of(vectors, ["b", "d"]).tolist() == [3.0] + [2.0] * 7
+    assert slice_of(vectors, ["a", None, "b"], gaps=5).tolist() == [1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4.0]
+    assert slice_of(vectors, ["b", None, "a"]).tolist() == [4.0, 0.0, 0.0, 1.0, 2.0, 3.0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,11 +59,10 @@ def test_any_companies(companies: list[list[str]]) -> None:
             assert torch.equal(vectors[name], expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_short_dtypes_are_kept_in_float32(dtype: torch.dtype) -> None:
-    vectors = NamedVectors()
-    assert slice_of(vectors, ["a"], dtype=dtype).dtype == torch.float32
-    assert slice_of(vectors, ["b"], dtype=torch.float64).dtype == torch.float64
+def test_short_dtypes_are_kept_in_float32() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert slice_of(NamedVectors(), ["a"], dtype=dtype).dtype == wide
 
 
 def test_a_parameter_of_another_size_is_refused_and_changes_nothing() -> None:
@@ -102,20 +83,12 @@ def test_load_copies_and_replaces_everything() -> None:
     assert slice_of(vectors, ["a", "d", "b"]).tolist() == [0.0, 1.0, 2.0] + [1.0] * 7 + [0.0]
 
 
-def test_scale_reaches_everything_once() -> None:
+def test_scale_reaches_chosen_names_once() -> None:
     vectors = NamedVectors()
     slice_of(vectors, ["a", "b"]).fill_(1.0)
     slice_of(vectors, ["d"]).fill_(1.0)
     slice_of(vectors, ["b", "d"])
     vectors.load(vectors.named())
-    vectors.scale(0.5, lambda name: True)
-    assert {value for name in vectors for value in vectors[name].tolist()} == {0.5}
-
-
-def test_scale_leaves_names_alone_that_are_not_chosen() -> None:
-    vectors = NamedVectors()
-    slice_of(vectors, ["a", "b"]).fill_(1.0)
-    slice_of(vectors, ["d"]).fill_(1.0)
     vectors.scale(0.5, lambda name: name != "b")
     assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
 

@@ -58,9 +58,7 @@ def make(group: LocalGroup, algorithm: str) -> thinwire.Synchronizer:
     return thinwire.Synchronizer(POLICY, group=group, algorithm=algorithm, shard_compressor=second)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "before", "after"), [("sharded", 2, 3), ("sharded", 3, 1), ("gather", 3, 2), ("gather", 1, 2)]
-)
+@pytest.mark.parametrize(("algorithm", "before", "after"), [("sharded", 2, 3), ("sharded", 3, 1), ("gather", 3, 2)])
 def test_what_came_in_is_sent_or_kept_after_a_change_of_ranks(algorithm: str, before: int, after: int) -> None:
     saved = run_threads(begin, before, algorithm)
     ends = run_threads(go_on, after, algorithm, [state for state, _ in saved])
@@ -90,12 +88,11 @@ def momentum_run(group: LocalGroup, states: list[dict[str, Any]] | None, ends: b
     return weights if ends else {"optimizer": optimizer.state_dict(), "weights": weights}
 
 
-@pytest.mark.parametrize("after", [1, 3])
-def test_momentum_goes_on_after_a_change_of_ranks(after: int) -> None:
+def test_momentum_goes_on_after_a_change_of_ranks() -> None:
     """Its average over ranks counts. Of three ranks, the last takes over nothing of two."""
     uninterrupted = run_threads(momentum_run, 2, None, True)[0]
     saved = run_threads(momentum_run, 2, None, False)
-    for weights in run_threads(momentum_run, after, saved, True):
+    for weights in run_threads(momentum_run, 1, saved, True) + run_threads(momentum_run, 3, saved, True):
         for name, weight in weights.items():
             assert float((weight - saved[0]["weights"][name]).norm()) > 1.0, "momentum must move it"
             torch.testing.assert_close(weight, uninterrupted[name], rtol=1e-5, atol=1e-5)

@@ -37,10 +37,11 @@ def train(group: LocalGroup, poisoned: int | None, options: dict[str, Any]) -> t
     return bits, len(optimizer.sync.last_step.labels), optimizer.skipped
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"algorithm": "sharded"}], ids=str)
-@pytest.mark.parametrize("poisoned", [None, 5])
+@pytest.mark.parametrize(
+    ("options", "poisoned"), [({"max_grad_norm": 0.5}, 5), ({"algorithm": "sharded"}, None)], ids=str
+)
 def test_bits_are_those_of_one_bucket(
-    monkeypatch: pytest.MonkeyPatch, poisoned: int | None, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], poisoned: int | None
 ) -> None:
     whole = run_threads(train, 2, poisoned, options)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)

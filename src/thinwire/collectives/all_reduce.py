@@ -11,7 +11,7 @@ from ..compressors import Compressor
 from .groups import Group, channels
 from .handle import Handle
 from .plan import max_bytes as budget
-from .reduction import Reduction, all_reduce_by_torch
+from .reduction import Reduction
 from .request import make_request
 from .state import ShardState
 from .transport.operation import Operation
@@ -48,8 +48,7 @@ def all_reduce_compressed(
                 this node, peers of this rank in the other nodes): the sum is dense inside a node and compressed between
                 nodes, and this rank keeps only the residual of its share. A `LocalGroup` stands for ranks that are
                 threads of this process.
-    async_op    return at once; the result is written by the time `wait()` returns. The first call with "none" and no
-                residual still waits for all ranks.
+    async_op    return at once; the result is written by the time `wait()` returns.
     algorithm   "gather", "sharded", "dense", "values" (randomk only), or "auto": the one with the fewest bytes sent.
     key         seed for compressors that draw random numbers; by default made from the number of the call.
     shard_compressor   compressor of the sums that owners send, for "sharded"; by default made from `compressor`, with
@@ -88,25 +87,19 @@ def all_reduce_compressed(
             max_bytes=budget(max_bytes),
         )
         request.asked_for.check_input(tensor, residual, request.key_of(key, operations[-1].number))
-        if not request.is_sent_by_torch:
-            flat, kept = tensor.detach().view(-1), None if residual is None else residual.detach().view(-1)
-            reduction = Reduction(
-                request=request,
-                operations=operations,
-                tensor=flat,
-                residual=kept,
-                state=state,
-                key=key,
-                has_future=True,
-            )
-    if request.is_sent_by_torch:
-        handle = all_reduce_by_torch(request, operations[0], tensor)
-    else:
-        reduction.run_all(tensor)
-        handle = reduction.handle
+        reduction = Reduction(
+            request=request,
+            operations=operations,
+            tensor=tensor.detach().view(-1),
+            residual=None if residual is None else residual.detach().view(-1),
+            state=state,
+            key=key,
+            has_future=True,
+        )
+    reduction.run_all(tensor)
     if not async_op:
-        handle.wait()
-    return handle
+        reduction.handle.wait()
+    return reduction.handle
 
 
 @contextmanager

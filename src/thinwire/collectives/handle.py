@@ -35,16 +35,13 @@ class Report:
     memory: int = 0
     """Planned memory in bytes, beyond the tensor and the residuals."""
     bytes_sent: int = 0
-    """Bytes sent by this rank, without headers. For torch's own all-reduce, the bytes of a ring by formula."""
+    """Bytes sent by this rank, without headers."""
     bytes_received: int = 0
     bytes_between_nodes: int = 0
     """Part of `bytes_sent` that was sent between nodes. With one stage, this is all of it."""
     messages: int = 0
     finite: bool = True
-    """False if the input of any rank was not finite. The result is then NaN, and no residual has changed.
-
-    Always True if torch's own all-reduce did the work, which is the case for "none" without a residual.
-    """
+    """False if the input of any rank was not finite. The result is then NaN, and no residual has changed."""
     spans: list[Span] = field(default_factory=list)
     """Times of the phases encode, exchange, decode and, in training, update.
 

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors.spec import mix_key
@@ -22,7 +21,6 @@ from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
 from .algorithms.sharded import sharded, values
 from .algorithms.stage import Buffers, Exchange, Exchanges, Outcome, Stage, exchange_parts
-from .cost import ring
 from .handle import Handle, Report, Span
 from .request import Request
 from .state import ShardState
@@ -334,46 +332,3 @@ class Reduction:
             yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
         return bound <= torch.finfo(residual_dtype(self._tensor.dtype)).max  # False for NaN
-
-
-def all_reduce_by_torch(request: Request, operation: Operation, tensor: Tensor) -> Handle:
-    """Call torch's own all-reduce from this thread, in the order of the program's other collectives."""
-    size, flat = operation.channel.size, tensor.detach().view(-1)
-    report = Report(request.algorithm, request.plan.reason)
-    report.bytes_sent = report.bytes_received = report.bytes_between_nodes = ring(tensor.nbytes, size)
-    report.messages = 2 * (size - 1)
-    handle = Handle(report, tensor.device)
-    operation.describe(request.described, request.text, None)
-    summed = dist.ReduceOp.SUM if request.op == dist.ReduceOp.AVG else request.op
-    try:
-        operation.start(on_failure=handle.fail)
-        work = dist.all_reduce(flat, summed, group=operation.channel.group, async_op=True)
-        assert work is not None
-    except BaseException as error:
-        operation.give_up(error)
-        raise
-
-    # `finish` runs in a thread of the process group. If it held the last reference to the group, the group's destructor
-    # would wait for its own thread, and abort the process. So it lets go of the operation before anybody goes on.
-    held, divides = [operation], request.weight != 1.0
-
-    def finish(done: "torch.futures.Future[list[Tensor]]") -> None:
-        mine = held.pop()
-        try:
-            done.value()  # raises the error of the all-reduce
-        except Exception as error:  # explained in another thread, because that can take seconds
-            threading.Thread(target=_explain, args=(handle, mine, error), daemon=True).start()
-            return
-        mine.finish()
-        del mine
-        if divides:
-            flat.div_(size)
-        handle.complete([tensor])
-
-    work.get_future().add_done_callback(finish)
-    return handle
-
-
-def _explain(handle: Handle, operation: Operation, error: Exception) -> None:
-    """Fail a handle with the cause of an error of torch's all-reduce."""
-    handle.fail(operation.explain(error))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compressors import Compressor, NoCompression, format_spec
+from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
@@ -33,8 +33,6 @@ class Request:
     plan: Plan
     op: dist.ReduceOp.RedOpType
     weight: float
-    is_sent_by_torch: bool
-    """Whether torch's own all-reduce does the work, because there is no compression and no residual."""
     described: dict[str, Any]
     """Arguments that must be the same on all ranks."""
     positions_drawn: bool
@@ -115,13 +113,6 @@ def make_request(
         sums = first if made_of_first is first else _shared(made_of_first)
     else:
         sums = _made(shard_compressor, "shard_compressor")
-    is_sent_by_torch = (
-        isinstance(first, NoCompression)
-        and not has_residual
-        and not nodes
-        and algorithm in ("auto", "dense")
-        and channel.group is not None  # ranks that are threads have no torch group
-    )
     op_name = _op_name(op)
 
     # Between nodes, a share of the node's sum is compressed.
@@ -167,7 +158,6 @@ def make_request(
         plan=made,
         op=op,
         weight=1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
-        is_sent_by_torch=is_sent_by_torch,
         described=described,
         positions_drawn=positions_drawn,
         draws=first.draws or sums.draws,

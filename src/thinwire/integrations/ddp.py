@@ -51,8 +51,9 @@ def attach(
 
     ddp          the model; it takes one hook, before its first backward pass. Or a model sharded by `fully_shard`,
                  whose shards are exchanged between replicas.
-    compressor   a spec such as "quantize:bits=8", a `Compressor` or a `Policy`. "auto" chooses dense or 8 bits for each
-                 bucket, by the times of the first steps; `choice` of the returned synchronizer contains the reason.
+    compressor   a spec such as "quantize:bits=8", a `Compressor` or a `Policy`. "auto" chooses dense or 8 bits by the
+                 times of the first steps; `choice` of the returned synchronizer has the reason. A step without
+                 compression is DDP's own, with its bits, time-out and errors.
     group        for nodes with a fast network inside: a mesh or a pair of groups over the ranks of the model's group.
                  Of a sharded model, the ranks that hold the same shard of the other replicas: `mesh["replicate"]`.
     others       see `Synchronizer`.
@@ -136,13 +137,14 @@ def register_ddp_hook(ddp: DistributedDataParallel, receiver: Any) -> None:
     sync: Synchronizer = receiver if isinstance(receiver, Synchronizer) else receiver.sync
     sync.register_parameters(named.items())
     names = {id(parameter): name for name, parameter in named.items()}
-    state = _HookState(receiver, names, ddp.find_unused_parameters)
+    state, is_sync = _HookState(receiver, names, ddp.find_unused_parameters), isinstance(receiver, Synchronizer)
     if getattr(ddp, "_comm_hooks", ()):
         raise ValueError(
             "the DDP model has a communication hook already, and takes only one: leave out register_comm_hook and "
             "thinwire.attach if a thinwire optimizer is made for it, and make one optimizer for a DDP model"
         )
-    ddp.register_comm_hook(state, _hook_of_sync if isinstance(receiver, Synchronizer) else _hook_of_optimizer)
+    ddp.register_comm_hook(state, _hook_of_sync if is_sync else _hook_of_optimizer)
+    sync.may_send_by_torch = is_sync
 
 
 def _hook_of_sync(
@@ -154,6 +156,10 @@ def _hook_of_sync(
     The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
     """
     sync, (flat, future) = state.receiver, _send(state, bucket)
+    if state.error is None and sync.sends_by_torch:
+        if bucket.is_last():
+            _attempt(state, sync.finish)
+        return _all_reduce(flat.tensor, sync.group)
     state.waiting.append((future, flat, bucket.parameters()))
     if bucket.is_last():
         waiting, state.waiting = state.waiting, []
@@ -164,6 +170,14 @@ def _hook_of_sync(
             done.set_result(one.tensor)
         if state.may_be_unused and state.error is None:
             after_backward(lambda: _write_unused(sync, waiting))
+    return future
+
+
+def _all_reduce(tensor: Tensor, group: Any) -> "Future[Tensor]":
+    """Average a bucket as DDP does without a hook, with the same bits; a failure is torch's."""
+    tensor.mul_(1.0 / dist.get_world_size(group))  # before the sum, as DDP does
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 

@@ -86,8 +86,8 @@ class AdamW(CompressedOptimizer):
     compressed_betas  the betas of compressed updates. beta1 is 0.5, not 0.9: error feedback delays an element, which
                       acts as momentum by itself, and more momentum overshoots.
     compressor        a spec, a `Compressor` or a `Policy` with all its rules. "default" is a top-k that keeps less of
-                      each rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k for each
-                      bucket, by the times of the first steps; `sync.choice` contains the reason.
+                      each rank with more ranks (`default_compressor`). "auto" chooses dense, 8 bits or top-k by the
+                      times of the first steps; `sync.choice` has the reason.
     warmup_steps      number of steps that send gradients, compressed by `warmup`, and do the same as torch's AdamW.
     refresh_every     number of steps between averages of the ranks' second moments; the first ones are at 16, 32, 64
                       ... steps. 0: the second moment is frozen after the warm-up, which should then have 100 steps or
@@ -209,9 +209,7 @@ class AdamW(CompressedOptimizer):
         absent = self._given.keys() - (trained if self.ddp is None else self._exchanged)
         self._families.leave_out(absent)
         self._choose_dense()
-        # The trials of "auto" measure each bucket by itself.
-        enough = 0 if self.sync.policy.auto else TOGETHER_BYTES.get(device.type, 0)
-        made = replace(super()._updates(device), together_bytes=enough)
+        made = replace(super()._updates(device), together_bytes=TOGETHER_BYTES.get(device.type, 0))
         by_numbers = kernels.adam_by_numbers(device)
         if by_numbers is None or made.warms_up:
             return made
@@ -351,10 +349,10 @@ class AdamW(CompressedOptimizer):
         """Return the factor of an averaged update: it was divided by sqrt(v), and sqrt(c v) is correct."""
         return float(group["reference_lr"] / self._scales.get(name, 1.0) ** 0.5)
 
-    def _to_gradient(self, name: str) -> None:
-        scale = self._scales.pop(name, None)
-        if scale is not None:
-            self._vectors["exp_avg_sq"][name].mul_(scale)
+    def _to_gradients(self, names: Sequence[str]) -> None:
+        super()._to_gradients(names)
+        for name in names:
+            self._scales.pop(name, None)
 
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         family = self._families.of(name)

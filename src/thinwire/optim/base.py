@@ -223,7 +223,7 @@ class CompressedOptimizer(Optimizer):
         self.sync.count(sent)
         if sent.finite:
             self._after_step(sent)
-            self._follow_choice(sent)
+            self._follow_choice()
         else:
             self._report_to_scaler()
         return loss
@@ -273,9 +273,6 @@ class CompressedOptimizer(Optimizer):
 
     def _to_updates(self, names: Collection[str]) -> None:
         """Convert the moments of parameters that are sent as updates from now on."""
-
-    def _to_gradient(self, name: str) -> None:
-        """Convert the moments, averaged over ranks, of a parameter that is sent as a gradient from now on."""
 
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
@@ -356,22 +353,14 @@ class CompressedOptimizer(Optimizer):
                     gradients = [_unscaled(part, unscale) for part in piece.tensors]
                     self._step_by_gradients(piece._replace(tensors=gradients))
 
-    def _follow_choice(self, sent: Step) -> None:
-        """Make the choice of "auto" if it is due, and convert the parameters that are sent differently from now on.
-
-        Parameters that change from updates to gradients get the residuals of all ranks and an averaged momentum.
-        """
+    def _follow_choice(self) -> None:
+        """Make the choice of "auto" if it is due: parameters may be dense from now on that were sent as updates."""
         if not self.sync.policy.auto or self.sync.choice is not None:
             return
-        step = self.sync.steps
-        before = set(self._sent_as_updates(step - 1))
+        before = self._sent_as_updates(self.sync.steps - 1)
         self.sync.assignment.choose_if_due(self.sync, next(p.device for _, p in self.named_parameters()))
-        after = set(self._sent_as_updates(step))
-        if not sent.warms_up:  # at the end of the warm-up, `_after_step` has done it
-            self._to_updates(after - before)
-        for group in self.param_groups:
-            changed = [name for name in group["param_names"] if name in before - after]
-            self._to_gradients(group, [(name, self._parameters[name]) for name in changed])
+        after = set(self._sent_as_updates(self.sync.steps))
+        self._to_gradients([name for name in before if name not in after])
 
     def _sent_as_updates(self, step: int) -> list[str]:
         """Return the names of parameters whose updates are sent at a step."""
@@ -395,20 +384,19 @@ class CompressedOptimizer(Optimizer):
             }
         return self._gradients_in_phase[key]
 
-    def _to_gradients(self, group: dict[str, Any], named: list[tuple[str, Tensor]]) -> None:
-        """Apply the residuals of all ranks, and average the moments, which differ between ranks.
-
-        All ranks do this in the same order.
-        """
-        residuals = self.sync.unsent.pop({name for name, _ in named})
-        for name, parameter in named:
+    def _to_gradients(self, names: Sequence[str]) -> None:
+        """Apply the residuals of all ranks, and average their moments, in the unit of torch's. All ranks call this."""
+        residuals = self.sync.unsent.pop(names)
+        for name in names:
+            parameter, group = self._parameters[name], self._group_of(self._families.number_of[name])
             if name in residuals:
                 self.sync.average([residuals[name]], DENSE)
                 update = shaped(residuals[name], parameter).to(parameter.dtype)
                 parameter.add_(update, alpha=-self._rate_of(group, name))
-            moments = [vectors[name] for vectors in self._vectors.values() if name in vectors]
-            self.sync.average(moments, DENSE)
-            self._to_gradient(name)
+            moments = {kind: vectors[name] for kind, vectors in self._vectors.items() if name in vectors}
+            self.sync.average(moments.values(), DENSE)
+            if moments:
+                self._to_torch(name, moments)
 
     def _group_of(self, family: int) -> dict[str, Any]:
         """Return the parameter group of the family with this number."""

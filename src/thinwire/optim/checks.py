@@ -48,7 +48,7 @@ def check_torch_options(**given: object) -> None:
 def dense_policy(policy: Policy) -> Policy:
     """Return a policy that compresses nothing, for a process without others."""
     none: dict[str, Any] = {"compressor": "none", "small_compressor": "none", "overrides": {}, "warmup": ()}
-    return replace(policy, **none, adapt_every=0)
+    return replace(policy, **none)
 
 
 def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:

@@ -148,11 +148,6 @@ class SGD(CompressedOptimizer):
                 group = self._group_of(self._families.number_of[name])
                 self._vectors["momentum_buffer"][name].div_(_momentum_ratio(group))
 
-    def _to_gradient(self, name: str) -> None:
-        group = self._group_of(self._families.number_of[name])
-        if name in self._vectors["momentum_buffer"]:
-            self._vectors["momentum_buffer"][name].mul_(_momentum_ratio(group))
-
     def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
         moments["momentum_buffer"].mul_(_momentum_ratio(self._group_of(self._families.number_of[name])))
 

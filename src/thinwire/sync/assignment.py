@@ -1,23 +1,21 @@
 """The compressor of each parameter at each step.
 
     Assignment   follows the policy
-    Adaptive     redistributes the bytes of a top-k every few steps, by the size of the residuals
-    Auto         tries each compressor, then uses the fastest one for each bucket: trials.py
+    Auto         tries each compressor, then uses the fastest one: trials.py
 
 All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..compressors import Compressor, NoCompression, TopK
+from ..compressors import Compressor, NoCompression
 from .auto import Choice
 from .buckets import BucketPlan, Together, plan_bucket
 from .parts import StepRecord
-from .policy import DENSE, Policy, share_bytes
+from .policy import DENSE, Policy
 from .ranks import Ranks
 
 
@@ -36,21 +34,12 @@ class Assignment:
         """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
         self.dense: frozenset[str] = frozenset()
         """Parameters that are sent dense at the current step, whatever the policy says."""
-        self._chosen: Mapping[str, Compressor] = {}
-        """Compressors that replace the policy's in the current step, by parameter."""
+        self._chosen: Compressor | None = None
+        """The compressor that replaces the policy's final one in the current step."""
         self._plans: dict[Hashable, BucketPlan] = {}
 
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Choose the compressors of the step that begins.
-
-        sync   the synchronizer, for its ranks and residuals.
-
-        Returns True if this step must send all residuals dense, because some parameters stay dense from now on.
-        """
-        return False
-
-    def ended(self, step: StepRecord) -> None:
-        """Record a step that was taken; the base class does nothing."""
+    def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
+        """Choose the compressor of the step that begins; the base class does nothing."""
 
     def plan(self, bucket: Together, step: StepRecord) -> BucketPlan:
         """Return how a bucket is cut into slices and packed parameters at the current step."""
@@ -83,10 +72,10 @@ class Assignment:
         """
         return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
-    def _compressor_of(self, name: str, numel: int, step: int, chosen: Mapping[str, Compressor]) -> Compressor:
+    def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
         if name in self.dense:
             return DENSE
-        return self.policy.compressor_of(name, numel=numel, step=step, shared=chosen)
+        return self.policy.compressor_of(name, numel=numel, step=step, chosen=chosen)
 
     def tries_gradients(self, step: int) -> bool:
         """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
@@ -97,7 +86,7 @@ class Assignment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"shared": {}}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
         """Load the state of a checkpoint.
@@ -106,47 +95,9 @@ class Assignment:
         """
         self._plans = {}
 
-    def _chosen_at(self, step: int) -> Mapping[str, Compressor]:
+    def _chosen_at(self, step: int) -> Compressor | None:
         return self._chosen
 
-    def _choose(self, chosen: Mapping[str, Compressor]) -> None:
-        if chosen is not self._chosen:
+    def _choose(self, chosen: Compressor | None) -> None:
+        if chosen != self._chosen:
             self._chosen, self._plans = chosen, {}
-
-
-class Adaptive(Assignment):
-    """Redistributes the bytes of a top-k among the parameters every `adapt_every` steps.
-
-    Parameters with larger residuals get a larger ratio, and others a smaller one.
-    """
-
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> bool:
-        """Redistribute the bytes if it is time; always return False."""
-        after = step - self.policy.warmup_steps
-        if after > 0 and after % self.policy.adapt_every == 0:
-            self._share(sync)
-        return False
-
-    def _share(self, sync: Ranks) -> None:
-        sizes = {name: size for name, size in sorted(self.sizes.items()) if self.policy.adapts(name, size)}
-        if not sizes:
-            return
-        residuals = sync.residuals
-        nothing = torch.zeros(1, device=next(iter(residuals.values()), torch.zeros(())).device)
-        energy = torch.stack([residuals.get(name, nothing).double().square().sum() for name in sizes])
-        energy = sync.average_over_all(energy)
-        self._choose(share_bytes(self._base, sizes, dict(zip(sizes, energy.tolist(), strict=True))))
-
-    @property
-    def _base(self) -> TopK:
-        assert isinstance(self.policy.final, TopK)
-        return self.policy.final
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ratio of each parameter."""
-        return {"shared": {name: str(made.ratio) for name, made in self._chosen.items() if isinstance(made, TopK)}}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        """Load the ratios; start without them if the world size has changed."""
-        shared = state["shared"] if same_world else {}
-        self._choose({name: replace(self._base, ratio=ratio) for name, ratio in shared.items()})

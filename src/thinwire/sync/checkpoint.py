@@ -18,12 +18,8 @@ from torch import Tensor
 
 from .residuals import Residuals
 
-FORMAT = 2
-"""Version of the checkpoint format.
-
-Format 1 had second moments in the unit of a rank's own gradient, without their scale, and no residuals of small
-tensors.
-"""
+FORMAT = 3
+"""Version of the checkpoint format. There is no way to read the state of another version."""
 
 State = Mapping[str, Any]
 _RANKS = "ranks"
@@ -34,7 +30,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
-_KEYS = {"format", "policy", "shared", *_TYPES}
+_KEYS = {"format", "policy", *_TYPES}
 _LARGEST = 2**63
 """Limit of numbers of steps: they are sent as integers of 64 bits."""
 
@@ -136,9 +132,8 @@ def choose(given: State | Sequence[State], rank: int, world_size: int, *, strict
             raise DamagedError(f"not a state that thinwire saved ({lacks}); expected its dict, or a list of all ranks'")
         if type(state["format"]) is not int or state["format"] != FORMAT:
             raise ValueError(
-                f"a checkpoint of format {state['format']!r:.40}, expected {FORMAT}: it was written by another version "
-                "of thinwire, whose moments and residuals mean something else; go on with that version, or load the "
-                "weights alone and begin with a new optimizer"
+                f"a checkpoint of format {state['format']!r:.40}, expected {FORMAT}: go on with the version of "
+                "thinwire that wrote it, or load the weights alone and begin with a new optimizer"
             )
         _check_types(state)
     if not states:

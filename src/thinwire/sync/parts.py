@@ -23,7 +23,6 @@ from .residuals import NamedVectors
 class Mode(Enum):
     """How the gradients of a step are sent."""
 
-    TORCH = "by torch's own all-reduce, since nothing is compressed"
     GRADIENTS = "compressed"
     WARMUP = "compressed, for an optimizer that takes them as they are; only small tensors keep a residual"
     UPDATES = "as the updates that an optimizer makes of them"
@@ -121,8 +120,8 @@ class StepRecord:
     """Number of steps taken before this one, without skipped steps."""
     mode: Mode
     updates: Updates | None
-    flushes: bool
-    """True if all residuals are sent in this step, dense."""
+    is_sent_by_torch: bool = False
+    """True if nothing is compressed, and DDP's hook sends the buckets by itself, as DDP does."""
     closed: bool = False
     """True after the last bucket was added."""
     finite: bool | None = None
@@ -137,21 +136,16 @@ class StepRecord:
     """Time of `time.perf_counter` at which the last bucket was added."""
     waited: float = 0.0
     """Seconds for which the caller waited for the exchange."""
-    marks: list[tuple[tuple[str, ...], float, int, int]] = field(default_factory=list)
-    """For each bucket: its names, the time at which it was sent, and the range of its operations in `handles`."""
     labels: list[str] = field(default_factory=list)
     """Description of each operation in `handles`."""
     slots: list[Slot] = field(default_factory=list)
     """Slots that this step has used."""
     packs: set[int] = field(default_factory=set)
     """The `id` of each slice of packed parameters."""
+    carried: set[str] = field(default_factory=set)
+    """Parameters whose residuals were sent with their dense gradients."""
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
-
-    @property
-    def is_sent_by_torch(self) -> bool:
-        """Return whether torch's own all-reduce sends this step."""
-        return self.mode is Mode.TORCH
 
     @property
     def warms_up(self) -> bool:

@@ -1,13 +1,11 @@
 """The policy: which parameters are compressed, by which compressor, and from which step on."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
-from math import ceil, sqrt
-
-import torch
+from math import ceil
 
 from ..compressors import Compressor, NoCompression, TopK, format_spec
 from ..compressors import compressor as parsed
@@ -15,7 +13,7 @@ from ..compressors.topk import UNION
 
 DENSE = NoCompression()
 AUTO = "auto"
-"""Takes the place of a spec: the compressor of each bucket is chosen by measurement."""
+"""Takes the place of a spec: the compressor is chosen by measurement."""
 DEFAULT = "default"
 """Takes the place of a spec: `default_compressor` for the number of ranks."""
 
@@ -36,8 +34,7 @@ class Policy:
     """The compressor of each parameter at each step.
 
     compressor        for all compressed parameters without an override. "default" is `default_compressor` for the
-                      number of ranks. "auto" chooses the fastest compressor for each bucket, by the times of the first
-                      steps.
+                      number of ranks. "auto" chooses the fastest compressor, by the times of the first steps.
     min_numel         parameters with fewer elements, such as biases and norms, are sent together, by
                       `small_compressor`: they cost few bytes, and matter much.
     small_compressor  "quantize:bits=8", with a residual; "none" sends small parameters uncompressed.
@@ -46,8 +43,6 @@ class Policy:
     overrides         compressors by pattern; the first pattern that fits is used.
     warmup            (steps, compressor) phases, one after the other, before `compressor` and `overrides` are used: for
                       example `[(100, "none"), (900, "quantize:bits=8"), *ramp("topk:ratio=1/64,bits=2", 500)]`.
-    adapt_every       number of steps after which the bytes of `compressor`, a topk, are redistributed: layers with
-                      larger residuals get a larger ratio, and others a smaller one. 0: never.
 
     >>> import thinwire
     >>> policy = Policy("topk:ratio=1/64,bits=2", overrides={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
@@ -62,11 +57,14 @@ class Policy:
     exclude: Sequence[str] = ()
     overrides: Mapping[str, Spec] = field(default_factory=dict)
     warmup: Warmup = ()
-    adapt_every: int = 0
+    adapt_every: InitVar[None] = None
     ranks: int | None = None
     """Number of ranks for "default". The synchronizer sets it, and checkpoints do not contain it."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, adapt_every: None) -> None:
+        if adapt_every is not None:
+            raise ValueError(f"adapt_every={adapt_every!r} is gone: give a layer its own ratio by overrides")
+
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
@@ -82,13 +80,8 @@ class Policy:
         _patterns("overrides", tuple(self.overrides))
         set_("overrides", {pattern: parsed(given) for pattern, given in self.overrides.items()})
         set_("warmup", _phases(self.warmup))
-        for name in ("min_numel", "adapt_every"):
-            given = getattr(self, name)
-            if type(given) is not int or given < 0:
-                raise ValueError(f"{name} {given!r}, expected a whole number, 0 or more")
-        if self.adapt_every and not isinstance(self.final, TopK):
-            given = AUTO if self.auto else format_spec(self.final)
-            raise ValueError(f"adapt_every with {given}, expected a topk: only ratios can be adapted")
+        if type(self.min_numel) is not int or self.min_numel < 0:
+            raise ValueError(f"min_numel {self.min_numel!r}, expected a whole number, 0 or more")
 
     @property
     def auto(self) -> bool:
@@ -120,7 +113,7 @@ class Policy:
         """Return the index of a step's warm-up phase; after the warm-up, the number of phases or more.
 
         Under "default" the number grows with each halving of the ratio. All steps of a phase use the same compressors,
-        except for those that are adapted or chosen by measurement.
+        except for those that are chosen by measurement.
         """
         end = 0
         for index, (steps, _) in enumerate(self.warmup):
@@ -129,13 +122,12 @@ class Policy:
                 return index
         return len(self.warmup) + (halvings(self.ranks or 2, step - end) if self.by_ranks else 0)
 
-    def is_dense(self, step: int, shared: Mapping[str, Compressor] | None = None) -> bool:
-        """Return whether no parameter is compressed at this step."""
+    def is_dense(self, step: int, chosen: Compressor | None = None) -> bool:
+        """Return whether no parameter is compressed at this step; `chosen` as for `compressor_of`."""
         phase = self.phase(step)
         if phase < len(self.warmup):
             return isinstance(self.warmup[phase][1], NoCompression)
-        given = (self.final, *(shared or {}).values(), *self.overrides.values())
-        return all(isinstance(one, NoCompression) for one in given)
+        return all(isinstance(one, NoCompression) for one in (chosen or self.final, *self.overrides.values()))
 
     def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
@@ -152,35 +144,28 @@ class Policy:
     def _of_layer(self, name: str) -> Compressor | None:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
-    def compressor_of(
-        self, name: str, numel: int, step: int, shared: Mapping[str, Compressor] | None = None
-    ) -> Compressor:
+    def compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None = None) -> Compressor:
         """Return the compressor of this parameter at this step; `DENSE` if it is not compressed.
 
-        shared   compressors by parameter, from `share_bytes` or "auto".
+        chosen   what "auto" tries or has chosen, in place of `final`.
         """
         if self.is_excluded(name):
             return DENSE
         if self.is_small(name, numel):
-            compresses = not self.is_dense(step, shared) and not self.is_dense(self.warmup_steps, shared)
+            compresses = not self.is_dense(step, chosen) and not self.is_dense(self.warmup_steps, chosen)
             return parsed(self.small_compressor) if compresses else DENSE
         phase = self.phase(step)
         if phase < len(self.warmup):
             return parsed(self.warmup[phase][1])
-        given = self._of_layer(name) or (shared or {}).get(name)
+        given = self._of_layer(name) or chosen
         if given is None and self.by_ranks:
             return default_compressor(self.ranks or 2, step - self.warmup_steps)
         return given or self.final
 
-    def adapts(self, name: str, numel: int) -> bool:
-        """Return whether this parameter takes part when bytes are redistributed."""
-        compressed = not self.is_excluded(name) and not self.is_small(name, numel)
-        return bool(self.adapt_every) and compressed and self._of_layer(name) is None
-
     def check_order(self) -> None:
         """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
 
-        The end of the warm-up is not checked with "auto", which sends residuals before a parameter becomes dense.
+        The end of the warm-up is not checked with "auto", whose dense steps send residuals too.
         """
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
@@ -204,7 +189,6 @@ class Policy:
             "exclude": list(self.exclude),
             "layers": {pattern: format_spec(parsed(given)) for pattern, given in self.overrides.items()},
             "warmup": [[steps, format_spec(parsed(given))] for steps, given in self.warmup],
-            "adapt_every": self.adapt_every,
         }
 
 
@@ -270,37 +254,6 @@ def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Comp
     return [
         (stop - start, replace(last, ratio=ratio)) for (start, stop), ratio in zip(pairwise(cuts), ratios, strict=True)
     ]
-
-
-def share_bytes(base: TopK, sizes: Mapping[str, int], energies: Mapping[str, float]) -> dict[str, TopK]:
-    """Distribute the bytes that `base` needs for all layers among the layers, by the size of their residuals.
-
-    sizes      number of elements of each layer.
-    energies   sum of squares of each layer's residual.
-
-    A layer's share grows with the root mean square of its residual: most is sent where elements are largest, as top-k
-    does inside a layer. Ratios are those of `base` times a power of two from 1/4 to 4, so that neighbours often stay in
-    one slice and every layer sends some elements.
-
-    >>> base = TopK(ratio="1/64", bits=2)
-    >>> made = share_bytes(base, {"a": 40960, "b": 40960}, {"a": 16.0, "b": 1.0})
-    >>> [str(made[name].ratio) for name in "ab"]
-    ['1/64', '1/256']
-    """
-    rms = {name: sqrt(max(0.0, energies[name]) / max(1, size)) for name, size in sizes.items()}
-    mean = sum(rms[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
-    budget = sum(base.nbytes(size, torch.float32) for size in sizes.values())
-    steps = (4, 2, 1, Fraction(1, 2), Fraction(1, 4))
-    for lower in range(24):  # in steps of 2 ** (1/4): the largest factor within the budget
-        factor = 2 ** ((12 - lower) / 4)
-        made: dict[str, TopK] = {}
-        for name in sizes:
-            wanted = factor * rms[name] / mean if mean else 1.0
-            times = next((step for step in steps if step <= wanted), steps[-1])
-            made[name] = replace(base, ratio=min(Fraction(1), Fraction(base.ratio) * times))
-        if sum(made[name].nbytes(size, torch.float32) for name, size in sizes.items()) <= budget:
-            return made
-    return dict.fromkeys(sizes, base)
 
 
 def _phases(given: Warmup) -> tuple[tuple[int, Compressor], ...]:

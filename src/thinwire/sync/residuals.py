@@ -124,17 +124,14 @@ class Residuals(NamedVectors):
         if kept is not None and kept[0] == slice_.compressor:
             return kept[1]
         mine = {name for name in slice_.names if name is not None}
-        self._fold(key for key in self._states if not mine.isdisjoint(name for name, _ in key))
+        self.fold(mine)
         made = ShardState()
         self._states[slice_.key] = (slice_.compressor, made)
         return made
 
-    def fold(self) -> None:
-        """Add the residuals of all states to the vectors, and drop the states."""
-        self._fold(self._states)
-
-    def _fold(self, keys: Iterable[_Key]) -> None:
-        for key in list(keys):
+    def fold(self, names: Collection[str] | None = None) -> None:
+        """Add the residuals of states to the vectors, and drop the states: those with one of these names, or all."""
+        for key in [key for key in self._states if names is None or any(name in names for name, _ in key)]:
             _, state = self._states.pop(key)
             for name, begin, part in _pieces(key, state):
                 self[name][begin : begin + part.numel()].add_(part)

@@ -89,7 +89,7 @@ class ShardGroup:
             return tensor
         total = tensor.detach().to(self.device, copy=True)
         try:
-            # By gather, since torch's own all-reduce could not be ended after an error, and FSDP needs its group.
+            # By gather, which sends a small tensor in one message.
             all_reduce_compressed(total, "none", group=self.group, algorithm="gather", timeout=self.timeout)
         except Exception as error:
             self.raised = error

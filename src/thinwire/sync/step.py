@@ -17,9 +17,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..collectives.all_reduce import all_reduce_compressed, refusing
+from ..collectives.all_reduce import refusing
 from ..collectives.cost import ring
 from ..collectives.groups import compressing_ranks, place
+from ..collectives.handle import Handle, Report
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.reduction import Reduction
 from ..collectives.transport.operation import Operation
@@ -32,7 +33,6 @@ from ..kernels.updates import AdamUpdate, Update
 from .assignment import Assignment
 from .buckets import Bucket, Packed, Slice, Together, together
 from .parts import Mode, PackedGradients, Sent, Slot, StepRecord, Updates
-from .policy import DENSE
 from .ranks import Ranks
 from .shards import ShardGroup
 
@@ -59,8 +59,8 @@ class Step(StepRecord):
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _summed: list[Bucket] = field(default_factory=list)
-    """Buckets that torch's own all-reduce sums."""
+    _encoded: int = 0
+    """Number of buckets that were encoded, one for several that are sent together."""
     _waiting: list[Bucket] = field(default_factory=list)
     """Buckets that wait to be sent together."""
     _packed: list[PackedGradients] = field(default_factory=list)
@@ -87,13 +87,22 @@ class Step(StepRecord):
         self.numels.update(zip(bucket.names, bucket.sizes, strict=True))
         self.bytes_dense += ring(bucket.tensor.nbytes, self._world_size)
         self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self._nodes // self._world_size, self._nodes)
-        if not self._collects:
+        if self.is_sent_by_torch:
+            self._count_as_sent(bucket)
+        elif not self._collects:
             self._wait_or_send(bucket, last)
         elif last:
             buckets = self._collected()
             for one in buckets:
                 self._wait_or_send(one, one is buckets[-1])
         self.closed = last
+
+    def _count_as_sent(self, bucket: Bucket) -> None:
+        sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
+        report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
+        report.messages = 2 * (self._world_size - 1)
+        self.handles.append(Handle(report))
+        self.handles[-1].complete([])
 
     def _collected(self) -> list[Bucket]:
         """Compute the clipping factor, and return all buckets: as they came, or regrouped by `sync.wanted_layout`."""
@@ -121,14 +130,8 @@ class Step(StepRecord):
             self._send_waiting(last)
 
     def _send_waiting(self, last: bool) -> None:
-        issued, first, waiting = time.perf_counter(), len(self.handles), self._waiting
-        self._waiting, whole = [], together(waiting)
-        if self.mode is Mode.TORCH:
-            for bucket in waiting:
-                self._all_reduce_by_torch(bucket)
-        else:
-            self._encode(whole, last)
-        self.marks.append((whole.names, issued, first, len(self.handles)))
+        waiting, self._waiting, self._encoded = self._waiting, [], self._encoded + 1
+        self._encode(together(waiting), last)
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context that uses the side stream, so that the backward pass continues meanwhile."""
@@ -138,16 +141,6 @@ class Step(StepRecord):
         side.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(side)
 
-    def _all_reduce_by_torch(self, bucket: Bucket) -> None:
-        tensor = bucket.tensor
-        if self.updates is not None:  # an optimizer's gradients must not change
-            tensor = self._as_gradient(tensor.clone())
-        tensor.mul_(1.0 / self._world_size)  # multiplied before the sum, as in DDP, so that bits are the same
-        handle = all_reduce_compressed(tensor, DENSE, group=self.sync.group, async_op=True, timeout=self.sync.timeout)
-        self._summed.append(bucket._replace(tensor=tensor))
-        self.handles.append(handle)
-        self.labels.append("torch's all-reduce")
-
     @torch.no_grad()
     def _encode(self, bucket: Together, last: bool) -> None:
         tensor, plan = bucket.flat, self.assignment.plan(bucket, self)
@@ -155,6 +148,8 @@ class Step(StepRecord):
             copied = None
             if self.updates is None and isinstance(tensor, Tensor):  # an optimizer's gradients are not overwritten
                 with self._stream(tensor.device):
+                    if isinstance(compressor, NoCompression):
+                        self._add_residuals(tensor, parts)
                     copied = torch.cat([tensor[part.start : part.stop] for part in parts])
             self._packed.append(PackedGradients(bucket, parts, compressor, copied))
         if last or sum(waiting.nbytes for waiting in self._packed) >= PACKED_BYTES:
@@ -172,6 +167,14 @@ class Step(StepRecord):
             with self._stream(tensor.device):
                 self._send_slice(slice_, tensor[slice_.start : slice_.stop])
 
+    def _add_residuals(self, gradient: Tensor, parts: Sequence[Packed]) -> None:
+        """Add the residuals of parameters that are sent dense, so that nothing is left behind."""
+        unsent, names = self.sync.unsent, {part.name for part in parts if part.name in self.sync.unsent}
+        unsent.fold(names)
+        for part in (part for part in parts if part.name in names):
+            gradient[part.start : part.stop].add_(unsent[part.name])
+        self.carried |= names
+
     @property
     def _samples(self) -> bool:
         """Return whether this step samples gradients, which a recording cannot do."""
@@ -179,7 +182,7 @@ class Step(StepRecord):
 
     def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
         """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
-        if self.mode is not Mode.UPDATES or self._encodes_here or self._samples or self.flushes:
+        if self.mode is not Mode.UPDATES or self._encodes_here or self._samples:
             return None
         return self.sync.workspace.prepared(slice_, bucket, self.sync.channels_of(bucket.device))
 
@@ -284,7 +287,6 @@ class Step(StepRecord):
         sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
         keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
         residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
-        state = None if self.flushes else state
         operations = sync.number_operations(source.device)
         if self._refuses(operations):
             return None
@@ -297,7 +299,7 @@ class Step(StepRecord):
                 state=state,
                 algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=sync.shard_compressor if keeps and not places and not self.flushes else None,
+                shard_compressor=sync.shard_compressor if keeps and not places else None,
             )
             self._hold(slot)
             key = None
@@ -319,14 +321,14 @@ class Step(StepRecord):
                 sent.reduction.encode(is_replayed=True)
 
         self._submit(sent, encode_or_replay)
-        if self.mode is Mode.UPDATES and sent.key is not None and not self.flushes:
+        if self.mode is Mode.UPDATES and sent.key is not None:
             self.sync.workspace.prepare(sent)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
         """Encode a slice by calling `encode`, and hand the payload to the wire."""
         reduction = sent.reduction
         self.handles.append(reduction.handle)
-        label = f"bucket {len(self.marks) + 1}, {sent.gradient.numel():,} elements"
+        label = f"bucket {self._encoded}, {sent.gradient.numel():,} elements"
         self.labels.append("small tensors" if sent.places else label)
         self._sent.append(sent)
         try:
@@ -338,7 +340,7 @@ class Step(StepRecord):
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            if self.flushes or self.sync.algorithm == "dense":
+            if self.sync.algorithm == "dense":
                 return "dense"
             return "auto" if packs else self.sync.algorithm
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
@@ -420,10 +422,8 @@ class Step(StepRecord):
         for handle in self.handles:
             handle.wait()
         self.waited = time.perf_counter() - started
-        if self.mode is not Mode.TORCH:
+        if not self.is_sent_by_torch:
             self.finite = all(handle.report.finite for handle in self.handles)
-        elif self.updates is not None:
-            self.finite = all(is_finite(bucket.tensor) for bucket in self._summed)
         self._join_streams()
 
     def _join_streams(self) -> None:
@@ -437,7 +437,7 @@ class Step(StepRecord):
 
     def addresses(self) -> tuple[Hashable, ...] | None:
         """Return everything that applying this step depends on, besides parameters; None if it cannot be recorded."""
-        if self.mode is not Mode.UPDATES or self._regrouped or self._summed:
+        if self.mode is not Mode.UPDATES or self._regrouped:
             return None
         for sent in self._sent:
             if sent.slot.recording is None or not sent.slot.request.is_exchanged_at_once:
@@ -473,8 +473,6 @@ class Step(StepRecord):
 
         Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
         """
-        for bucket in self._summed:
-            yield False, list(bucket.parts().items())
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -488,7 +486,7 @@ class Step(StepRecord):
 
     def release(self) -> None:
         """Release the gradients, payloads and copies of a finished step."""
-        self._sent, self._buckets, self._regrouped, self._summed = [], [], [], []
+        self._sent, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 
     def abandon(self) -> None:

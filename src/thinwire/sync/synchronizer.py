@@ -25,7 +25,7 @@ from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
 from . import checkpoint
-from .assignment import Adaptive, Assignment
+from .assignment import Assignment
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
@@ -48,7 +48,7 @@ class Synchronizer(Ranks):
 
     compressor        a spec such as "topk:ratio=1/64,bits=2", a `Compressor` or a `Policy`. "default" is
                       `default_compressor`. "auto" sends the first steps by each compressor in turn, and continues with
-                      the fastest; `choice` contains the result and its reason.
+                      the fastest; `choice` has the result and its reason.
     group             as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
     algorithm         "gather", "sharded", "dense", "values" (randomk only) or "auto". Small tensors use the algorithm
                       that sends the least, or "dense".
@@ -102,8 +102,6 @@ class Synchronizer(Ranks):
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if error_feedback and families is None:
             self.policy.check_order()
-        if self.policy.adapt_every and not error_feedback:
-            raise ValueError("adapt_every without error_feedback: bytes are distributed by the residuals")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.grad_scaler, self._families = grad_scaler, families
@@ -112,6 +110,8 @@ class Synchronizer(Ranks):
         self._warned_of_skipped = False
         self._step: Step | None = None
         """The step under way."""
+        self.may_send_by_torch = False
+        """Whether DDP's hook sends steps without compression by itself."""
         self.last_step: Step | None = None
         self._device = torch.device("cpu")
         """The device of the parameters, for what is sent besides gradients: a group may have no other."""
@@ -134,6 +134,8 @@ class Synchronizer(Ranks):
 
         `_loaded` is True from loading a checkpoint until the ranks have compared their steps.
         """
+        self._may_have_residuals = False
+        """Whether some rank may have residuals; the same on all ranks."""
         self._assignment: Assignment | None = None
         self.dense: frozenset[str] = frozenset()
         """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
@@ -157,7 +159,7 @@ class Synchronizer(Ranks):
 
     @property
     def choice(self) -> Choice | None:
-        """Return what "auto" has chosen for each bucket, and why; None before that, and for other compressors."""
+        """Return what "auto" has chosen, and why; None before that, and for other compressors."""
         return None if self._assignment is None else self._assignment.choice
 
     @property
@@ -168,8 +170,7 @@ class Synchronizer(Ranks):
                 compressors = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
                 self._assignment = Auto(self.policy, self._families, compressors)
             else:
-                kind = Adaptive if self.policy.adapt_every else Assignment
-                self._assignment = kind(self.policy, self._families)
+                self._assignment = Assignment(self.policy, self._families)
         self._assignment.sizes, self._assignment.dense = self._whole_numels, self.dense
         return self._assignment
 
@@ -256,6 +257,7 @@ class Synchronizer(Ranks):
         self.stats, self.finite = SyncStats(steps=int(saved["steps"])), None
         self.layout = self.wanted_layout = [tuple(names) for names in saved["layout"]]
         self._fresh, self._loaded = not self.layout, True
+        self._may_have_residuals = not choice.same_world or bool(saved["residuals"])
         self._unchecked = dict(saved["entries"]) if self.numels is None else None
 
     def _options(self) -> dict[str, Any]:
@@ -309,18 +311,30 @@ class Synchronizer(Ranks):
             self._compare_steps(device)
         self._follow_scale()
         number = self.stats.steps
-        flushes = self.assignment.begin(self, number, device)
+        self.assignment.begin(self, number, device)
         is_sent_by_torch = (
-            (updates is None or (self.policy.auto and device.type == "cpu"))
+            self.may_send_by_torch
             and self.assignment.is_dense(number)
-            and (self.group is None or isinstance(self.group, dist.ProcessGroup))
+            and isinstance(self.group, dist.ProcessGroup)
+            and not self._may_have_residuals  # otherwise they are sent with this step, or kept if it is void
         )
+        if is_sent_by_torch and not (self.last_step and self.last_step.is_sent_by_torch):
+            self.mean_of(torch.zeros(1, device=device))  # names ranks that compress, which would wait in vain
         self.workspace.drop_moved(self.unsent, updates)
         mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
-        mode = Mode.TORCH if is_sent_by_torch else mode
         self._step = Step(
-            sync=self, assignment=self.assignment, number=number, mode=mode, updates=updates, flushes=flushes
+            sync=self,
+            assignment=self.assignment,
+            number=number,
+            mode=mode,
+            updates=updates,
+            is_sent_by_torch=is_sent_by_torch,
         )
+
+    @property
+    def sends_by_torch(self) -> bool:
+        """Return whether DDP's hook has to send the buckets of the step under way by itself."""
+        return self._step is not None and self._step.is_sent_by_torch
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
         """Send one bucket of the step under way."""
@@ -392,9 +406,9 @@ class Synchronizer(Ranks):
         step.release()
         self.workspace.keep_used(step)
         if step.finite is not False:
-            self.assignment.ended(step)
-            if step.flushes:
-                self.unsent.pop(step.numels)
+            self._may_have_residuals = not self.assignment.is_dense(step.number)
+            if step.carried:
+                self.unsent.pop(step.carried)
 
     @property
     def is_pending(self) -> bool:

@@ -101,7 +101,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
     """Send the sum of this rank's share to all ranks, without compression.
 
     The sum is weighted before it is rounded, so that an average of 16-bit numbers does not overflow. A sum may overflow
-    to Inf, as in torch's own all-reduce. NaN at the start of a share means that an input was not finite.
+    to Inf, as in torch's all-reduce. NaN at the start of a share means that an input was not finite.
     """
     dtype, width = stage.tensor.dtype, stage.tensor.itemsize
     everything = stage.buffer(cut[-1][1] * width)

@@ -16,13 +16,13 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
-from .link import Buffers, LinkBroken, Seen, Wait, essence
+from .link import Buffers, LinkBroken, Seen, Wait
 from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
@@ -77,17 +77,11 @@ class Operation:
             self._arrive()
             self._connection.fail(MismatchError(f"the call was refused by rank {self._me}: {reason}", [self._me]))
 
-    def start(self, on_failure: Callable[[CollectiveError], object] | None = None) -> None:
-        """Start the timeout, and on first use compare the arguments with the other ranks.
-
-        on_failure   called with an error that occurs during torch's own collective, which cannot be interrupted.
-        """
+    def start(self) -> None:
+        """Start the timeout, and on first use compare the arguments with the other ranks."""
         self._deadline = time.monotonic() + self._timeout
-        self._on_failure = on_failure
         if self.channel.size == 1:
             return
-        if on_failure is not None:
-            watch.begin(self)
         cause = self._connection.cause
         if cause is not None:
             self.refuse(f"an earlier operation failed: {cause}")
@@ -163,14 +157,6 @@ class Operation:
                 self.refuse(str(cause))
         return self._error(cause)
 
-    def explain(self, error: Exception) -> CollectiveError:
-        """End this operation after torch's own collective failed. Return an error that names lost ranks, if any."""
-        wrapped = CollectiveError("")
-        wrapped.found = CollectiveError(f"torch's all-reduce failed: {essence(str(error))}")
-        if self.channel.size > 1:
-            wrapped.found = self._closed() or self._lost(wrapped.found)
-        return self.give_up(wrapped)
-
     def _closed(self) -> CollectiveError | None:
         """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.
 
@@ -221,12 +207,8 @@ class Operation:
         cause = self._connection.reported_error() or self.channel.find_silent()
         if cause is None and theirs is not None and theirs != self._record:
             cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
-        if cause is None and self._on_failure is not None and time.monotonic() > self._deadline:
-            cause = self._missing()
         if cause is not None:
-            error = self._error(self._connection.fail(cause))
-            if self._on_failure is not None:
-                self._on_failure(error)
+            self._connection.fail(cause)
 
     def _agree(self) -> None:
         board, pause = self.channel.board, 2e-4
