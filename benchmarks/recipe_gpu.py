@@ -1,10 +1,11 @@
-"""Run many `thinwire bench recipe --simulate` commands on one GPU, several at a time, and join their rows in one file.
+"""Run many `python -m benchmarks recipe` commands on one GPU, several at a time, and join their rows in one file.
 
-    PYTHONPATH=src python3 benchmarks/recipe_gpu.py JOBS OUT.jsonl [--at-once 12] [--seconds 500]
+    PYTHONPATH=src python3 -m benchmarks.recipe_gpu JOBS OUT.jsonl [--at-once 12] [--seconds 500]
 
-A line of JOBS has the options of one command; those that all share come first, on a line that begins with "all:". The
-first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started, lets the
-kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far count.
+A line of JOBS has the options of one command. A line that begins with "all:" has those that all commands after it
+share. The first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started,
+lets the kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far
+count.
 
 It needs the packages of the command, tyro and rich. For a machine where nothing can be installed, `pip install --target
 FOLDER tyro rich` elsewhere, and add the folder to PYTHONPATH.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run many bench recipe commands on one GPU.")
+    parser = argparse.ArgumentParser(description="Run many commands of the recipe benchmark on one GPU.")
     parser.add_argument("jobs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--at-once", type=int, default=12)
@@ -33,7 +34,7 @@ def main() -> None:
         if line.startswith("all:"):
             shared = shlex.split(line.removeprefix("all:"))
         elif line.strip() and not line.startswith("#"):
-            waiting.append(shlex.split(line))
+            waiting.append([*shared, *shlex.split(line)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
     end = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -41,8 +42,8 @@ def main() -> None:
         number = 0
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < given.at_once:
-                command = [sys.executable, "-m", "thinwire", "bench", "recipe", "--simulate", "--device", "cuda"]
-                command += [*shared, *waiting.pop(0), "--out", f"{folder}/{number}.jsonl"]
+                command = [sys.executable, "-m", "benchmarks", "recipe", "--device", "cuda", *waiting.pop(0)]
+                command += ["--out", f"{folder}/{number}.jsonl"]
                 log = open(f"{folder}/{number}.log", "wb")  # noqa: SIM115
                 running[subprocess.Popen(command, stdout=log, stderr=log, env=environment)] = number, time.monotonic()
                 number += 1

@@ -219,7 +219,6 @@ def test_help_does_not_wait_for_torch() -> None:
         ),
         ({"plot": "plan.gif"}, "--plot plan.gif, expected a file that ends in .svg"),
         ({"plot": "/nonexistent/plan.svg"}, "--plot /nonexistent/plan.svg, expected a file in an existing folder"),
-        ({"check": "rows.jsonl"}, "--params 7e9: with --check everything comes from the rows; leave it out"),
     ],
     ids=str,
 )

@@ -7,27 +7,17 @@ model                   time, bytes and memory of a step
 local                   local steps: one exchange for many steps, another algorithm
 measure                 measurements of one rank: codec, wire, steps
 measured                a case with a model that is measured, by all ranks of torchrun or by this process
-check                   predictions compared with the rows of `thinwire bench link`
 show                    the table, the recommendation and the plot
-
-A method is predicted only if `thinwire bench link` can measure it, so that `--check` can compare the two.
+shared                  what measures steps: methods as `python -m benchmarks` names them, and their training loop
 """
 
 import os
 
-from .options import Options, check_plot, parse_numbers, refuse_others
+from .options import Options, check_plot, parse_numbers
 
 
 def run(options: Options) -> int:
     """Run `thinwire plan` and return 0; raise ValueError for invalid options, before torch is loaded if possible."""
-    if options.check is not None:
-        refuse_others(options, {"check"}, "with --check everything comes from the rows")
-        if not options.check.is_file():
-            raise ValueError(f"--check {options.check}: there is no such file, expected one of `bench link --out`")
-        from .check import check
-
-        check(options.check)
-        return 0
     check_plot(options.plot)
     if options.model is not None or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         from .measured import plan_measured

@@ -211,7 +211,7 @@ ONE_CORE = Speeds(
     operation=4.5e-4, transfer=8e-4, message=1.2e-4, round=2.5e-4,
     ring_byte=0.8e-9, fp16_byte=1.7e-9, spread_byte=1.2e-9,
 )  # fmt: skip
-"""Measured with gloo between 2 to 24 ranks on two cores, over the links of `thinwire bench link`."""
+"""Measured with gloo between 2 to 24 ranks on two cores, over the links of `benchmarks link`."""
 
 
 def parse_specs(specs: tuple[str, ...]) -> dict[str, Compressor]:

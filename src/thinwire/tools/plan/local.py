@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from thinwire.compressors import Compressor
-from thinwire.tools.bench.harness import print_table
-from thinwire.tools.bench.methods import LOCAL
 from thinwire.tools.units import LONGEST_ROUND_TRIP, SLOWEST, format_bytes, format_number, format_rate, format_seconds
 
 from .methods import Method
 from .model import Case, Prediction
+from .shared import LOCAL, print_table
 
 ROUNDS = (8, 32)
 """Numbers of steps in a round that are predicted."""

@@ -4,7 +4,7 @@ The measurements call the public functions, so that they time the code that will
 calls. With one CPU thread, work is measured as CPU time, which other programs do not disturb, times the number of ranks
 that share a core. Otherwise it is measured as wall-clock time.
 
-Steps are those of `thinwire bench link` with world size 1: nothing is sent, and no rank waits. The rest is the same as
+Steps are those of `benchmarks link` with world size 1: nothing is sent, and no rank waits. The rest is the same as
 in training: DDP, its hooks, the optimizer and the codec, which decodes only the rank's own payload.
 """
 
@@ -25,13 +25,12 @@ import thinwire
 from thinwire.collectives.cost import ring
 from thinwire.compressors import Compressor
 from thinwire.sync.buckets import BUCKET_BYTES
-from thinwire.tools.bench.methods import NO_COMMUNICATION, parse
-from thinwire.tools.bench.training import Setup, Training, build, take_step
 from thinwire.tools.record import cores
 from thinwire.tools.units import format_count, parse_count
 
 from .costs import ONE_CORE, Costs, Speeds, known_speeds
 from .methods import HALVES, Method
+from .shared import NO_COMMUNICATION, Training, begin, take_step
 
 LARGEST = BUCKET_BYTES // 4
 REPEATS = 7
@@ -239,7 +238,7 @@ def measure_steps(subject: Subject, methods: Iterable[Method], bench: Bench) -> 
     def start(name: str) -> tuple[Training, Loss]:
         torch.manual_seed(0)
         model, loss = subject()
-        return build(parse(name), Setup(model, lr=1e-5, ddp={"init_sync": False})), loss
+        return begin(name, model), loss
 
     nothings, more = [], {}
     for name in [method.name for method in methods]:

@@ -17,20 +17,20 @@ from thinwire.collectives.plan import choose
 from thinwire.collectives.transport.wire import AT_ONCE
 from thinwire.compressors import Compressor, NoCompression, compressor
 from thinwire.sync.policy import AUTO, DEFAULT, default_compressor
-from thinwire.tools.bench.methods import COMPRESSING
 
 from .cluster import Cluster, Transfer
 from .costs import SMALL_COMPRESSOR, Bucket, Costs, Speeds, density
+from .shared import COMPRESSING
 
 DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"
-"""DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `thinwire bench link`."""
+"""DDP's own all-reduce, and DDP with a hook that sends 16 bits. The names are those of `benchmarks link`."""
 HALVES = (BF16, FP16)
 _GLOO_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method to train: its name in `thinwire bench link`, and its compressor, or None if torch's DDP sends."""
+    """A method to train: its name in `benchmarks link`, and its compressor, or None if torch's DDP sends."""
 
     name: str
     compressor: Compressor | None = None
@@ -56,7 +56,7 @@ class Method:
 
 
 def method_of(name: str, world: int) -> Method | None:
-    """Return the method with this name in `thinwire bench link`, or None if it cannot be predicted.
+    """Return the method with this name in `benchmarks link`, or None if it cannot be predicted.
 
     Not predicted are methods that are not thinwire's or DDP's own, and the spec "auto", which chooses by measuring.
     """

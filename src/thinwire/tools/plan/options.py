@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from thinwire.tools.bench.harness import check_file
 from thinwire.tools.units import format_count, parse_bytes, parse_count, parse_rate, parse_seconds
 
 from .cluster import Cluster
@@ -87,8 +86,6 @@ class Options:
     returns a module and a function that makes its loss. Here, or by all ranks of torchrun, which measure links too."""
     plot: Annotated[Path | None, arg(metavar="FILE.svg", help_behavior_hint="")] = None
     """Draw the speed-up against bandwidth and world size. Needs pip install 'thinwire[plot]'."""
-    check: Annotated[Path | None, arg(metavar="ROWS", help_behavior_hint="")] = None
-    """Predict what is in this file of thinwire bench link --out, and print predicted beside measured."""
 
 
 def parse_cluster(options: Options) -> Cluster:
@@ -168,7 +165,8 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix.lower() not in _PLOTS:
         raise ValueError(f"--plot {path}, expected a file that ends in {', '.join(_PLOTS)}")
-    check_file("plot", path)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--plot {path}, expected a file in an existing folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {path} needs matplotlib, which is not installed: pip install 'thinwire[plot]'")
 

@@ -9,12 +9,12 @@ from math import ceil
 from pathlib import Path
 
 from thinwire.compressors import Compressor
-from thinwire.tools.bench.harness import print_table
 from thinwire.tools.units import SLOWEST, format_bytes, format_count, format_number, format_rate, format_seconds
 
 from .local import advise_local, boundary, pays_from, predict_local, print_local
 from .methods import BF16, DENSE, FP16, HALVES, Method, methods_for
 from .model import Case, Prediction
+from .shared import print_table
 
 WORTH = 1.05
 """Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
