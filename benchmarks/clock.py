@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
 from thinwire.kernels.recording import Recording, RecordingMemory
 
-Job = Callable[[], object]
-Call = Callable[[int], object]
+Job = Callable[[], Any]
+Call = Callable[[int], Any]
 """A timed function. Its argument is the index of the set of buffers that it works on."""
 
 BURST = 3

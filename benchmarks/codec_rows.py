@@ -170,8 +170,8 @@ def check(given: Compressor, gradient: Tensor, residual: Tensor) -> None:
         results.append([kept, one, many, added])
     names = "commit: residual", "decode of 1: result", f"decode of {PAYLOADS}: result", "accumulate: result"
     for name, mine, theirs in zip(names, *results, strict=True):
-        near = {"rtol": 2 * torch.finfo(residual.dtype).eps, "atol": 1e-30}
-        if not (name.startswith("accumulate") and torch.allclose(mine, theirs, **near)):  # product and sum may fuse
+        rtol = 2 * torch.finfo(residual.dtype).eps  # a product and a sum may fuse
+        if not (name.startswith("accumulate") and torch.allclose(mine, theirs, rtol=rtol, atol=1e-30)):
             _same(name, mine, theirs)
 
 

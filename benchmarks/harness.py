@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from thinwire.tools.links import LARGEST_WORLD
-from thinwire.tools.record import Line, Writer, conditions, read_lines
+from thinwire.tools.record import Line as Line
+from thinwire.tools.record import Writer, conditions, read_lines
 
 if TYPE_CHECKING:
     from tyro.conf import arg as arg

@@ -1,6 +1,5 @@
-"""`thinwire bench link`: real ranks over shaped links, through the installed command."""
+"""`python -m benchmarks link`: real ranks over shaped links."""
 
-import json
 import os
 import re
 import signal
@@ -11,75 +10,70 @@ import pytest
 import torch
 
 import thinwire
+from benchmarks import link_steps, namespaces
+from benchmarks.__main__ import main
+from benchmarks.harness import Line, Progress, read
+from benchmarks.link import Options
+from benchmarks.methods import TOPK, parse
 from support.loaded import start_command
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import living
-from thinwire.tools import cli, record
-from thinwire.tools.bench.harness import Progress, command_line
-from thinwire.tools.bench.link import Options, rounds
 from thinwire.tools.workers import WorkerError
 
-OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"
+OURS, QUANTIZED = f"thinwire.AdamW {TOPK}", "attach quantize:bits=8"
+PROGRAM = "benchmarks.__main__"
 WIDTH = 72
-"""Of 400,000 parameters, as settings.py rounds it, for both models."""
+"""Of 400,000 parameters, rounded to a multiple of 8, for both models."""
 WEIGHTS, SMALL = 6 * 12 * WIDTH * WIDTH, 6 * 13 * WIDTH
 """Elements of six blocks of a GPT: matrices, and what is so small that thinwire sends it in 8 bits."""
 
 
-def measure(rows: Path, *arguments: str) -> tuple[str, dict[str, record.Line]]:
+def measured(rows: Path, *arguments: str) -> tuple[str, dict[str, Line]]:
     """What the command printed, and its rows by method; no namespace of it is left."""
     out, err = rows.with_suffix(".out"), rows.with_suffix(".err")
-    given = ["bench", "link", "--parameters", "4e5", "--batch", "4", "--out", str(rows), *arguments]
-    with start_command(*given, out=out, err=err) as process:
+    given = ["link", "--parameters", "4e5", "--batch", "4", "--out", str(rows), *arguments]
+    with start_command(*given, out=out, err=err, program=PROGRAM) as process:
         assert process.wait(200) == 0, err.read_text()
     assert not ours(process.pid)
-    return out.read_text(), {row["method"]: row for row in record.read(rows)}
+    return out.read_text(), {row["method"]: row for row in read(rows)}
 
 
 @pytest.mark.usefixtures("untouched")
 def test_bytes_on_the_interface_are_those_that_each_method_sends(tmp_path: Path) -> None:
     methods = ["no communication", "dense", "fp16 hook", "bf16", QUANTIZED, OURS]
-    printed, found = measure(tmp_path / "rows.jsonl", "--rates", "100mbit", "--steps", "4", "--methods", *methods)
+    printed, found = measured(tmp_path / "rows.jsonl", "--rates", "100mbit", "--steps", "4", "--methods", *methods)
     assert list(found) == methods
     sent = {method: row["bytes_per_step"] for method, row in found.items()}
     assert sent["no communication"] < 1000
     expected = {method: each * (WEIGHTS + SMALL) for method, each in (("dense", 4), ("fp16 hook", 2), ("bf16", 2))}
+    small = thinwire.Quantize(bits=8).nbytes(SMALL)
     for method in (QUANTIZED, OURS):
-        expected[method] = thinwire.compressor(method.split()[1]).nbytes(WEIGHTS) + thinwire.Quantize(bits=8).nbytes(
-            SMALL
-        )
+        expected[method] = thinwire.compressor(method.split()[1]).nbytes(WEIGHTS) + small
     for method, payload in expected.items():
         assert payload < sent[method] < 1.1 * payload + 2000, method  # TCP's and Ethernet's headers take 6 %
     assert found["dense"]["ms"] > 0.9e3 * 8 * 4 * WEIGHTS / 100e6  # not faster than its link
     assert found["dense"]["steps"] == 4
     for method in methods:
-        assert re.search(rf"{re.escape(method)} +[\d,.]+ +[\d,.]+ +[\d.]+", printed), printed
+        assert re.search(rf"^\| \**{re.escape(method)}\** \| [\d,.]+ ", printed, re.MULTILINE), printed
 
 
-def test_through_a_relay_between_three_ranks_with_a_timeline(tmp_path: Path) -> None:
-    trace = tmp_path / "timeline.json"
+def test_through_a_relay_between_three_ranks(tmp_path: Path) -> None:
     methods = ["dense", "attach topk:ratio=1/16,bits=4", "thinwire.SGD quantize:bits=4"]
     arguments = ["--relay", "--worlds", "3", "--model", "cnn", "--rates", "1gbit", "--steps", "2"]
-    printed, found = measure(tmp_path / "rows.jsonl", *arguments, "--timeline", str(trace), "--methods", *methods)
+    _, found = measured(tmp_path / "rows.jsonl", *arguments, "--methods", *methods)
     assert list(found) == methods
     ring = 2 * 2 / 3 * 4 * 8 * (9 * WIDTH * WIDTH + WIDTH)
     assert ring < found["dense"]["bytes_per_step"] < ring + 0.01 * ring  # no headers of TCP, and little of gloo's
     conditions = found["dense"]["conditions"]
     assert conditions["links"] == "relay"
-    assert f"--timeline {trace}" in conditions["command"]
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {
-        kind: [one["args"]["name"] for one in events if one["name"] == kind] for kind in ("process_name", "thread_name")
-    }
-    assert [name.partition(", 1gbit, 3 ranks: ")[0] for name in names["process_name"]] == methods[1:]
-    assert any(name.startswith("bucket 1, ") for name in names["thread_name"])
-    assert str(trace) in printed
+    assert "--worlds 3 --methods dense" in conditions["command"]
 
 
 def test_rounds_and_what_auto_chooses(tmp_path: Path) -> None:
     """In two rounds; auto is there once it has chosen, and then sends either all of it or a byte for each element."""
     methods = ["dense", "attach auto"]
-    _, found = measure(tmp_path / "rows.jsonl", "--rates", "1gbit", "--steps", "7", "--methods", *methods)
+    arguments = ["--relay", "--rates", "1gbit", "--steps", "7", "--methods", *methods]
+    _, found = measured(tmp_path / "rows.jsonl", *arguments)
     assert {method: found[method]["steps"] for method in methods} == dict.fromkeys(methods, 7)
     dense, auto = (found[method]["bytes_per_step"] for method in methods)
     assert 4 * (WEIGHTS + SMALL) < dense < 1.1 * 4 * (WEIGHTS + SMALL)
@@ -87,18 +81,52 @@ def test_rounds_and_what_auto_chooses(tmp_path: Path) -> None:
     assert eighth < auto < 1.01 * dense
 
 
+def test_rows_of_local_steps_are_means_of_whole_rounds(tmp_path: Path) -> None:
+    methods = "no communication", "local steps 4", "local steps 4;delay=2"
+    arguments = ["--rates", "100mbit,20ms", "--relay", "--steps", "4", "--methods", *methods]
+    printed, found = measured(tmp_path / "rows.jsonl", *arguments)
+    assert "the relay delivers each byte half of it after it was sent" in printed
+    nothing, plain, delayed = found.values()
+    assert [row["statistic"] for row in (nothing, plain, delayed)] == ["median", "mean", "mean"]
+    assert [row["steps"] for row in (plain, delayed)] == [4, 4]
+    assert plain["ms"] == plain["ms_mean"] >= 20 / 2 / 4, "each round waits for a message"
+    payload = thinwire.compressor(TOPK).nbytes(WEIGHTS, torch.float32)
+    assert payload / 4 < plain["bytes_per_step"] < 1.5 * payload / 4 + 2000
+
+
+def test_steps_are_rounded_to_whole_rounds() -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Ranks:
+        def ask(self, name: str, *args: Any, limit: float) -> list[Any]:
+            asked.append((name, args[0]))
+            return [1.0] if name == "warm_up" else [[1.0] * args[0]] if name == "steps" else [None]
+
+    class Net:
+        def sent_bytes(self) -> list[int]:
+            return [0]
+
+    given, net, ranks = Options(rates=("1gbit",)), Net(), Ranks()
+    taken = link_steps.Taken(parse("local steps 8"), "1gbit", 2, 20)
+    while taken.left:
+        link_steps.take_steps(taken, given, net, ranks)  # type: ignore[arg-type]
+    assert [count for name, count in asked if name == "warm_up"] == [16, 16, 16]
+    assert [count for name, count in asked if name == "steps"] == [8, 8, 8]
+    assert taken.row()["steps"] == 24
+
+
 def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """dense was done after one round, but yielded after the method before it, which fails in its second."""
 
-    def take(taken: rounds.Taken, *_: object) -> None:
+    def take(taken: link_steps.Taken, *_: object) -> None:
         if taken.steps:
             raise WorkerError("rank 1 of 2 was killed")
         taken.samples, taken.steps, taken.left = [1.0], 1, int(taken.method.text != "dense")
 
-    monkeypatch.setattr(rounds, "take_steps", take)
+    monkeypatch.setattr(link_steps, "take_steps", take)
     given = Options(methods=("no communication", "dense"), steps=2)
     nobody: Any = None
-    rows = rounds.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
+    rows = link_steps.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
     assert [next(rows)["method"], next(rows)["method"]] == ["no communication", "dense"]
     with pytest.raises(WorkerError):
         next(rows)
@@ -108,8 +136,8 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_command_can_be_stopped_at_any_time(number: signal.Signals) -> None:
     """No namespace and no rank stays; a ^C on a terminal goes to all processes of the command at once."""
-    arguments = ["--rates", "100mbit", "--parameters", "1e5", "--steps", "1000000", "--methods", "no communication"]
-    with start_command("bench", "link", *arguments, out=os.devnull, err=os.devnull) as process:
+    given = ["--rates", "100mbit", "--parameters", "1e5", "--steps", "1000000", "--methods", "no communication"]
+    with start_command("link", *given, out=os.devnull, err=os.devnull, program=PROGRAM) as process:
         switch = FOLDER / f"thinwire-{process.pid}-switch"
         wait_until(lambda: switch.exists() and len(_processes(process.pid)) >= 4, 60)
         if number == signal.SIGINT:
@@ -125,46 +153,18 @@ def _processes(leader: int) -> list[int]:
     return [pid for pid, session in living() if session == leader]
 
 
-NONSENSE = [
-    (["--rates", "fast"], "rate 'fast', expected bits per second from 100kbit to 1000gbit"),
-    (["--rates", "0gbit"], "rate '0gbit'"),
-    (["--rates", "1gbit,1min"], "link '1gbit,1min', expected a rate, or a rate and a round-trip time above 0"),
-    (["--relay", "--rates", "10gbit,1ms"], "--relay --rates 10gbit,1ms, expected 2gbit or less"),
-    (["--rates", "1gbit", "1gbit"], "--rates 1gbit 1gbit, expected one or more, each once"),
-    (["--relay", "--rates", "10gbit"], "--relay --rates 10gbit, expected 2gbit or less"),
-    (["--worlds", "1"], "--worlds 1, expected 2 to 64"),
-    (["--worlds", "two"], "--worlds"),
-    (["--methods", "help"], "method 'help' is unknown, expected one of: no communication, dense"),
-    (["--methods", "attach"], "method 'attach' is unknown, expected one of"),
-    (["--methods", "powersgd package"], "pip install git+https://github.com/epfml/powersgd.git"),
-    (["--relay", "--methods", "attach gzip"], "gzip"),
-    (["--relay", "--methods", "thinwire.AdamW topk:ratio=2"], "ratio"),
-    (["--model", "rnn"], "--model"),
-    (["--steps", "0"], "--steps 0, expected 1 or more"),
-    (["--batch", "-1"], "--batch -1, expected 1 or more"),
-    (["--parameters", "-3"], "--parameters -3, expected 1e4 to 1e9"),
-    (["--parameters", "nan"], "--parameters nan, expected 1e4 to 1e9"),
-    (["--out", "/nowhere/rows.jsonl"], "--out /nowhere/rows.jsonl, expected a file in an existing folder"),
-    (["--timeline", "/"], "--timeline /, expected a file in an existing folder"),
-    (
-        ["--relay", "--methods", "dense", "--timeline", "t.json"],
-        "--timeline t.json, expected one of thinwire's --methods",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), NONSENSE)
-def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "link", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_the_command_of_some_options_makes_them_again() -> None:
-    options = Options(
-        rates=("1gbit",), methods=("fp16 hook", OURS), parameters=1.5e6, relay=True, out=Path("a b.jsonl")
-    )
-    text = command_line("bench link", options)
-    assert text.endswith("--parameters 1.5e6 --relay --out 'a b.jsonl'")
-    assert command_line("bench link", Options()) == "thinwire bench link"
+def test_without_root_or_tools_a_relay_is_offered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    for tools, message in (
+        ("/sbin/ip", "network namespaces need root, and this is not root; --relay needs no rights and no tools"),
+        (None, "ip and tc not found: install iproute2; --relay"),
+    ):
+        monkeypatch.setattr(namespaces.shutil, "which", lambda name, tools=tools: tools)
+        assert main(["link"]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert "10gbit" in Options.defaults([]).rates
+    assert "10gbit" not in Options.defaults(["--relay"]).rates, "for which a relay is too slow"

@@ -1,32 +1,38 @@
 """The recipe benchmark: real trainings of a few steps, by processes and by threads; no assertion on seconds."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.commands import assert_help_loads_no_torch, assert_refused
+import thinwire
+from benchmarks import trainer
+from benchmarks.__main__ import main
+from benchmarks.gradients import Threads
+from benchmarks.harness import Progress, Row, read
+from benchmarks.methods import BY_LOSS, TOPK
+from benchmarks.recipe import Options, show
+from benchmarks.trainer import Trainer, measure
 from support.loaded import run_command
 from thinwire.collectives.cost import ring
-from thinwire.tools import cli, record
-from thinwire.tools.bench.harness import Progress, Row
-from thinwire.tools.bench.methods import BY_LOSS
-from thinwire.tools.bench.recipe import Options, show, trainer
-from thinwire.tools.bench.recipe.gradients import Threads
-from thinwire.tools.bench.recipe.trainer import Trainer, measure
-from thinwire.tools.bench.training import check
+from thinwire.testing import RankPool
+from thinwire.tools.train.data import Batch, Text
 from thinwire.tools.workers import WorkerError
 
-SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "6"]
-TINY = "gpt:width=32,context=8"
-PARAMETERS = 256 * 64 + 16 * 64 + 12 * 64 * 64 + 3 * 64
-"""Of that GPT: embeddings, the matrices of a block, and three norms."""
+SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2"]
+TINY = "gpt:layers=1,width=32,context=8"
+LARGE_NUMEL, SMALL_NUMEL = 256 * 64 + 12 * 64 * 64, 16 * 64 + 3 * 64
+"""Of that GPT: its embedding of bytes and the matrices of a block; of positions, and three norms, sent in 8 bits."""
+PARAMETERS = LARGE_NUMEL + SMALL_NUMEL
 
 
-def rows_of(path: Path) -> dict[str, dict[str, Any]]:
-    return {line["method"]: line for line in record.read(path)}
+def train(path: Path, *arguments: object) -> dict[str, dict[str, Any]]:
+    """The rows of ranks that are threads, by method."""
+    assert main(["recipe", *SMALL, "--simulate", *map(str, arguments), "--out", str(path)]) == 0
+    rows = {line["method"]: line for line in read(path)}
+    assert all(row["fault"] is None for row in rows.values())
+    return rows
 
 
 # Whole runs ---------------------------------------------------------------------------------------------------------
@@ -34,16 +40,17 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_every_method_between_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    result = run_command("bench", "recipe", *SMALL, "--warmup-steps", "2", "--out", str(path))
-    assert result.returncode == 0, result.stderr + result.stdout
-    rows = rows_of(path)
+    given = ["recipe", *SMALL, "--steps", "6", "--warmup-steps", "2", "--out", str(path)]
+    done = run_command(*given, program="benchmarks.__main__")
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = {line["method"]: line for line in read(path)}
     assert list(rows) == list(BY_LOSS)
     ring = 4 * PARAMETERS  # 2 (P - 1) / P is 1 for two ranks
     for name, row in rows.items():
         assert row["fault"] is None, name
         assert row["dense_per_step"] == ring
         assert "thinwire" in name or 3 < row["loss"] < 6, name  # two steps are no warm-up for a second moment
-        assert name in result.stdout
+        assert name in done.stdout
         assert row["conditions"]["parameters"] == PARAMETERS
     for name in ("adamw dense", "sgd dense"):
         assert rows[name]["bytes_total"] == 6 * ring
@@ -61,8 +68,7 @@ def test_every_method_between_two_processes(tmp_path: Path) -> None:
     for name in ("adamw thinwire", "sgd thinwire", "adamw textbook topk", "sgd textbook topk"):
         assert rows[name]["reduction_per_step"] > 20, name
         assert 8 < rows[name]["reduction"] < rows[name]["reduction_per_step"]
-    assert "\x1b" not in result.stdout + result.stderr
-    assert "Warning" not in result.stderr
+    assert "Warning" not in done.stderr
 
 
 @pytest.mark.slow
@@ -70,149 +76,87 @@ def test_every_method_between_two_processes(tmp_path: Path) -> None:
 def test_behind_links_loss_over_time_is_recorded_and_drawn(tmp_path: Path) -> None:
     path, plot = tmp_path / "rows.jsonl", tmp_path / "time.svg"
     methods = ["adamw dense", "adamw thinwire"]
-    given = [*SMALL, "--methods", *methods, "--link", "20mbit", "--out", str(path)]
-    result = run_command("bench", "recipe", *given)
-    assert result.returncode == 0, result.stderr + result.stdout
-    for row in record.read(path):
+    given = ["recipe", *SMALL, "--steps", "6", "--methods", *methods, "--link", "20mbit", "--out", str(path)]
+    done = run_command(*given, program="benchmarks.__main__")
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = list(read(path))
+    for row in rows:
         assert row["conditions"]["link"] == "20mbit"
         assert [step for step, _ in row["losses"]] == [1, 2, 3, 4, 5, 6], "more often than without links"
         assert row["times"] == sorted(row["times"])
         assert row["times"][-1] == row["seconds"]
-    dense = rows_of(path)["adamw dense"]
-    assert dense["seconds"] >= 0.9 * 8 * dense["bytes_total"] / 20e6, "no more passes than the link carries"
-    assert cli.main(["bench", "results", str(path), "--plot", str(plot)]) == 0
+    assert rows[0]["seconds"] >= 0.9 * 8 * rows[0]["bytes_total"] / 20e6, "no more passes than the link carries"
+    assert main(["results", str(path), "--plot", str(plot)]) == 0
     drawn = plot.read_text()
     assert "2 ranks behind links of 20mbit" in drawn
     assert all(f"{method}: " in drawn for method in methods)
-    assert "seconds of training" in drawn
 
 
 def test_threads_in_place_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    options = [*SMALL, "--workers", "3", "--warmup-steps", "2", "--simulate", "--out", str(path)]
-    assert cli.main(["bench", "recipe", *options]) == 0
-    output = capsys.readouterr()
-    assert "3 ranks (threads of one process)" in output.out
-    rows = rows_of(path)
-    assert list(rows) == list(BY_LOSS)
-    assert rows["adamw fp16 hook"]["bytes_total"] == pytest.approx(6 * ring(2 * PARAMETERS, 3))
-    assert rows["adamw powersgd rank 1"]["reduction_per_step"] > rows["adamw powersgd rank 4"]["reduction_per_step"] > 5
+    rows = train(tmp_path / "rows.jsonl", "--steps", 6, "--workers", 3, "--warmup-steps", 2)
+    assert "3 ranks (threads of one process)" in capsys.readouterr().out
+    assert list(rows) == [one.text for one in Options(simulate=True).chosen]
     assert all(3 < row["loss"] < 6 for name, row in rows.items() if "thinwire" not in name)
     for name in ("adamw dense", "sgd dense"):
         assert rows[name]["bytes_per_step"] == pytest.approx(ring(4 * PARAMETERS, 3), abs=1)
         assert rows[name]["bytes_total"] == pytest.approx(6 * 4 / 3 * 4 * PARAMETERS)
-    assert all(row["fault"] is None for row in rows.values())
 
 
-@pytest.mark.slow
-def test_the_cnn_and_several_seeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    size = ["--model", "cnn:width=8", "--steps", "10", "--simulate"]
-    options = ["--methods", "sgd dense", "sgd dense;lr=0.01", "--seeds", "1", "2", "--out", str(path)]
-    assert cli.main(["bench", "recipe", *size, *options]) == 0
-    rows = list(record.read(path))
-    assert [(row["method"], row["seed"]) for row in rows] == [
-        (name, seed) for name in ("sgd dense", "sgd dense;lr=0.01") for seed in (1, 2)
-    ]
+def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, path = tmp_path / "text.txt", tmp_path / "rows.jsonl"
+    text.write_bytes(bytes(range(256)) * 100)
+    learnt = train(path, "--steps", 30, "--methods", "adamw dense;lr=1e-2", "--data-dir", text)
+    assert learnt["adamw dense;lr=1e-2"]["loss"] < 4.5, "what comes next is easy to learn: below the 5.5 of a guess"
+    train(path, "--steps", 10, "--methods", "sgd dense", "sgd dense;lr=0.01", "--seeds", 1, 2, "--bf16")
+    rows = list(read(path))
+    names = [(name, seed) for name in ("sgd dense", "sgd dense;lr=0.01") for seed in (1, 2)]
+    assert [(row["method"], row["seed"]) for row in rows] == names
     assert len({row["loss"] for row in rows}) == 4
     assert all([step for step, _ in row["losses"]] == [2, 4, 6, 8, 10] for row in rows)
-    assert "min-max" in capsys.readouterr().out
+    capsys.readouterr()
+    show([{**rows[0], "loss": None}, *rows[2:]], rows[0]["conditions"])
+    printed = capsys.readouterr().out
+    assert "diverged" in printed
+    assert "seeds [1, 2]" in printed
 
 
-# What is asked for --------------------------------------------------------------------------------------------------
+# Local steps --------------------------------------------------------------------------------------------------------
 
 
-def test_the_help_names_every_method() -> None:
-    text = Path(sys.modules[Options.__module__].__file__ or "").read_text()
-    listed = text.partition("all, or some of: ")[2].partition('."""')[0]
-    assert " ".join(listed.split()).split(", ") == list(BY_LOSS)
+def test_a_round_of_one_step_without_compression_is_dense_training(tmp_path: Path) -> None:
+    """The mean of what SGD makes of each gradient is what it makes of their mean."""
+    methods = "sgd dense", "sgd local steps 1 none", "sgd local steps 5 none"
+    rows = train(tmp_path / "rows.jsonl", "--steps", 5, "--methods", *methods)
+    dense, each, last = (rows[name]["losses"] for name in methods)
+    assert [step for step, _ in dense] == [step for step, _ in each] == [1, 2, 3, 4, 5]
+    assert [loss for _, loss in each] == pytest.approx([loss for _, loss in dense], rel=1e-4)
+    assert [step for step, _ in last] == [5]
+    assert last[0][1] != pytest.approx(dense[-1][1], rel=1e-6), "ranks have gone apart for five steps"
 
 
-def test_a_method_with_options() -> None:
-    chosen = check("adamw thinwire; betas=0.7,0.999;compressor=topk:ratio=1/256,bits=4 ;max_grad_norm=None")
-    assert (chosen.family, chosen.name, chosen.spec) == ("adamw", "thinwire.AdamW", "topk:ratio=1/256,bits=4")
-    assert chosen.options == {"betas": (0.7, 0.999), "max_grad_norm": None}
-    other = check("sgd textbook topk;compressor=quantize:bits=4;momentum=0.5")
-    assert (other.name, other.spec, other.options) == ("attach", "quantize:bits=4", {"momentum": 0.5})
+def test_bytes_are_those_of_whole_rounds_and_ranks_end_alike(tmp_path: Path) -> None:
+    names = ("adamw local steps 4", "adamw local steps 8", "adamw local steps 4;fragments=2;delay=2")
+    rows = train(
+        tmp_path / "rows.jsonl", "--steps", 16, "--methods", *names, "muon dense", "muon local steps 4 quantize:bits=2"
+    )
+    four, eight, parts, muon = (row for name, row in rows.items() if "local" in name)
+    assert four["bytes_total"] == 2 * eight["bytes_total"]
+    payload = thinwire.compressor(TOPK).nbytes(LARGE_NUMEL, torch.float32) + thinwire.Quantize(bits=8).nbytes(
+        SMALL_NUMEL
+    )
+    assert four["bytes_total"] == pytest.approx(4 * payload, rel=0.02)
+    assert four["sent"] == [four["bytes_total"] * step / 16 for step, _ in four["losses"]]
+    assert [step for step, _ in eight["losses"]] == [8, 16]
+    assert parts["bytes_total"] >= four["bytes_total"]
+    assert muon["family"] == "muon"
 
 
-def test_the_warm_up_of_a_method_is_its_own() -> None:
-    """PowerSGD has two dense steps at least, and 8 bits are no warm-up of 8 bits."""
-    found = {text: check(text).warmup(1) for text in (*BY_LOSS, "adamw thinwire;warmup_steps=9", "attach none")}
-    own = {"adamw powersgd rank 1": 2, "adamw powersgd rank 4": 2, "adamw thinwire;warmup_steps=9": 9}
-    without = ("dense", "fp16 hook", "8-bit", "none")
-    assert found == {text: own.get(text, 0 if text.endswith(without) else 1) for text in found}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "adamw zip"], "method 'adamw zip' is unknown, expected one of: no communication, dense, "),
-        (
-            ["--methods", "adamw dense;compressor=none"],
-            "option 'compressor' of method 'adamw dense', expected one of: ",
-        ),
-        (["--methods", "adamw dense;lr"], "option 'lr' of method 'adamw dense', expected key=value"),
-        (["--methods"], "--methods without a method"),
-        (["--model", "llama"], "model 'llama' in 'llama' is unknown, expected one of gpt, cnn"),
-        (["--model", "gpt:heads=3"], "width 128 with 3 heads, expected a multiple of the heads"),
-        (["--model", "cnn:width=wide"], "'width=wide' in 'cnn:width=wide', expected key=value with a whole number"),
-        (["--workers", "1"], "--workers 1, expected 2 to 64"),
-        (["--batch", "0"], "--batch 0, expected 1 or more"),
-        (["--steps", "0"], "--steps 0, expected 1 or more"),
-        (["--steps", "5", "--warmup-steps", "5"], "--warmup-steps 5, expected 0 or more, and fewer than the 5 steps"),
-        (["--lr", "0", "1"], "--lr 0 1, expected two numbers above 0"),
-        (["--seeds"], "--seeds without a seed"),
-        (["--link", "fast"], "rate 'fast', expected bits per second"),
-        (["--link", "1gbit", "--simulate"], "--link with --simulate"),
-        (["--out", "/nonexistent/rows.jsonl"], "/nonexistent/rows.jsonl"),
-        pytest.param(
-            ["--device", "cuda"],
-            "--device cuda, but torch finds no CUDA device here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-    ],
-)
-def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused("bench recipe", arguments, message, capsys)
-
-
-def test_help_does_not_load_torch() -> None:
-    assert_help_loads_no_torch("bench recipe")
-
-
-# What is made of it -------------------------------------------------------------------------------------------------
-
-
-def row(text: str, loss: float | None) -> Row:
-    sent = {"bytes_total": 50.0, "bytes_per_step": 2.0, "reduction": 20.0, "reduction_per_step": 50.0}
-    return {
-        **sent, "method": text, "family": text.split()[0], "seed": 0, "loss": loss, "accuracy": 0.5, "seconds": 1.0,
-    }  # fmt: skip
-
-
-def test_ranks_that_end_with_different_weights_end_in_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(trainer, "Trainer", DriftingTrainer)
-    assert cli.main(["bench", "recipe", *SMALL, "--simulate", "--methods", "adamw dense"]) == 1
-    assert "FAILED, adamw dense, seed 0: ranks ended with different weights" in capsys.readouterr().err
+# Ranks --------------------------------------------------------------------------------------------------------------
 
 
 class DriftingTrainer(Trainer):
     def checksum(self) -> int:
         return self._rank
-
-
-def test_a_training_that_diverges_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    show([row("adamw dense", 2.0), row("adamw dense;lr=9", loss=None)], Options(model=TINY).record())
-    assert "diverged" in capsys.readouterr().out
-
-
-def test_a_rank_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(trainer, "Trainer", FailingTrainer)
-    assert cli.main(["bench", "recipe", *SMALL, "--simulate", "--methods", "adamw dense"]) == 1
-    assert capsys.readouterr().err == "thinwire bench recipe: FAILED, rank 1 of 2 raised KeyError: 'no more data'\n"
 
 
 class FailingTrainer(Trainer):
@@ -222,21 +166,26 @@ class FailingTrainer(Trainer):
         return super().advance(until)
 
 
+def test_what_goes_wrong_on_ranks_ends_in_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["recipe", *SMALL, "--steps", "6", "--simulate", "--methods", "adamw dense"]
+    monkeypatch.setattr(trainer, "Trainer", DriftingTrainer)
+    assert main(given) == 1
+    assert "FAILED, adamw dense, seed 0: ranks ended with different weights" in capsys.readouterr().err
+    monkeypatch.setattr(trainer, "Trainer", FailingTrainer)
+    assert main(given) == 1
+    failed = "python -m benchmarks recipe: FAILED, rank 1 of 2 raised KeyError: 'no more data'\n"
+    assert capsys.readouterr().err == failed
+
+
 def test_the_same_seed_gives_the_same_loss() -> None:
     given = Options(methods=("adamw dense",), steps=3, batch=2, model=TINY, simulate=True)
-    losses = []
+    losses: list[Row] = []
     for _ in range(2):
-        with Threads() as ranks, Progress(1) as progress:
-            losses += [row["loss"] for row in measure(given, ranks, progress)]
+        with Threads() as ranks:
+            losses += [row["loss"] for row in measure(given, ranks, Progress(1))]
     assert losses[0] == losses[1]
-
-
-def test_threads_name_the_rank_that_failed() -> None:
-    with Threads() as ranks:
-        ranks.form(2, Odd)
-        assert ranks.ask("give", 3) == [3, 4]
-        with pytest.raises(WorkerError, match="rank 1 of 2 raised ZeroDivisionError: division by zero"):
-            ranks.ask("divide")
 
 
 class Odd:
@@ -248,3 +197,56 @@ class Odd:
 
     def divide(self) -> float:
         return 1 / (1 - self.rank)
+
+
+def test_threads_name_the_rank_that_failed() -> None:
+    with Threads() as ranks:
+        ranks.form(2, Odd)
+        assert ranks.ask("give", 3) == [3, 4]
+        with pytest.raises(WorkerError, match="rank 1 of 2 raised ZeroDivisionError: division by zero"):
+            ranks.ask("divide")
+
+
+class Recorder(Text):
+    """Remembers where its batches began."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.taken: list[tuple[int, int, int]] = []
+
+    def batch(self, start: int, size: int, seed: int) -> Batch:
+        self.taken.append((start, size, seed))
+        return super().batch(start, size, seed)
+
+
+class RecordingTrainer(Trainer):
+    def taken(self) -> list[tuple[int, int, int]]:
+        assert isinstance(self._data, Recorder)
+        return self._data.taken
+
+    def record(self) -> None:
+        self._data = Recorder()
+
+
+def taken_by(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY)
+    made = RecordingTrainer(rank, world_size, given)
+    made.record()
+    made.start(given.chosen[0], 5)
+    made.advance(3)
+    return made.taken()
+
+
+def test_ranks_share_the_stream_of_samples(ranks: RankPool) -> None:
+    first, second = ranks.run(taken_by, 2)
+    assert first == [(0, 3, 5), (6, 3, 5), (12, 3, 5)]
+    assert second == [(3, 3, 5), (9, 3, 5), (15, 3, 5)]
+    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY, simulate=True)
+    with Threads() as threads:  # the first takes the batches of all
+        threads.form(2, RecordingTrainer, given)
+        threads.ask("record")
+        threads.ask("start", given.chosen[0], 5)
+        threads.ask("advance", 3)
+        first, second = threads.ask("taken")
+    assert first == [(0, 6, 5), (6, 6, 5), (12, 6, 5)]
+    assert second == []

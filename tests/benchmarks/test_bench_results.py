@@ -1,4 +1,4 @@
-"""`thinwire bench results` of rows of bench recipe: tables and a plot of loss over bytes, of rows that are known."""
+"""`python -m benchmarks results`: tables, and a plot of loss over bytes, of rows that are known."""
 
 import json
 import sys
@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.results import MARKS
 from support.processes import run_python
-from thinwire.tools import cli
-from thinwire.tools.bench.results import MARKS
 
 SAMPLES, PARAMETERS = 64, 10_000_000
 CONDITIONS = {
@@ -64,7 +64,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def results(*arguments: object) -> int:
-    return cli.main(["bench", "results", *map(str, arguments)])
+    return main(["results", *map(str, arguments)])
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -99,16 +99,16 @@ def test_the_tables_stand_between_their_own_marks(files: list[Path], tmp_path: P
     readme, plot = tmp_path / "README.md", tmp_path / "loss.svg"
     links = f"{BEGIN}\nof links\n{END}"
     readme.write_text(f"before\n{links}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
-    arguments = ["bench", "results", *map(str, files), "--readme", str(readme), "--plot", str(plot)]
-    assert cli.main(arguments) == 0
+    arguments = ["results", *map(str, files), "--readme", str(readme), "--plot", str(plot)]
+    assert main(arguments) == 0
     text = readme.read_text()
     assert text.startswith(f"before\n{links}\n{LOSS_BEGIN}\n![")
     assert text.endswith(f"\n{LOSS_END}\nafter\n")
     assert "old" not in text
     assert "](loss.svg)" in text
     assert "Rows: [recipe-2.jsonl](recipe-2.jsonl), [recipe-8.jsonl](recipe-8.jsonl)." in text
-    assert f"`thinwire {' '.join(arguments)}`" in text
-    assert cli.main(arguments) == 0
+    assert f"`python -m benchmarks {' '.join(arguments)}`" in text
+    assert main(arguments) == 0
     assert readme.read_text() == text, "a second time changes nothing"
 
 
@@ -149,7 +149,7 @@ def test_without_matplotlib_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert results(*files, "--plot", tmp_path / "loss.svg") == 2
-    assert "pip install 'thinwire[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,10 +180,6 @@ def test_dense_of_the_same_world_size_counts_if_there_is_one(
     assert cells["adamw thinwire, 2"][0] == "1.200 (+0.0 % / +0.0 %)"
     assert cells["adamw thinwire, 8"][0] == "1.200 (-20.0 % / -20.0 %)"
 
-
-def test_dense_of_a_model_with_batch_norms_is_not_that_of_another_world_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     model = {"model": "resnet18", "config": {"width": 32}}
     lines = [conditions(2, **model), row("sgd dense", 2, 1.2), row("sgd dense;lr=0.1", 2, 1.1)]
     lines += [conditions(8, **model), row("sgd dense", 8, 1.5), row("sgd thinwire;lr=0.1", 8, 1.2, 80.0)]
@@ -211,7 +207,7 @@ def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cells["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
 
 
-RECIPE = "expected what thinwire bench recipe --out wrote"
+RECIPE = "expected what python -m benchmarks recipe --out wrote"
 ONE = row("adamw thinwire", 2, 1.1, 80.0)
 
 
@@ -219,70 +215,135 @@ def without(line: dict[str, object], key: str) -> dict[str, object]:
     return {name: value for name, value in line.items() if name != key}
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([ONE], "rows.jsonl:1: a line of kind 'recipe' before any conditions"),
-        ([without(conditions(2), "workers"), ONE], f"conditions without workers, {RECIPE}"),
-        ([conditions(2), without(ONE, "bytes_total")], f"a row without bytes_total, {RECIPE}"),
-        ([conditions(2), ONE, {"kind": "prototype"}], f"a line of kind 'prototype', {RECIPE}"),
-        (
-            [conditions(2), ONE],
-            "no training by 'adamw dense' that ended in a number, for gpt (layers=6, width=384), 1000 steps of 64 "
-            "samples, to compare with: adamw thinwire; add its file, or run thinwire bench recipe --methods "
-            "'adamw dense'",
-        ),
-        ([conditions(2), ONE, row("adamw dense", 2, None)], "no training by 'adamw dense' that ended in a number"),
-        ([conditions(2), ONE, row("sgd dense", 2, 1.0)], "no training by 'adamw dense' that ended in a number"),
-        (
-            [conditions(2), row("adamw dense;lr=high", 2, 1.0)],
-            "learning rate 'high' of 'adamw dense;lr=high', expected a",
-        ),
-    ],
-)
-def test_broken_rows_are_one_line(
-    lines: list[dict[str, Any]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+BROKEN: list[tuple[list[dict[str, Any]], str]] = [
+    ([ONE], "rows.jsonl:1: a line of kind 'recipe' before any conditions"),
+    ([without(conditions(2), "workers"), ONE], f"conditions without workers, {RECIPE}"),
+    ([conditions(2), without(ONE, "bytes_total")], f"a row without bytes_total, {RECIPE}"),
+    ([conditions(2), ONE, {"kind": "prototype"}], f"a line of kind 'prototype', {RECIPE}"),
+    (
+        [conditions(2), ONE],
+        "no training by 'adamw dense' that ended in a number, for gpt (layers=6, width=384), 1000 steps of 64 "
+        "samples, to compare with: adamw thinwire; add its file, or run python -m benchmarks recipe --methods "
+        "'adamw dense'",
+    ),
+    ([conditions(2), ONE, row("adamw dense", 2, None)], "no training by 'adamw dense' that ended in a number"),
+    ([conditions(2), ONE, row("sgd dense", 2, 1.0)], "no training by 'adamw dense' that ended in a number"),
+    (
+        [conditions(2), row("adamw dense;lr=high", 2, 1.0)],
+        "learning rate 'high' of 'adamw dense;lr=high', expected a",
+    ),
+]
+
+
+def test_broken_rows_are_one_line(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "loss.svg"
-    assert results(write(tmp_path / "rows.jsonl", *lines), "--plot", plot) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "rows.jsonl" in error
-    assert error.count("\n") == 1
-    assert not plot.exists()
-
-
-def test_an_empty_file_beside_others(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty, alone = tmp_path / "empty.jsonl", write(tmp_path / "alone.jsonl", conditions(2))
-    empty.write_text("")
-    for path in (empty, alone):
-        assert results(*files, path) == 2
-        assert f"{path}: no rows, {RECIPE}" in capsys.readouterr().err
+    for lines, message in BROKEN:
+        assert results(write(tmp_path / "rows.jsonl", *lines), "--plot", plot) == 2, message
+        error = capsys.readouterr().err
+        assert message in error
+        assert "rows.jsonl" in error, message
+        assert error.count("\n") == 1, error
+        assert not plot.exists(), message
+    for lines in ([], [conditions(2)]):
+        assert results(*files, write(tmp_path / "empty.jsonl", *lines)) == 2
+        assert f"empty.jsonl: no rows, {RECIPE}" in capsys.readouterr().err
 
 
 def test_rows_of_both_benchmarks(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     link = write(tmp_path / "link.jsonl", {"kind": "conditions"}, {"kind": "link"})
     assert results(*files, link) == 2
     error = capsys.readouterr().err
-    assert f"has rows of bench recipe and {link} rows of bench link, expected one of both: call it twice" in error
-
-
-def test_rows_as_bench_recipe_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "rows.jsonl")
-    small = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "4", "--simulate"]
-    assert cli.main(["bench", "recipe", *small, "--methods", "adamw dense", "adamw fp16 hook", "--out", path]) == 0
-    capsys.readouterr()
-    assert results(path) == 0
-    cells = table(capsys.readouterr().out)
-    assert cells["adamw dense, 2"][-1] == "1.0x"
-    assert cells["adamw fp16 hook, 2"][-1] == "2.0x"
+    assert f"has rows of recipe, {link} rows of link, expected one: call it twice" in error
 
 
 def test_torch_is_not_loaded(files: list[Path]) -> None:
     script = (
         "import sys\n"
-        "from thinwire.tools.cli import main\n"
-        f"code = main(['bench', 'results', *{[str(file) for file in files]!r}])\n"
+        "from benchmarks.__main__ import main\n"
+        f"code = main(['results', *{[str(file) for file in files]!r}])\n"
         "print('loaded:', code, [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
     )
     assert run_python(script).endswith("loaded: 0 []")
+
+
+# Rows of link -------------------------------------------------------------------------------------------------------
+
+LINK = {
+    "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "cpu": "A CPU", "cores": 2,
+    "load_average": 0.25, "model": "gpt", "parameters": 7.35e6, "batch": 32, "links": "namespaces",
+    "worker_threads": 1, "command": "python -m benchmarks link --worlds 2 4",
+}  # fmt: skip
+TIMES = {"no communication": (30, 20), "dense": (2500, 60), "a <hook>": (1250, 80), "thinwire.AdamW topk": (50, 40)}
+
+
+@pytest.fixture
+def links(tmp_path: Path) -> Path:
+    """Of two worlds; dense sends 29 MB, the reduction of the others is their speed-up at the slow rate."""
+    lines: list[dict[str, object]] = [LINK]
+    for world in (4, 2):
+        for column, rate in enumerate(("100mbit", "10gbit")):
+            for method, times in TIMES.items():
+                sent = 6 if method == "no communication" else 29e6 * times[0] / 2500
+                one = {"kind": "link", "rate": rate, "world": world, "method": method, "bytes_per_step": sent}
+                lines.append({**one, "ms": times[column] * world / 2})
+    return write(tmp_path / "link-gpt.jsonl", *lines)
+
+
+def test_tables_of_links(links: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert results(links, "--readme", readme) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\nafter\n")
+    assert "old" not in text
+    assert text.index("**2 ranks**") < text.index("**4 ranks**")
+    two = text.split("**2 ranks**")[1].split("**4 ranks**")[0]
+    assert "| no communication | 30 | 20 | 0.000 |  |" in two
+    assert "| dense | 2,500 | 60 | 29.000 |  |" in two
+    assert "| a <hook> | 1,250 (2.0x) | 80 (0.75x) | 14.500 | 2.0x |" in two
+    assert "| **thinwire.AdamW topk** | 50 (50x) | 40 (1.5x) | 0.580 | 50x |" in two
+    assert "A CPU, 2 cores, 1 thread for each rank, torch 2.9, gloo, 2026-01-02, load 0.2 at the start" in text
+    assert "[link-gpt.jsonl](link-gpt.jsonl), made by `python -m benchmarks link --worlds 2 4`" in text
+
+
+def test_the_default_is_what_the_repository_keeps(
+    links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert results() == 2
+    assert "no file benchmarks/results/link-gpt-*.jsonl here" in capsys.readouterr().err
+    Path("benchmarks/results").mkdir(parents=True)
+    links.rename("benchmarks/results/link-gpt-2.jsonl")
+    assert results() == 0
+    assert "[benchmarks/results/link-gpt-2.jsonl](benchmarks/results/link-gpt-2.jsonl)" in capsys.readouterr().out
+
+
+def test_refusals_leave_the_readme_as_it_is(links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme, plot = tmp_path / "README.md", tmp_path / "plot.svg"
+    readme.write_text(f"{END}\n{BEGIN}\n")
+    for given, message in (
+        (["--readme", readme], f"has no line {BEGIN}"),
+        (["--readme", readme, "--plot", plot], "of rows of link, expected rows of recipe"),
+    ):
+        assert results(links, *given) == 2
+        assert message in capsys.readouterr().err
+        assert readme.read_text() == f"{END}\n{BEGIN}\n"
+        assert not plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [
+        ("docs/links.md", ["link-gpt-2-4", "link-gpt-8"]),
+        ("docs/local-steps.md", ["recipe-local-h200"]),
+        ("docs/training.md", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
+    ],
+)
+def test_pages_have_the_tables_of_their_rows(page: str, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    assert results(*(root / "benchmarks" / "results" / f"{file}.jsonl" for file in files)) == 0
+    tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(tables) > 4
+    lines = (root / page).read_text().splitlines()
+    assert [line for line in tables if line not in lines] == []

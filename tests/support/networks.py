@@ -1,4 +1,4 @@
-"""Networks of both kinds. Where namespaces cannot be made, their tests are skipped; in CI they fail."""
+"""Fixtures for networks of both kinds. Where namespaces cannot be made, their tests are skipped; in CI they fail."""
 
 import json
 import os
@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from benchmarks import namespaces
 from support.transfer import Build
-from thinwire.tools.links import lab
-from thinwire.tools.links.network import network
 
 
 @pytest.fixture
 def lab_can_be_built() -> None:
-    reason = lab.why_not()
+    reason = namespaces.why_not()
     if reason is not None:
         assert not os.environ.get("CI"), f"in CI the lab must run: {reason}"
         pytest.skip(reason)
@@ -25,7 +24,7 @@ def build(request: pytest.FixtureRequest) -> Build:
     """Makes a network of so many ranks at a rate."""
     if request.param == "namespaces":
         request.getfixturevalue("lab_can_be_built")
-    return lambda ranks, rate: network(ranks, rate, relay=request.param == "relay")
+    return lambda ranks, rate: namespaces.network(ranks, rate, relay=request.param == "relay")
 
 
 @pytest.fixture
