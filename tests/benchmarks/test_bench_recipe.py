@@ -10,15 +10,14 @@ import thinwire
 from benchmarks import trainer
 from benchmarks.__main__ import main
 from benchmarks.gradients import Threads
-from benchmarks.harness import Progress, Row, read
+from benchmarks.harness import read
 from benchmarks.methods import BY_LOSS, TOPK
 from benchmarks.recipe import Options, show
-from benchmarks.trainer import Trainer, measure
+from benchmarks.trainer import Trainer
 from support.loaded import run_command
 from thinwire.collectives.cost import ring
 from thinwire.testing import RankPool
 from thinwire.tools.train.data import Batch, Text
-from thinwire.tools.workers import WorkerError
 
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2"]
 TINY = "gpt:layers=1,width=32,context=8"
@@ -107,7 +106,9 @@ def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.C
     text.write_bytes(bytes(range(256)) * 100)
     learnt = train(path, "--steps", 30, "--methods", "adamw dense;lr=1e-2", "--data-dir", text)
     assert learnt["adamw dense;lr=1e-2"]["loss"] < 4.5, "what comes next is easy to learn: below the 5.5 of a guess"
-    train(path, "--steps", 10, "--methods", "sgd dense", "sgd dense;lr=0.01", "--seeds", 1, 2, "--bf16")
+    given = "--steps", 10, "--methods", "sgd dense", "sgd dense;lr=0.01", "--seeds", 1, 2, "--bf16"
+    again = train(path, *given)
+    assert train(path, *given)["sgd dense"]["losses"] == again["sgd dense"]["losses"], "the same seed, the same loss"
     rows = list(read(path))
     names = [(name, seed) for name in ("sgd dense", "sgd dense;lr=0.01") for seed in (1, 2)]
     assert [(row["method"], row["seed"]) for row in rows] == names
@@ -177,34 +178,6 @@ def test_what_goes_wrong_on_ranks_ends_in_1(
     assert main(given) == 1
     failed = "python -m benchmarks recipe: FAILED, rank 1 of 2 raised KeyError: 'no more data'\n"
     assert capsys.readouterr().err == failed
-
-
-def test_the_same_seed_gives_the_same_loss() -> None:
-    given = Options(methods=("adamw dense",), steps=3, batch=2, model=TINY, simulate=True)
-    losses: list[Row] = []
-    for _ in range(2):
-        with Threads() as ranks:
-            losses += [row["loss"] for row in measure(given, ranks, Progress(1))]
-    assert losses[0] == losses[1]
-
-
-class Odd:
-    def __init__(self, rank: int, size: int, group: object, ranks: object) -> None:
-        self.rank = rank
-
-    def give(self, number: int) -> int:
-        return number + self.rank
-
-    def divide(self) -> float:
-        return 1 / (1 - self.rank)
-
-
-def test_threads_name_the_rank_that_failed() -> None:
-    with Threads() as ranks:
-        ranks.form(2, Odd)
-        assert ranks.ask("give", 3) == [3, 4]
-        with pytest.raises(WorkerError, match="rank 1 of 2 raised ZeroDivisionError: division by zero"):
-            ranks.ask("divide")
 
 
 class Recorder(Text):

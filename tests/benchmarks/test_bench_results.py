@@ -117,38 +117,22 @@ def drawn(path: Path) -> list[str]:
     return [str(text.text) for text in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
-def test_the_plot_has_every_method_that_did_not_diverge(files: list[Path], tmp_path: Path) -> None:
-    assert results(*files, "--plot", tmp_path / "loss.svg") == 0
-    texts = drawn(tmp_path / "loss.svg")
-    for label in (
-        "adamw dense",
-        "adamw dense; betas=0.9,0.95",
-        "adamw fp16 hook",
-        "adamw thinwire",
-        "2 ranks",
-        "8 ranks",
-    ):
-        assert texts.count(label) == 1, label
-    assert "adamw powersgd rank 4" not in texts
-    first = (tmp_path / "loss.svg").read_bytes()
-    assert results(*files, "--plot", tmp_path / "loss.svg") == 0
-    assert (tmp_path / "loss.svg").read_bytes() == first, "a second time changes nothing"
-
-
-def test_what_is_far_from_dense_is_on_the_edge_with_its_value(tmp_path: Path) -> None:
-    rows = [row("adamw dense", 2, 1.0), row("adamw textbook topk", 2, 9.0, 80.0), row("adamw thinwire", 2, 1.1, 80.0)]
-    assert results(write(tmp_path / "rows.jsonl", conditions(2), *rows), "--plot", tmp_path / "loss.svg") == 0
-    texts = drawn(tmp_path / "loss.svg")
-    assert "adamw textbook topk, 9.000 with 2 ranks" in texts
-    assert "adamw thinwire" in texts
-    assert "9" not in texts
-
-
-def test_without_matplotlib_it_is_said_what_to_install(
+def test_the_plot_has_every_method_that_did_not_diverge(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    far = write(tmp_path / "far.jsonl", conditions(2), row("adamw textbook topk", 2, 9.0, 80.0))
+    plot = tmp_path / "loss.svg"
+    assert results(*files, far, "--plot", plot) == 0
+    texts = drawn(plot)
+    for label in ("adamw dense", "adamw dense; betas=0.9,0.95", "adamw fp16 hook", "adamw thinwire", "2 ranks"):
+        assert texts.count(label) == 1, label
+    assert "adamw textbook topk, 9.000 with 2 ranks" in texts, "on the edge, with its value"
+    assert "adamw powersgd rank 4" not in texts
+    first = plot.read_bytes()
+    assert results(*files, far, "--plot", plot) == 0
+    assert plot.read_bytes() == first, "a second time changes nothing"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert results(*files, "--plot", tmp_path / "loss.svg") == 2
+    assert results(*files, "--plot", plot) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -191,20 +175,16 @@ def test_dense_of_the_same_world_size_counts_if_there_is_one(
 
 def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
-    others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, config={"layers": 1})]
-    others += [conditions(2, bf16=True)]
+    others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, bf16=True)]
     joined = [line for given in (conditions(2), *others) for line in (given, *both)]
     sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
-    assert results(write(tmp_path / "rows.jsonl", *joined, *sgd)) == 0
+    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
+    assert results(write(tmp_path / "rows.jsonl", *joined, *sgd, both[1] | {"seed": 1}, *warmup)) == 0
     text = capsys.readouterr().out
-    assert text.count("the best dense of all (1.200: lr 0.001)") == 5
+    assert text.count("the best dense of all (1.200: lr 0.001)") == 4
     assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
     assert text.count("the best dense of all (1.300: lr 0.2)") == 1
-    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
-    assert results(write(tmp_path / "rows.jsonl", conditions(2), *both, both[1] | {"seed": 1}, *warmup)) == 0
-    cells = table(capsys.readouterr().out)
-    assert cells["adamw thinwire, 2"][0] == "1.100 (-8.3 % / -8.3 %)"
-    assert cells["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
+    assert table(text)["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
 
 
 RECIPE = "expected what python -m benchmarks recipe --out wrote"
@@ -289,8 +269,16 @@ def links(tmp_path: Path) -> Path:
     return write(tmp_path / "link-gpt.jsonl", *lines)
 
 
-def test_tables_of_links(links: Path, tmp_path: Path) -> None:
+def test_tables_of_links(links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
+    for given, text, message in (
+        (["--readme", readme], f"{END}\n{BEGIN}\n", f"has no line {BEGIN}"),
+        (["--readme", readme, "--plot", tmp_path / "p.svg"], "", "of rows of link, expected rows of recipe"),
+    ):
+        readme.write_text(text)
+        assert results(links, *given) == 2
+        assert message in capsys.readouterr().err
+        assert readme.read_text() == text
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     assert results(links, "--readme", readme) == 0
     text = readme.read_text()
@@ -319,31 +307,15 @@ def test_the_default_is_what_the_repository_keeps(
     assert "[benchmarks/results/link-gpt-2.jsonl](benchmarks/results/link-gpt-2.jsonl)" in capsys.readouterr().out
 
 
-def test_refusals_leave_the_readme_as_it_is(links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme, plot = tmp_path / "README.md", tmp_path / "plot.svg"
-    readme.write_text(f"{END}\n{BEGIN}\n")
-    for given, message in (
-        (["--readme", readme], f"has no line {BEGIN}"),
-        (["--readme", readme, "--plot", plot], "of rows of link, expected rows of recipe"),
-    ):
-        assert results(links, *given) == 2
-        assert message in capsys.readouterr().err
-        assert readme.read_text() == f"{END}\n{BEGIN}\n"
-        assert not plot.exists()
-
-
-@pytest.mark.parametrize(
-    ("page", "files"),
-    [
-        ("docs/links.md", ["link-gpt-2-4", "link-gpt-8"]),
-        ("docs/local-steps.md", ["recipe-local-h200"]),
-        ("docs/training.md", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
-    ],
-)
-def test_pages_have_the_tables_of_their_rows(page: str, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_have_the_tables_of_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[2]
-    assert results(*(root / "benchmarks" / "results" / f"{file}.jsonl" for file in files)) == 0
-    tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(tables) > 4
-    lines = (root / page).read_text().splitlines()
-    assert [line for line in tables if line not in lines] == []
+    for page, files in (
+        ("links", ["link-gpt-2-4", "link-gpt-8"]),
+        ("local-steps", ["recipe-local-h200"]),
+        ("training", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
+    ):
+        assert results(*(root / "benchmarks" / "results" / f"{file}.jsonl" for file in files)) == 0
+        tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        lines = (root / "docs" / f"{page}.md").read_text().splitlines()
+        assert len(tables) > 4
+        assert [line for line in tables if line not in lines] == [], page
