@@ -7,7 +7,7 @@ any case, row r of `flat` is the gradient that rank r would compute by itself.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,9 +152,3 @@ class Threads:
             return self._world.run(answer)
         except CollectiveError as error:
             raise WorkerError(str(error)) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._world, self._ranks = None, []

@@ -49,14 +49,10 @@ class Progress:
     def __init__(self, steps: int) -> None:
         self._steps, self._finished = steps, 0
 
-    def note(self, text: str) -> None:
-        """Print a line about the current step."""
-        print(text, file=sys.stderr, flush=True)
-
     def finish(self, title: str, summary: str) -> None:
         """Count a step as finished, and print its title and summary."""
         self._finished += 1
-        self.note(f"[{self._finished}/{self._steps}] {title}: {summary}")
+        print(f"[{self._finished}/{self._steps}] {title}: {summary}", file=sys.stderr, flush=True)
 
 
 def run(

@@ -189,10 +189,8 @@ def run(options: Options) -> int:
 
     def measure(progress: Progress) -> Iterator[Row]:
         with ExitStack() as stack:
-            ranks: Workers | Threads
-            if options.simulate:
-                ranks = stack.enter_context(Threads())
-            else:
+            ranks: Workers | Threads = Threads()
+            if not options.simulate:
                 links = None
                 if options.link is not None:
                     net = network(options.workers, *parse_link(options.link), relay=why_not() is not None)

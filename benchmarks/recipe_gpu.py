@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -28,38 +30,40 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=500.0)
     given = parser.parse_args()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
+    end = time.monotonic() + given.seconds
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
+
+        def run(number: int, words: list[str]) -> str:
+            """Run a job while there is time, and return its rows."""
+            started, rows, log = time.monotonic(), Path(folder, f"{number}.jsonl"), Path(folder, f"{number}.log")
+            command = [sys.executable, "-m", "benchmarks", "recipe", "--device", "cuda", *words, "--out", str(rows)]
+            ended = "was not started"
+            if started < end:
+                with log.open("wb") as text:
+                    process = subprocess.Popen(command, stdout=text, stderr=text, env=environment)
+                    try:
+                        ended = f"exit {process.wait(end - started)}"
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+                        process.wait()
+                        ended = "stopped"
+                ended += f" after {time.monotonic() - started:.0f} s"
+                ended += "" if ended.startswith("exit 0") else f"\n{log.read_text()[-2000:]}"
+            print(f"job {number}: {ended}", flush=True)
+            return rows.read_text() if rows.exists() else ""
+
+        given.out.write_text("".join(pool.map(run, *zip(*enumerate(read_jobs(given.jobs)), strict=True))))
+
+
+def read_jobs(path: Path) -> Iterator[list[str]]:
+    """Yield the options of each job, those that it shares with others included."""
     shared: list[str] = []
-    waiting: list[list[str]] = []
-    for line in given.jobs.read_text().splitlines():
+    for line in path.read_text().splitlines():
         if line.startswith("all:"):
             shared = shlex.split(line.removeprefix("all:"))
         elif line.strip() and not line.startswith("#"):
-            waiting.append([*shared, *shlex.split(line)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
-    end = time.monotonic() + given.seconds
-    with tempfile.TemporaryDirectory() as folder:
-        running: dict[subprocess.Popen[bytes], tuple[int, float]] = {}
-        number = 0
-        while (waiting or running) and time.monotonic() < end:
-            while waiting and len(running) < given.at_once:
-                command = [sys.executable, "-m", "benchmarks", "recipe", "--device", "cuda", *waiting.pop(0)]
-                command += ["--out", f"{folder}/{number}.jsonl"]
-                log = open(f"{folder}/{number}.log", "wb")  # noqa: SIM115
-                running[subprocess.Popen(command, stdout=log, stderr=log, env=environment)] = number, time.monotonic()
-                number += 1
-            for process in [process for process in running if process.poll() is not None]:
-                index, started = running.pop(process)
-                print(f"job {index}: exit {process.returncode} after {time.monotonic() - started:.0f} s", flush=True)
-                if process.returncode:
-                    print(Path(folder, f"{index}.log").read_text()[-2000:], flush=True)
-            time.sleep(0.2)
-        for process, (index, _) in running.items():
-            process.kill()
-            process.wait()  # before its folder is removed
-            print(f"job {index}: stopped after\n{Path(folder, f'{index}.log').read_text()[-2000:]}", flush=True)
-        print(f"{len(waiting)} jobs were not started", flush=True)
-        rows = [Path(folder, f"{index}.jsonl") for index in range(number)]
-        given.out.write_text("".join(path.read_text() for path in rows if path.exists()))
+            yield [*shared, *shlex.split(line)]
 
 
 def multi_process_service() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks results`: turns the output of `link` or `recipe` into Markdown tables, and loss into a plot.
+"""`python -m benchmarks results`: Markdown tables of what `link` or `recipe` measured, and a plot of loss over time.
 
 The tables go between two comment lines of a Markdown file, so that a command next to them writes all figures of a
 README and none is written by hand. The two benchmarks have different comment lines. torch is not loaded.
@@ -28,7 +28,7 @@ Files = Annotated[Positional[tuple[Path, ...]], arg(metavar="[FILE ...]", help_b
 
 @dataclass(frozen=True)
 class Options:
-    """Tables of what link (step time) or recipe (loss and bytes) measured, and a plot of loss."""
+    """Tables of what link (step time) or recipe (loss and bytes) measured, and a plot of loss over time."""
 
     files: Files = ()
     """What link --out or recipe --out wrote, not both; by default benchmarks/results/link-gpt-*.jsonl."""
@@ -36,7 +36,7 @@ class Options:
     """Put the tables into this Markdown file, between its lines <!-- bench results: begin --> and end; those of recipe
     between <!-- bench loss: begin --> and end. Else print them."""
     plot: File = None
-    """Write a plot of recipe's loss over bytes, an SVG, to this file; the tables then show it. Needs matplotlib."""
+    """Write a plot of loss over time, an SVG, of what recipe --link --out wrote. Needs matplotlib."""
 
 
 def run(options: Options) -> int:
@@ -56,15 +56,12 @@ def run(options: Options) -> int:
         _check(file, lines, kind=kind, conditions=source.CONDITIONS, row=source.ROW)
     found, here = source.group(rows), options.readme or Path()
     paragraphs = source.section(found, lambda path: _link(here, path))
-    written = "Tables are"
+    text = "\n\n".join([*paragraphs, f"Tables are written by `{command_line('results', options)}`."])
     if options.plot is not None:
-        if kind == "link":
-            raise ValueError(f"--plot {options.plot} of rows of link, expected rows of recipe: link has tables alone")
+        if not all(line["conditions"].get("link") for lines in rows.values() for line in lines) or kind == "link":
+            raise ValueError(f"--plot {options.plot}, expected rows of recipe --link, which have times")
         check_file("plot", options.plot)
         plt = _pyplot()  # raises ValueError if it is not installed
-        paragraphs.insert(0, f"![{results_recipe.PLOT}]({_link(here, options.plot)})")
-        written = "Tables and plot are"
-    text = "\n\n".join([*paragraphs, f"{written} written by `{command_line('results', options)}`."])
     if options.readme is None:
         print(text)
     else:

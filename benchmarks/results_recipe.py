@@ -1,4 +1,4 @@
-"""Tables and a plot of what `python -m benchmarks recipe` measured: loss or accuracy by method, and bytes.
+"""Tables of what `python -m benchmarks recipe` measured: loss or accuracy by method, and bytes; and loss over time.
 
 Rows are grouped into comparisons of the same model, precision, steps and samples per step.
 
@@ -28,9 +28,6 @@ _ANY_RANKS = ("dense", "fp16 hook")
 """Methods that train alike with any number of ranks, so that one measurement stands for all."""
 _BATCH_NORMS = ("resnet18",)
 """Models for which that does not hold: a batch norm sees the samples of one rank."""
-_FAR, _NEAR = 0.3, 0.1
-"""Relative difference from the best dense value above which a mark is drawn on the edge of the plot, so that the others
-can be distinguished; and the one that a panel shows at least, so that small ones look small."""
 
 
 class Method(NamedTuple):
@@ -297,55 +294,16 @@ def _title(one: Comparison) -> str:
     )
 
 
-PLOT = "Validation loss over bytes that a rank sends, for every method"
-
-
 def draw(comparisons: Sequence[Comparison], plt: Any) -> Any:
-    """Draw loss over bytes, or over time if all trainings had links, and return the figure of matplotlib."""
+    """Draw loss over time of trainings behind links, and return the figure of matplotlib."""
     size = (8, 4.8 * len(comparisons))
     figure, panels = plt.subplots(len(comparisons), 1, squeeze=False, figsize=size, layout="constrained")
-    over_time = all(one.conditions.get("link") for one in comparisons)
     for one, axes in zip(comparisons, panels[:, 0], strict=True):
         given = one.conditions
-        how = f"{one.worlds[0]} ranks behind links of {given['link']}" if over_time else one.family
+        how = f"{one.worlds[0]} ranks behind links of {given['link']}"
         axes.set_title(f"{given['model']}, {one.size}, {how}, {given['steps']:,} steps", fontsize=10)
-        (_draw_curves if over_time else _draw_bytes)(one, axes)
+        _draw_curves(one, axes)
     return figure
-
-
-def _draw_bytes(one: Comparison, axes: Any) -> None:
-    """Draw loss over the bytes that a rank sends.
-
-    A mark is a method at one world size, with its best learning rate. Its colour stands for the method, its shape
-    for the world size. Values far from dense are drawn on the edge, with the value in the label.
-    """
-    best = one.best_dense.value
-    shapes = {ranks: "osD^v"[number % 5] for number, ranks in enumerate(one.worlds)}
-    # thinwire's methods first, so that they get the first colours.
-    methods = sorted(one.methods, key=lambda method: not method.is_ours)
-    for number, method in enumerate(methods):
-        points = [found for ranks in one.worlds if (found := one.best(method, ranks=ranks))]
-        if not points:
-            continue
-        sent = [result.bytes_total / 1e6 for result in points]
-        values = [min(max(result.value, (1 - _FAR) * best), (1 + _FAR) * best) for result in points]
-        label = one.title(method)
-        for result, value in zip(points, values, strict=True):
-            label += "" if value == result.value else f", {one.show(result.value)} with {result.ranks} ranks"
-        colour, filled = f"C{number % 10}", method.is_ours
-        axes.plot(sent, values, color=colour, linewidth=3 if filled else 1, label=label)
-        for result, x, y in zip(points, sent, values, strict=True):
-            style = {"color": colour, "markerfacecolor": colour if filled else "white"}
-            axes.plot(x, y, marker=shapes[result.ranks], **style)
-    for ranks, shape in shapes.items():
-        axes.plot([], [], shape, color="#888", label=f"{ranks} ranks")
-    axes.set_xscale("log")
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, (1 - _NEAR) * best), max(top, (1 + _NEAR) * best))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_xlabel("MB that a rank sends in all steps")
-    axes.set_ylabel(f"validation {one.metric}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def _draw_curves(one: Comparison, axes: Any) -> None:

@@ -38,14 +38,14 @@ def measure(options: Options, ranks: Ranks, progress: Progress) -> Iterator[Row]
     ranks.form(options.workers, Trainer, options)
     for method in options.chosen:
         for seed in options.seeds:
-            row = _measure(method, seed=seed, options=options, ranks=ranks, progress=progress)
+            row = _measure(method, seed=seed, options=options, ranks=ranks)
             sent = f"{row['bytes_total'] / 1e6:,.3f} MB sent per rank"
             summary = f"loss {row['losses'][-1][1]}, {sent}, {row['seconds']:.0f} s"
             progress.finish(f"{method.text}, seed {seed}", summary)
             yield row
 
 
-def _measure(method: Method, seed: int, options: Options, ranks: Ranks, progress: Progress) -> Row:
+def _measure(method: Method, seed: int, options: Options, ranks: Ranks) -> Row:
     steps, title = options.steps, f"{method.text}, seed {seed}"
     warmup = min(method.warmup(options.warmup), steps - 1)
     points = _EVALUATIONS if options.link is None else _CURVE
@@ -67,7 +67,6 @@ def _measure(method: Method, seed: int, options: Options, ranks: Ranks, progress
             loss, accuracy = ranks.ask("evaluate")[0]
             losses.append([stop, loss if math.isfinite(loss) else None])
             times.append(seconds)
-            progress.note(f"{title}, step {stop} of {steps}: loss {loss:.4f} after {seconds:.0f} s")
     same = len(set(ranks.ask("checksum"))) == 1
     dense = cost.ring(4 * options.parameters, options.workers)
     total, per_step = sent[steps], (sent[steps] - sent[warmup]) / (steps - warmup)

@@ -215,11 +215,11 @@ def test_ranks_share_the_stream_of_samples(ranks: RankPool) -> None:
     assert first == [(0, 3, 5), (6, 3, 5), (12, 3, 5)]
     assert second == [(3, 3, 5), (9, 3, 5), (15, 3, 5)]
     given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY, simulate=True)
-    with Threads() as threads:  # the first takes the batches of all
-        threads.form(2, RecordingTrainer, given)
-        threads.ask("record")
-        threads.ask("start", given.chosen[0], 5)
-        threads.ask("advance", 3)
-        first, second = threads.ask("taken")
+    threads = Threads()  # the first takes the batches of all
+    threads.form(2, RecordingTrainer, given)
+    threads.ask("record")
+    threads.ask("start", given.chosen[0], 5)
+    threads.ask("advance", 3)
+    first, second = threads.ask("taken")
     assert first == [(0, 6, 5), (6, 6, 5), (12, 6, 5)]
     assert second == []

@@ -96,43 +96,36 @@ def test_cells_have_loss_and_both_differences(files: list[Path], capsys: pytest.
 
 
 def test_the_tables_stand_between_their_own_marks(files: list[Path], tmp_path: Path) -> None:
-    readme, plot = tmp_path / "README.md", tmp_path / "loss.svg"
+    readme = tmp_path / "README.md"
     links = f"{BEGIN}\nof links\n{END}"
     readme.write_text(f"before\n{links}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
-    arguments = ["results", *map(str, files), "--readme", str(readme), "--plot", str(plot)]
+    arguments = ["results", *map(str, files), "--readme", str(readme)]
     assert main(arguments) == 0
     text = readme.read_text()
-    assert text.startswith(f"before\n{links}\n{LOSS_BEGIN}\n![")
+    assert text.startswith(f"before\n{links}\n{LOSS_BEGIN}\ngpt (layers=6")
     assert text.endswith(f"\n{LOSS_END}\nafter\n")
     assert "old" not in text
-    assert "](loss.svg)" in text
     assert "Rows: [recipe-2.jsonl](recipe-2.jsonl), [recipe-8.jsonl](recipe-8.jsonl)." in text
     assert f"`python -m benchmarks {' '.join(arguments)}`" in text
     assert main(arguments) == 0
     assert readme.read_text() == text, "a second time changes nothing"
 
 
-def drawn(path: Path) -> list[str]:
-    """The texts of a plot."""
-    return [str(text.text) for text in ElementTree.parse(path).iter(f"{SVG}text")]
-
-
-def test_the_plot_has_every_method_that_did_not_diverge(
-    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_plot_has_every_method_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    far = write(tmp_path / "far.jsonl", conditions(2), row("adamw textbook topk", 2, 9.0, 80.0))
-    plot = tmp_path / "loss.svg"
-    assert results(*files, far, "--plot", plot) == 0
-    texts = drawn(plot)
-    for label in ("adamw dense", "adamw dense; betas=0.9,0.95", "adamw fp16 hook", "adamw thinwire", "2 ranks"):
-        assert texts.count(label) == 1, label
-    assert "adamw textbook topk, 9.000 with 2 ranks" in texts, "on the edge, with its value"
-    assert "adamw powersgd rank 4" not in texts
+    plot, curve = tmp_path / "loss.svg", {"losses": [[500, 1.5], [1000, 1.2]], "times": [40.0, 83.0]}
+    rows = [row("adamw dense", 2, 1.2, **curve), row("adamw thinwire", 2, 1.1, 80.0, **{**curve, "times": [4.0, 9.0]})]
+    path = write(tmp_path / "rows.jsonl", conditions(2, link="1gbit"), *rows)
+    assert results(path, "--plot", plot) == 0
+    texts = [str(text.text) for text in ElementTree.parse(plot).iter(f"{SVG}text")]
+    assert "gpt, 10 M parameters, 2 ranks behind links of 1gbit, 1,000 steps" in texts
+    assert {"adamw dense: 1.20 after 83 s", "adamw thinwire: 1.20 after 9 s", "seconds of training"} < set(texts)
     first = plot.read_bytes()
-    assert results(*files, far, "--plot", plot) == 0
+    assert results(path, "--plot", plot) == 0
     assert plot.read_bytes() == first, "a second time changes nothing"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert results(*files, "--plot", plot) == 2
+    assert results(path, "--plot", plot) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -144,12 +137,11 @@ def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureF
         row("sgd thinwire;lr=0.1", 2, None, 20.0, accuracy=0.1),
     ]
     path = write(tmp_path / "rows.jsonl", conditions(2, model="cnn", config={}), *rows)
-    assert results(path, "--plot", tmp_path / "loss.svg") == 0
+    assert results(path) == 0
     text = capsys.readouterr().out
     assert "| **sgd thinwire** | 2 | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
     assert "validation accuracy" in text
     assert "the best dense of all (75.0 %: lr 0.1)" in text
-    assert "validation accuracy" in drawn(tmp_path / "loss.svg")
 
 
 def test_dense_of_the_same_world_size_counts_if_there_is_one(
@@ -216,14 +208,12 @@ BROKEN: list[tuple[list[dict[str, Any]], str]] = [
 
 
 def test_broken_rows_are_one_line(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "loss.svg"
     for lines, message in BROKEN:
-        assert results(write(tmp_path / "rows.jsonl", *lines), "--plot", plot) == 2, message
+        assert results(write(tmp_path / "rows.jsonl", *lines)) == 2, message
         error = capsys.readouterr().err
         assert message in error
         assert "rows.jsonl" in error, message
         assert error.count("\n") == 1, error
-        assert not plot.exists(), message
     for lines in ([], [conditions(2)]):
         assert results(*files, write(tmp_path / "empty.jsonl", *lines)) == 2
         assert f"empty.jsonl: no rows, {RECIPE}" in capsys.readouterr().err
@@ -234,6 +224,8 @@ def test_rows_of_both_benchmarks(files: list[Path], tmp_path: Path, capsys: pyte
     assert results(*files, link) == 2
     error = capsys.readouterr().err
     assert f"has rows of recipe, {link} rows of link, expected one: call it twice" in error
+    assert results(*files, "--plot", tmp_path / "p.svg") == 2
+    assert "expected rows of recipe --link, which have times" in capsys.readouterr().err
 
 
 def test_torch_is_not_loaded(files: list[Path]) -> None:
@@ -273,7 +265,7 @@ def test_tables_of_links(links: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     readme = tmp_path / "README.md"
     for given, text, message in (
         (["--readme", readme], f"{END}\n{BEGIN}\n", f"has no line {BEGIN}"),
-        (["--readme", readme, "--plot", tmp_path / "p.svg"], "", "of rows of link, expected rows of recipe"),
+        (["--readme", readme, "--plot", tmp_path / "p.svg"], "", "expected rows of recipe --link, which have times"),
     ):
         readme.write_text(text)
         assert results(links, *given) == 2
