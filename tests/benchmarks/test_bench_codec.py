@@ -18,7 +18,7 @@ import thinwire
 from benchmarks.__main__ import main
 from benchmarks.clock import BURST, Call, Timing, interleave, peak_memory
 from benchmarks.codec import Options, show
-from benchmarks.codec_rows import ADD, check, default_specs, measure, plan, select
+from benchmarks.codec_rows import ADD, check, default_specs, measure, plan
 from benchmarks.harness import Progress
 from support.processes import run_python
 from thinwire import kernels
@@ -289,13 +289,3 @@ def test_peak_memory_sees_what_a_job_frees_again() -> None:
     assert nothing is not None
     assert 0.9 * 4 * numel < peak < 1.2 * 4 * numel
     assert nothing < 0.1 * 4 * numel
-
-
-def test_the_baseline_selects_and_clears() -> None:
-    generator = torch.Generator().manual_seed(1)
-    gradient, residual = torch.randn(10_000, generator=generator), torch.randn(10_000, generator=generator)
-    came_in = gradient + residual
-    places, values = select(gradient, residual, 100)
-    assert torch.equal(values, came_in[places].half())
-    assert not residual[places].any()
-    assert bool((came_in[places].abs().min() >= residual.abs().max()).item())

@@ -47,10 +47,10 @@ def test_what_is_in_the_package_is_in_the_files(tmp_path: Path, monkeypatch: pyt
     assert np.array_equal(parts["test"][0].numpy(), expected[5])
     assert parts["train"][1].tolist() == [(6 + n) % 10 for n in range(100)]
     assert parts["test"][1].tolist() == [(3 + n) % 10 for n in range(20)]
-    with pytest.raises(ValueError, match="the mean of the colours is .*: not CIFAR-10"):
+    with pytest.raises(ValueError, match=r"the mean of the colours is .*: not CIFAR-10"):
         script.check(data)
     monkeypatch.setattr(script, "MEAN", tuple(np.round(pixels()[:5].mean(axis=(0, 1, 2)) / 255, 4).tolist()))
     assert script.check(data).endswith("100 train, 20 test")
     monkeypatch.setattr(script, "FIRST_LABEL", {"train": 3, "test": 3})
-    with pytest.raises(ValueError, match="train has .* images of the classes and begins with 6: not CIFAR-10"):
+    with pytest.raises(ValueError, match=r"train has .* images of the classes and begins with 6: not CIFAR-10"):
         script.check(data)
