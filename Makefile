@@ -69,7 +69,7 @@ soak: $(READY) packages
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(CASE),--case $(CASE))
 
 bench: $(READY)
-	$(BIN)/thinwire bench codec
+	$(BIN)/python -m benchmarks codec
 
 # The variable switches off a notice about another program, which is not about this site.
 docs: $(READY)

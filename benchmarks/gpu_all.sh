@@ -4,7 +4,7 @@
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?a folder for the outputs}
-export PYTHONPATH=src:tests:${PYTHONPATH:-} PYTHONUNBUFFERED=1
+export PYTHONPATH=src:tests:.:${PYTHONPATH:-} PYTHONUNBUFFERED=1
 check() { # name, command ...
     name=$1
     shift
@@ -18,9 +18,9 @@ for tool in memcheck racecheck; do
     check "$tool" benchmarks/gpu_sanitize.sh "$tool" &
 done
 wait
-check step python3 benchmarks/gpu_step.py --out "$out/step-h200.jsonl"
+check step python3 -m benchmarks.gpu_step --out "$out/step-h200.jsonl"
 check codec python3 -c "
 from pathlib import Path
-from thinwire.tools.bench.codec import on_gpu, run
+from benchmarks.codec import on_gpu, run
 raise SystemExit(run(on_gpu(out=Path('$out/codec-h200.jsonl'))))"
 cat "$out/step.txt" "$out/codec.txt"

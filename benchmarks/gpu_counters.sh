@@ -14,9 +14,10 @@ for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=8"):
     _, kernel = kernels.select(layout, grad.device)
     payloads = torch.empty(8, layout.nbytes, dtype=torch.uint8, device="cuda")
     for row in payloads:
-        kernel.compress(grad.normal_(), kept, layout, 0, row, flag)
+        kernel.encode_flagged(grad.normal_(), kept, layout, 0, row, flag)
     torch.cuda.profiler.start()
-    kernel.compress(grad, kept, layout, 0, payloads[0], flag)
+    kernel.encode_flagged(grad, kept, layout, 0, payloads[0], flag)
+    kernel.commit(grad, kept, layout, 0, payloads[0])
     kernel.decode(payloads[:1], layout, 0, kept, weight=1.0, add=False)
     kernel.decode(payloads, layout, 0, kept, weight=0.125, add=False)
     torch.cuda.profiler.stop()

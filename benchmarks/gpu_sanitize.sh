@@ -19,7 +19,8 @@ for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,
         c.decompress(ct, payloads=ct.payload.repeat(8, 1))
         _, kernel = kernels.select(ct.layout, tensor.device)
         flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-        kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        kernel.encode_flagged(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
         m, v = torch.randn_like(tensor), torch.rand_like(tensor)
         update, made = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, 0.9), torch.empty_like(tensor)
         for gradient in (tensor, tensor.bfloat16()):
@@ -27,7 +28,7 @@ for spec in ("topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/4,
             update.advance(gradient, residual)
             update.advance(gradient, None)
         tensor[7] = torch.nan
-        kernel.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
+        kernel.encode_flagged(tensor, residual, ct.layout, ct.key, ct.payload, flag.zero_())
 torch.cuda.synchronize()
 print("done")
 '

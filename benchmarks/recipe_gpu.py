@@ -1,10 +1,11 @@
-"""Run many `thinwire bench recipe --simulate` commands on one GPU, several at a time, and join their rows in one file.
+"""Run many `python -m benchmarks recipe` commands on one GPU, several at a time, and join their rows in one file.
 
-    PYTHONPATH=src python3 benchmarks/recipe_gpu.py JOBS OUT.jsonl [--at-once 12] [--seconds 500]
+    PYTHONPATH=src python3 -m benchmarks.recipe_gpu JOBS OUT.jsonl [--at-once 12] [--seconds 500]
 
-A line of JOBS has the options of one command; those that all share come first, on a line that begins with "all:". The
-first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started, lets the
-kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far count.
+A line of JOBS has the options of one command. A line that begins with "all:" has those that all commands after it
+share. The first jobs start first, so the longest belong there. CUDA's multi-process service, where it can be started,
+lets the kernels of several processes run at the same time. What is not done after --seconds is stopped; its rows so far
+count.
 
 It needs the packages of the command, tyro and rich. For a machine where nothing can be installed, `pip install --target
 FOLDER tyro rich` elsewhere, and add the folder to PYTHONPATH.
@@ -17,48 +18,52 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run many bench recipe commands on one GPU.")
+    parser = argparse.ArgumentParser(description="Run many commands of the recipe benchmark on one GPU.")
     parser.add_argument("jobs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=500.0)
     given = parser.parse_args()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
+    end = time.monotonic() + given.seconds
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
+
+        def run(number: int, words: list[str]) -> str:
+            """Run a job while there is time, and return its rows."""
+            started, rows, log = time.monotonic(), Path(folder, f"{number}.jsonl"), Path(folder, f"{number}.log")
+            command = [sys.executable, "-m", "benchmarks", "recipe", "--device", "cuda", *words, "--out", str(rows)]
+            ended = "was not started"
+            if started < end:
+                with log.open("wb") as text:
+                    process = subprocess.Popen(command, stdout=text, stderr=text, env=environment)
+                    try:
+                        ended = f"exit {process.wait(end - started)}"
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+                        process.wait()
+                        ended = "stopped"
+                ended += f" after {time.monotonic() - started:.0f} s"
+                ended += "" if ended.startswith("exit 0") else f"\n{log.read_text()[-2000:]}"
+            print(f"job {number}: {ended}", flush=True)
+            return rows.read_text() if rows.exists() else ""
+
+        given.out.write_text("".join(pool.map(run, *zip(*enumerate(read_jobs(given.jobs)), strict=True))))
+
+
+def read_jobs(path: Path) -> Iterator[list[str]]:
+    """Yield the options of each job, those that it shares with others included."""
     shared: list[str] = []
-    waiting: list[list[str]] = []
-    for line in given.jobs.read_text().splitlines():
+    for line in path.read_text().splitlines():
         if line.startswith("all:"):
             shared = shlex.split(line.removeprefix("all:"))
         elif line.strip() and not line.startswith("#"):
-            waiting.append(shlex.split(line))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **multi_process_service()}
-    end = time.monotonic() + given.seconds
-    with tempfile.TemporaryDirectory() as folder:
-        running: dict[subprocess.Popen[bytes], tuple[int, float]] = {}
-        number = 0
-        while (waiting or running) and time.monotonic() < end:
-            while waiting and len(running) < given.at_once:
-                command = [sys.executable, "-m", "thinwire", "bench", "recipe", "--simulate", "--device", "cuda"]
-                command += [*shared, *waiting.pop(0), "--out", f"{folder}/{number}.jsonl"]
-                log = open(f"{folder}/{number}.log", "wb")  # noqa: SIM115
-                running[subprocess.Popen(command, stdout=log, stderr=log, env=environment)] = number, time.monotonic()
-                number += 1
-            for process in [process for process in running if process.poll() is not None]:
-                index, started = running.pop(process)
-                print(f"job {index}: exit {process.returncode} after {time.monotonic() - started:.0f} s", flush=True)
-                if process.returncode:
-                    print(Path(folder, f"{index}.log").read_text()[-2000:], flush=True)
-            time.sleep(0.2)
-        for process, (index, _) in running.items():
-            process.kill()
-            process.wait()  # before its folder is removed
-            print(f"job {index}: stopped after\n{Path(folder, f'{index}.log').read_text()[-2000:]}", flush=True)
-        print(f"{len(waiting)} jobs were not started", flush=True)
-        rows = [Path(folder, f"{index}.jsonl") for index in range(number)]
-        given.out.write_text("".join(path.read_text() for path in rows if path.exists()))
+            yield [*shared, *shlex.split(line)]
 
 
 def multi_process_service() -> dict[str, str]:

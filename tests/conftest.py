@@ -28,8 +28,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other tests use the other cores; tests of several threads say so
 
 
+pytest_plugins = ["support.networks"]
+
 LONGEST = (
-    "project", "train", "contract", "links", "bench", "optim", "integrations", "plan", "browser", "collectives", "sync",
+    "project", "train", "contract", "benchmarks", "links", "optim", "integrations", "plan", "browser", "collectives",
+    "sync",
 )  # fmt: skip
 """Folders whose files take longest. They come first, or one process would end long before the others."""
 

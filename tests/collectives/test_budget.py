@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from benchmarks.clock import peak_memory
 from support.group import run_group
 from support.oracle import bytes_of, same_bits
 from support.slow import slow
 from support.training import SEVERAL, TOPK, Given, assert_same, attached, gradients, policy, raises, weight_bits
 from thinwire.testing import RankPool
-from thinwire.tools.bench.measure import peak_memory
 
 NUMEL = 300_001
 BUDGET = 16 << 20

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import thinwire
+from benchmarks.clock import peak_memory
 from support.cases import SPECS
 from support.framing import build, take_apart
 from support.slow import slow
 from thinwire import CompressedTensor, kernels
-from thinwire.tools.bench.measure import peak_memory
 
 SLACK = 6 << 20
 LIMIT = 0.05

@@ -1,6 +1,6 @@
-"""`thinwire bench codec --device cuda` for real, at a small size.
+"""`python -m benchmarks codec --device cuda` for real, at a small size.
 
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_bench_codec_cuda.py
+Runs under pytest, or as a script where there is no pytest: PYTHONPATH=src:. python tests/gpu/test_bench_codec_cuda.py
 """
 
 import contextlib
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from thinwire.tools import record
-from thinwire.tools.bench.codec import on_gpu, run
-from thinwire.tools.bench.codec.cases import default_specs
-from thinwire.tools.bench.codec.measurement import ADVANCE, WRITE
+from benchmarks.codec import on_gpu, run
+from benchmarks.codec_rows import default_specs
+from benchmarks.harness import read
 
 try:
     import pytest
@@ -34,7 +33,7 @@ def measured(
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         path = Path(folder) / "rows.jsonl"
         assert run(on_gpu(specs=specs, sizes=sizes, dtypes=dtypes, repeats=8, out=path)) == 0
-        return printed.getvalue(), list(record.read(path))
+        return printed.getvalue(), list(read(path))
 
 
 def test_the_whole_run() -> None:
@@ -44,7 +43,7 @@ def test_the_whole_run() -> None:
         mine = {row["name"]: row for row in rows if row["dtype"] == dtype}
         names = [f"compress {spec}" for spec in default_specs("cuda")] + [f"{part} {first}" for part in PARTS]
         names += ["copy", "residual.add_(grad)", "out.zero_()", "torch.topk, 1/64", "torch.topk, 1/8"]
-        names += [WRITE, ADVANCE, *(["the same in float32"] if dtype != "float32" else [])]
+        names += ["the same in float32"] if dtype != "float32" else []
         assert not set(names) - set(mine), set(names) - set(mine)
         for row in mine.values():
             assert 0 < row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"], row

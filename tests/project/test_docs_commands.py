@@ -1,7 +1,7 @@
 """Every command in the docs is one that its program takes.
 
-Options of `thinwire` go through the parser and the checks of the command, which does not run. Those of torchrun go
-through torch's parser. A target of make, a script, a test and an extra must be there.
+Options of `thinwire` and of `python -m benchmarks` go through the parser and the checks of the command, which does not
+run. Those of torchrun go through torch's parser. A target of make, a script, a test and an extra must be there.
 """
 
 import argparse
@@ -10,13 +10,14 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from benchmarks import __main__ as benchmarks
 from support.pages import ROOT, blocks, inline_code
 from thinwire.tools import cli
 from thinwire.tools.plan.options import parse_cluster, parse_model
@@ -24,8 +25,9 @@ from thinwire.tools.train import checks
 
 PROGRAMS = ("thinwire", "make", "python", "python3", "torchrun", "pytest", "pip")
 EXCEPTIONS = {
-    "thinwire bench": "the name of a group of commands",
-    "python3 -c 'from thinwire.tools.bench.codec import *; run(on_gpu())'": "code that needs a GPU",
+    "thinwire bench": "a command that is gone",
+    "thinwire plan --check": "an option that is gone",
+    "python3 -c 'from benchmarks.codec import *; run(on_gpu())'": "code that needs a GPU",
 }
 """Commands that are not checked, and why."""
 
@@ -70,6 +72,10 @@ def check(words: list[str]) -> None:
         assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests/")), rest
     elif rest[:2] == ["-m", "thinwire"]:
         check_thinwire(rest[2:])
+    elif rest[:2] == ["-m", "benchmarks"]:
+        check_options(benchmarks.PROGRAM, benchmarks.COMMANDS, rest[2:])
+    elif rest[0] == "-m" and rest[1].startswith("benchmarks."):
+        assert (ROOT / rest[1].replace(".", "/")).with_suffix(".py").is_file(), rest[1]
     elif program == "torchrun":
         given = get_args_parser().parse_args(rest)
         if given.module and given.training_script == "thinwire":
@@ -85,24 +91,30 @@ def check(words: list[str]) -> None:
 def check_thinwire(words: list[str]) -> None:
     if words == ["--version"]:
         return
-    known = cli._known_words(words)
-    name, rest = " ".join(known), words[len(known) :]
-    assert name in cli.COMMANDS, f"unknown command {words}"
+    name, options = check_options("thinwire", cli.COMMANDS, words)
+    if name == "train" and options is not None:
+        checks.check(options)
+    elif "--params" in words:
+        parse_model(options, is_measured="--world" not in words)
+        if "--world" in words:
+            parse_cluster(options)
+
+
+def check_options(program: str, known: Mapping[str, cli.Command], words: list[str]) -> tuple[str, Any]:
+    """The name of the command, and its options as they are parsed; None for its name alone, and for its help."""
+    if words in ([], ["--help"]):
+        return "", None
+    name, *rest = words
+    assert name in known, f"unknown command {words}"
     if rest == ["--help"]:
-        return
-    module, _, function = cli.COMMANDS[name].target.partition(":")
-    command = getattr(importlib.import_module(f"thinwire.tools.{module}"), function)
+        return name, None
+    module, _, function = known[name].target.partition(":")
+    command = getattr(importlib.import_module(module), function)
     if "--config" in rest:  # any file will do
         file = Path(rest[rest.index("--config") + 1])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
-    options = cli._parse(name, get_type_hints(command)["options"], rest)
-    if name == "train":
-        checks.check(options)
-    elif "--params" in rest:
-        parse_model(options, is_measured="--world" not in rest)
-        if "--world" in rest:
-            parse_cluster(options)
+    return name, cli._parse(f"{program} {name}", get_type_hints(command)["options"], rest)
 
 
 def check_make(words: list[str]) -> None:
@@ -152,6 +164,9 @@ def test_many_are_found_and_exceptions_are_needed() -> None:
         "thinwire train --steps 0",
         "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s",
         "thinwire frobnicate",
+        "python -m benchmarks frobnicate",
+        "python -m benchmarks link --frobnicate 3",
+        "python -m benchmarks.frobnicate",
         "make frobnicate",
         "make soak FROBNICATE=3",
         "python benchmarks/frobnicate.py",

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+from benchmarks import namespaces
 from soak.case import Skipped, Tried, ranks
 from support import training_runs as runs
 from support.disks import small_disk
@@ -18,7 +19,6 @@ from support.link_ranks import GRACE, OURS, disturb
 from support.training_faults import FullDisk, InSteps, SignalInStep
 from support.training_runs import checkpoints, logged_steps, train
 from thinwire.testing import LOST
-from thinwire.tools.links import lab
 from thinwire.tools.train.config import Config
 from thinwire.tools.train.options import defaults
 
@@ -113,7 +113,7 @@ def full_disk(draw: Random) -> Tried:
 
 def cut_link(draw: Random) -> Tried:
     """A link is cut in a step, without an error to anybody: every rank raises after the time-out."""
-    if (reason := lab.why_not()) is not None:
+    if (reason := namespaces.why_not()) is not None:
         raise Skipped(reason)
     world, nbytes, timeout = draw.randint(2, 3), draw.randint(1, 150_000), 4.0
     rank = draw.randrange(world)

@@ -2,7 +2,7 @@
 
 import time
 
-from thinwire.tools.links.lab import Lab
+from benchmarks.namespaces import Lab
 
 if __name__ == "__main__":
     with Lab(2, 1e9):

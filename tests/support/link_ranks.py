@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import thinwire
+from benchmarks.link_steps import LinkRank
+from benchmarks.namespaces import network
 from support.ports import ports_of_this_process
-from thinwire.tools.bench.link.rank import LinkRank
-from thinwire.tools.bench.link.settings import Model
-from thinwire.tools.links.network import network
 from thinwire.tools.workers import Workers
 
 GRACE = 4.0
@@ -55,7 +54,7 @@ def disturb(
         workers.form(world_size, TestedRank)
         if method == OURS:
             workers.ask("load_kernels", OURS.split()[1])
-        workers.ask("start", method, Model("gpt", 3e5, 2))
+        workers.ask("start", method, "gpt", 3e5, 2)
         workers.ask("steps", 2)
         net.shape(5e6 if method == "dense" else 2e6)  # two seconds or so for the next step
         before = sum(net.sent_bytes())

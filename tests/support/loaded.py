@@ -30,17 +30,16 @@ TESTS = str(Path(__file__).parents[1])
 MODULES = (
     "torch", "torch._dynamo", "torch.nn.parallel", "numpy", "tyro", "rich.console", "rich.progress", "rich.table",
     "thinwire.optim", "thinwire.integrations", "thinwire.kernels.cpu.ready", "thinwire.tools.cli",
-    "thinwire.tools.train.command", "thinwire.tools.train.launch", "thinwire.tools.bench.codec",
-    "thinwire.tools.bench.allreduce", "thinwire.tools.bench.link", "thinwire.tools.bench.recipe",
-    "thinwire.tools.bench.training", "thinwire.tools.plan",
+    "thinwire.tools.train.command", "thinwire.tools.train.launch", "thinwire.tools.plan", "benchmarks.codec_rows",
+    "benchmarks.link_steps", "benchmarks.trainer",
 )  # fmt: skip
-"""What the commands of thinwire import. Nothing here starts a thread, or a process could not be copied."""
+"""What commands and benchmarks import. Nothing here starts a thread, or a process could not be copied."""
 COMMAND = """
 import os, pickle, sys
 if "THINWIRE_TEST_FAULT" in os.environ:  # as in planted/sitecustomize.py
     pickle.loads(bytes.fromhex(os.environ["THINWIRE_TEST_FAULT"])).install(setattr)
-from thinwire.tools.cli import main
-sys.exit(main())
+import importlib
+sys.exit(importlib.import_module({program!r}).main())
 """
 
 
@@ -171,16 +170,24 @@ def _loaded() -> Loaded:
 
 
 def start_command(
-    *words: str, out: Path | str, err: Path | str, cwd: Path | str = ".", environment: dict[str, str] | None = None
+    *words: str,
+    out: Path | str,
+    err: Path | str,
+    cwd: Path | str = ".",
+    environment: dict[str, str] | None = None,
+    program: str = "thinwire.tools.cli",
 ) -> Copy:
-    """`thinwire` with these words; its output goes to files."""
-    return _loaded().start(COMMAND, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
+    """`thinwire`, or another module with a function `main`, with these words; its output goes to files."""
+    code = COMMAND.format(program=program)
+    return _loaded().start(code, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
 
 
-def run_command(*words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *words: str, timeout: float = 200, program: str = "thinwire.tools.cli"
+) -> subprocess.CompletedProcess[str]:
     """`thinwire` with these words, from its start to its end, as by subprocess.run."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        with start_command(*words, out=out.name, err=err.name) as copy:
+        with start_command(*words, out=out.name, err=err.name, program=program) as copy:
             code = copy.wait(timeout)
         return subprocess.CompletedProcess(("thinwire", *words), code, out.read(), err.read())
 

@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from benchmarks.namespaces import Links as LabLinks
+from benchmarks.namespaces import Network
 from support.transfer import LIMIT
-from thinwire.tools.links.lab import Links as LabLinks
-from thinwire.tools.links.network import Network
 
 
 def round_trips(network: Network, count: int) -> list[float]:

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from thinwire.tools.links.lab import Links as LabLinks
-from thinwire.tools.links.network import Network
+from benchmarks.namespaces import Links as LabLinks
+from benchmarks.namespaces import Network
 
 LIMIT = 20.0
 Build = Callable[[int, float | None], Network]

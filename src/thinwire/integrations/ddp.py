@@ -258,7 +258,7 @@ def _warn_once(optimizer: Optimizer, *_: Any) -> None:
             if isinstance(optimizer, _ADAM_LIKE):
                 warnings.warn(
                     f"{type(optimizer).__name__} on gradients compressed by {spec}: its second moment is computed "
-                    "from sparse gradients, and training ends at a much higher loss (`thinwire bench recipe` shows how "
-                    "much); use thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
+                    "from sparse gradients, and training ends at a much higher loss (docs/training.md shows how much); "
+                    "use thinwire.AdamW, which compresses its update instead, or quantize:bits=8",
                     stacklevel=4,
                 )

@@ -1,4 +1,4 @@
-"""The `thinwire` command: a table of commands, each imported only when it is called.
+"""The `thinwire` command: a table of commands, each imported only when it is called. Benchmarks have a table, too.
 
 A command is a function with one argument, `options`, which is a frozen dataclass. It returns the exit code. tyro builds
 the command line from the dataclass and shows the docstring under each field as help. To add a command, add a line to
@@ -14,7 +14,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from .. import __doc__ as _PACKAGE_DOC
@@ -25,61 +25,57 @@ class Command(NamedTuple):
     """A command: the function to call, and its line in the help."""
 
     target: str
-    """Function to call, as module:function within this package."""
+    """Function to call, as module:function."""
     help: str
 
 
 COMMANDS = {
-    "train": Command("train.command:run", "train a model between ranks that send few bytes"),
-    "plan": Command("plan:run", "predict what compression brings, from numbers or measured, and what to use"),
-    "bench codec": Command("bench.codec:run", "time, bytes and memory of every compressor, and of plain torch"),
-    "bench allreduce": Command(
-        "bench.allreduce:run", "bytes and time of compressed all-reduces, measured and simulated"
+    "train": Command("thinwire.tools.train.command:run", "train a model between ranks that send few bytes"),
+    "plan": Command(
+        "thinwire.tools.plan:run", "predict what compression brings, from numbers or measured, and what to use"
     ),
-    "bench link": Command("bench.link:run", "a training step over slow links, by torch's methods and thinwire's"),
-    "bench results": Command("bench.results:run", "tables and a plot of what bench link or recipe measured"),
-    "bench step": Command("bench.step:run", "time and memory of a training step, compared with torch's own"),
-    "bench recipe": Command(
-        "bench.recipe:run",
-        "loss and bytes of training by different methods, dense and torch's hooks among them",
-    ),
-    "report": Command("report:run", "one HTML page of trainings: loss, accuracy, bytes and time"),
+    "report": Command("thinwire.tools.report:run", "one HTML page of trainings: loss, accuracy, bytes and time"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return the exit code."""
+    """Run one command line of `thinwire` and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["--version"]:
         print(f"thinwire {__version__}")
         return 0
-    words = _known_words(given)
-    name, rest = " ".join(words), given[len(words) :]
-    if name in COMMANDS:
-        return _run(name, rest)
-    if not rest or rest[0] in ("-h", "--help"):
-        print(_help(name))
-        return 0 if rest else 2
-    kind = "option" if rest[0].startswith("-") else "command"
-    return _fail(name, f"unknown {kind} {rest[0]!r}; try: {_prog(name)} --help")
+    if given[:1] == ["bench"]:
+        return _fail("thinwire", "thinwire bench is now python -m benchmarks, run from the root of the repository")
+    return run_command("thinwire", COMMANDS, given, about=(_PACKAGE_DOC or "").splitlines()[0])
 
 
-def _run(name: str, arguments: list[str]) -> int:
-    module, _, function = COMMANDS[name].target.partition(":")
+def run_command(program: str, commands: Mapping[str, Command], given: Sequence[str], *, about: str) -> int:
+    """Run one command line of a program and return the exit code."""
+    name, *rest = given or [""]
+    if name in commands:
+        return _run(f"{program} {name}", commands[name], rest)
+    if name in ("", "-h", "--help"):
+        print(_help(program, commands, about))
+        return 0 if name else 2
+    kind = "option" if name.startswith("-") else "command"
+    return _fail(program, f"unknown {kind} {name!r}; try: {program} --help")
+
+
+def _run(prog: str, command: Command, arguments: list[str]) -> int:
+    module, _, name = command.target.partition(":")
     try:
-        command = getattr(importlib.import_module(f".{module}", __package__), function)
-        options = _parse(name, get_type_hints(command)["options"], arguments)
-        return int(command(options))
+        function = getattr(importlib.import_module(module), name)
+        options = _parse(prog, get_type_hints(function)["options"], arguments)
+        return int(function(options))
     except (ValueError, OSError) as error:
-        return _fail(name, str(error))
+        return _fail(prog, str(error))
     except KeyboardInterrupt:
         return 130
 
 
-def _parse(name: str, options: Any, arguments: list[str]) -> Any:
+def _parse(prog: str, options: Any, arguments: list[str]) -> Any:
     import tyro  # imported here, because `thinwire --help` does not need it
 
-    prog = _prog(name)
     given: dict[str, Any] = {"prog": prog, "args": arguments}
     if hasattr(options, "defaults"):  # these defaults depend on the arguments
         given["default"] = options.defaults(arguments)
@@ -116,34 +112,24 @@ def _first_paragraph(box: str) -> str:
     return " ".join(text).rstrip(".") or box.strip()
 
 
-def _known_words(given: list[str]) -> list[str]:
-    """Return the longest prefix of the command line that is also a prefix of a command's name."""
-    names = [name.split() for name in COMMANDS]
-    return max((given[:n] for n in range(len(given) + 1) if any(name[:n] == given[:n] for name in names)), key=len)
-
-
-def _help(group: str) -> str:
-    width = max(map(len, COMMANDS))
-    listed = [
-        f"  {n:{width}}  {c.help}" for n, c in COMMANDS.items() if f"{n} ".startswith(f"{group} " if group else "")
-    ]
+def _help(program: str, commands: Mapping[str, Command], about: str) -> str:
+    width = max(map(len, commands))
+    listed = [f"  {name:{width}}  {command.help}" for name, command in commands.items()]
+    more = "; thinwire --version the version" if program == "thinwire" else ""
     return "\n".join(
         [
-            f"usage: {_prog(group)} COMMAND [OPTIONS]",
-            *(["", (_PACKAGE_DOC or "").splitlines()[0]] if not group else []),
+            f"usage: {program} COMMAND [OPTIONS]",
+            "",
+            about,
             "",
             "commands:",
             *listed,
             "",
-            f"thinwire COMMAND --help shows a command's options{'' if group else '; thinwire --version the version'}.",
+            f"{program} COMMAND --help shows a command's options{more}.",
         ]
     )
 
 
-def _prog(name: str) -> str:
-    return f"thinwire {name}".strip()
-
-
-def _fail(name: str, message: str) -> int:
-    print(f"{_prog(name)}: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(prog: str, message: str) -> int:
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2

@@ -1,17 +1,13 @@
-"""Counters of the loopback interface, or of another one: the bytes sent, and whether traffic has stopped.
+"""Counters of the bytes that the loopback interface, or another one, has sent.
 
 Only Linux has these counters. On other systems every count is 0.
 """
 
 import re
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 _COUNTERS = Path("/proc/net/dev")
-_WINDOW_SECONDS = 0.01
-_PATIENCE_SECONDS = 0.2
-"""Longest wait for a quiet moment. TCP acknowledges within 0.04 s."""
 
 
 def is_counted() -> bool:
@@ -35,17 +31,3 @@ class Counter(NamedTuple):
     def sent_bytes(self) -> int:
         """Return the bytes that a rank has sent since the system started, on average, headers included."""
         return sent_bytes(self.interface) // self.times
-
-
-def wait_until_quiet() -> tuple[bool, int]:
-    """Wait briefly for a moment without traffic. Return whether it came, and the bytes sent until then."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while is_counted():
-        before = sent_bytes()
-        time.sleep(_WINDOW_SECONDS)
-        after = sent_bytes()
-        if before == after:
-            return True, after
-        if time.monotonic() > deadline:
-            break
-    return False, sent_bytes()

@@ -88,22 +88,6 @@ class Writer:
         self.close()
 
 
-def read(path: str | Path) -> Iterator[Line]:
-    """Yield every line that is not of kind "conditions", with its conditions added under that name.
-
-    Raises ValueError if the file is not text, if a line is not a JSON object with a kind, or comes before any
-    conditions.
-    """
-    current: Line | None = None
-    for number, line in read_lines(path):
-        if line["kind"] == "conditions":
-            current = line
-        elif current is None:
-            raise ValueError(f"{path}:{number}: a line of kind {line['kind']!r:.80} before any conditions")
-        else:
-            yield {**line, "conditions": current}
-
-
 def read_lines(path: str | Path, *, may_be_cut_off: bool = False) -> Iterator[tuple[int, Line]]:
     """Yield the number and the content of every line.
 

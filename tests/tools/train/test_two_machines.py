@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.namespaces import Lab
 from support.training_runs import Done, Job, checkpoints
-from thinwire.tools.links.lab import Lab
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "two-machines.md"

@@ -1,0 +1,291 @@
+"""`python -m benchmarks codec`: every compressor is measured, and nothing wrong is reported."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from benchmarks.__main__ import main
+from benchmarks.clock import BURST, Call, Timing, interleave, peak_memory
+from benchmarks.codec import Options, show
+from benchmarks.codec_rows import ADD, check, default_specs, measure, plan
+from benchmarks.harness import Progress
+from support.processes import run_python
+from thinwire import kernels
+from thinwire.compressors import NoCompression, spec
+from thinwire.kernels.layout import Layout, QuantizeLayout, TopKLayout
+from thinwire.kernels.reference import quantize as reference_quantize
+from thinwire.kernels.reference import topk as reference_topk
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("compress", "encode", "commit", "decode 1 x", "decode 8 x", "accumulate")
+TOPK = "topk:ratio=1/64,bits=2"
+
+
+def timing(milliseconds: float) -> Timing:
+    return {"p20": 0.9 * milliseconds, "p50": milliseconds, "p80": 1.1 * milliseconds, "samples": 50}
+
+
+class MadeUp:
+    """A clock that makes each call once, and says that it took a millisecond."""
+
+    def time(self, calls: Mapping[str, tuple[Call, bool]], samples: int, sets: int) -> dict[str, Timing]:
+        for call, _ in calls.values():
+            call(sets - 1)
+        return {name: timing(1.0) for name in calls}
+
+    def peak(self, call: Call) -> int:
+        call(0)
+        return 100
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reports_every_compressor(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    # Kernels of other dtypes would be compiled for this test alone.
+    options = ["--sizes", "10000", "--repeats", "2", "--dtypes", "float32", "--out", str(path)]
+    environment = {key: value for key, value in os.environ.items() if key != kernels.ENVIRONMENT_VARIABLE}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-m", "benchmarks", "codec", *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    conditions, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (conditions["kind"], conditions["kernels"], conditions["threads"]) == ("conditions", "default", 1)
+    assert {line["kind"] for line in lines} == {"codec"}
+    ours = [line for line in lines if "spec" in line]
+    assert {line["name"] for line in ours} == {f"{part} {spec}" for part in PARTS for spec in default_specs()}
+    assert {ADD, "copy", "out.zero_()"} < {line["name"] for line in lines if "spec" not in line}
+    for line in ours:
+        compressor = thinwire.compressor(line["spec"])
+        kernel = "reference" if compressor.name == "none" else kernels.backends()[0]
+        assert line["kernel"].split(".")[2] == kernel
+        assert line["payload_bytes"] == compressor.nbytes(10_000, torch.float32)
+        assert line["ms"]["samples"] == 2
+        assert 0 < line["ms"]["p20"] <= line["ms"]["p50"] <= line["ms"]["p80"]
+        selects = line["name"].startswith("compress") and compressor.name not in ("none", "quantize")
+        assert (line["torch_ms"] is not None) == selects
+        assert line["times_add"] == pytest.approx(line["ms"]["p50"] / line["add_ms"]["p50"])
+    assert "10,000 x float32 (0.04 MB)" in done.stdout
+    assert all(label in done.stdout for label in default_specs())
+    assert done.stderr.count("\n") == len(default_specs()) + 1  # plain lines
+
+
+def test_without_the_packages_of_the_command_line_and_without_a_gpu() -> None:
+    code = """
+        import sys
+        for name in ("tyro", "rich"):
+            sys.modules[name] = None
+        from benchmarks.codec import on_gpu, run
+        import benchmarks.gpu_step, torch
+        torch.cuda.is_available = lambda: False
+        try:
+            run(on_gpu())
+        except ValueError as error:
+            print(error)
+        """
+    assert run_python(code) == "--device cuda, but torch finds no CUDA device"
+    assert Options.defaults(["--device", "cuda"]).sizes == ("25M", "268435456")
+    assert Options.defaults(["--device=cuda"]).repeats == 50
+    assert Options.defaults([]) == Options()
+
+
+# Wrong kernels ------------------------------------------------------------------------------------------------------
+
+
+def run_here(*arguments: str) -> int:
+    return main(["codec", "--sizes", "10000", "--dtypes", "float32", "--repeats", "1", *arguments])
+
+
+class Broken:
+    """The reference kernels, with one function spoilt."""
+
+    def __init__(self, base: Any, spoilt: str) -> None:
+        self._base, self._spoilt = base, spoilt
+
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
+        if self._spoilt == "raises":
+            raise ValueError("inside")
+        if self._spoilt == "other positions":
+            tensor = tensor.clone()
+            tensor[tensor.add(residual).abs().argmax()] = 0
+        finite = bool(self._base.encode(tensor, residual, layout, key, payload))
+        if self._spoilt == "an element":
+            assert isinstance(layout, TopKLayout)
+            payload[layout.record.codes_at : layout.record.codes_at + 4] = 0
+        if self._spoilt == "the scale":
+            payload[0] -= 4  # units in the last place of the first block's scale
+        return finite
+
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
+        self._base.commit(tensor, residual, layout, key, payload)
+        residual[5] += 1e-3 * (self._spoilt == "commit")
+
+    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
+        weight = 1.0 if self._spoilt == "the weight" and add else weight
+        self._base.decode(payloads, layout, key, out, weight, add)
+        out[17] += 1e-3 * (self._spoilt == "many" and len(payloads) > 1)
+
+
+def test_a_broken_kernel_is_named_and_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(kernels.ENVIRONMENT_VARIABLE, raising=False)
+    modules: dict[str, Any] = vars(kernels)["_MODULES"]
+    path = tmp_path / "rows.jsonl"
+    for spoilt, label, message in (
+        ("an element", "topk:ratio=1%,bits=32", "encode: payload"),
+        ("other positions", TOPK, "encode: payload"),
+        ("the scale", "quantize:bits=8", "encode: payload"),
+        ("commit", "quantize:bits=4", "commit: residual"),
+        ("many", "quantize:bits=2", "decode of 8: result"),
+        ("the weight", TOPK, "accumulate: result"),
+    ):
+        topk = label.startswith("topk")
+        layout, base = (TopKLayout, reference_topk) if topk else (QuantizeLayout, reference_quantize)
+        with monkeypatch.context() as patch:
+            patch.setitem(modules["cpu"], layout, Broken(base, spoilt))
+            assert run_here("--specs", "none", label, "--out", str(path)) == 1, spoilt
+        failed = [line for line in capsys.readouterr().err.splitlines() if "FAILED" in line]
+        assert len(failed) == 1, spoilt
+        assert f"10,000 x float32, {label}: {message}" in failed[0]
+        labels = [json.loads(line).get("spec") for line in path.read_text().splitlines()]
+        assert "none" in labels
+        assert label not in labels, spoilt
+    monkeypatch.setitem(modules["cpu"], TopKLayout, Broken(reference_topk, "raises"))
+    with pytest.raises(RuntimeError, match="10,000 x float32, topk:ratio=1%: inside"):  # not wrong usage
+        run_here("--specs", "topk:ratio=1%")
+
+
+def test_check_accepts_what_is_right_and_leaves_the_residual() -> None:
+    gradient, residual = torch.randn(10_000), torch.randn(10_000)
+    before = residual.clone()
+    for label in default_specs():
+        check(thinwire.compressor(label), gradient, residual)
+        assert torch.equal(residual, before), label
+
+
+# Cases and rows -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_compressor_gets_its_rows_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda"):
+        assert {thinwire.compressor(each).name for each in default_specs(device)} == set(thinwire.registered())
+    assert default_specs("cuda")[0] == TOPK
+    monkeypatch.setattr(spec, "REGISTRY", dict(spec.REGISTRY))
+
+    @thinwire.register_compressor("plain")
+    @dataclass(frozen=True)
+    class Plain(NoCompression):
+        pass
+
+    @thinwire.register_compressor("share")
+    @dataclass(frozen=True)
+    class Share(NoCompression):
+        ratio: spec.Ratio = 1.0
+
+    assert {"plain", "share:ratio=1/64"} < set(default_specs())
+    monkeypatch.setenv(kernels.ENVIRONMENT_VARIABLE, "reference")
+    assert run_here("--specs", "plain", "share:ratio=1/64") == 0
+
+
+def test_plan_puts_other_dtypes_on_the_smallest_size_by_default() -> None:
+    found = [(case.numel, case.dtype) for case in plan(["none"], ["2000", "1000"])]
+    others = [(1000, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)]
+    assert found == [(1000, torch.float32), (2000, torch.float32), *others]
+    found = [(case.numel, case.dtype) for case in plan(["none"], ["1000", "2000"], ["float16"])]
+    assert found == [(1000, torch.float16), (2000, torch.float16)]
+
+
+def test_rows_of_a_size_and_their_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reference kernels: which rows there are, in which order, with which bytes."""
+    with kernels.force("reference"):
+        (case,) = plan([TOPK, "quantize:bits=8", "randomk:ratio=1/64"], ["64k"], ["bfloat16"])
+        rows = list(measure(case, {TOPK}, MadeUp(), 50, Progress(9)))  # type: ignore[arg-type]
+    assert [row["name"] for row in rows] == [
+        ADD, "the same in float32", "out.zero_()", "copy", "torch.topk, 1/64",
+        "torch: add topk gather fp16 clear, 1/64",
+        *(f"{part} {TOPK}" for part in PARTS), "compress quantize:bits=8", "compress randomk:ratio=1/64",
+    ]  # fmt: skip
+    by_name = {row["name"]: row for row in rows}
+    compress = by_name[f"compress {TOPK}"]
+    assert compress["kernel"] == "thinwire.kernels.reference.topk"
+    assert compress["payload_bytes"] == case.compressors[TOPK].nbytes(64_000, case.dtype)
+    assert compress["moved_bytes"] == pytest.approx(10 + compress["payload_bytes"] / 64_000)
+    assert compress["of_floor"] == pytest.approx(compress["moved_bytes"] / 12)  # at the speed of float32
+    assert compress["of_add"] == pytest.approx(compress["moved_bytes"] / 10)
+    assert compress["torch_topk_ms"] == compress["torch_ms"] == timing(1.0)
+    assert compress["gb_per_s"] == pytest.approx(compress["moved_bytes"] * 64_000 / 1e-3 / 1e9)
+    assert compress["working_bytes"] == 100
+    assert not compress["graph"]  # the reference waits for the device
+    assert by_name["compress quantize:bits=8"]["torch_ms"] is None
+    assert by_name[f"decode 8 x {TOPK}"]["of_floor"] == 1.0
+    assert all(row["speedup"] is None for row in rows if not row["name"].startswith("compress"))
+    capsys.readouterr()
+    json.dumps(rows, allow_nan=False)
+    under = {"device": "cuda", "device_name": "H200", "device_cache": 50 << 20, "cuda": "13", "triton": "3.6"}
+    show([{**row, "device": "cuda"} for row in rows], under)
+    first, _, title, heading, *rest = capsys.readouterr().out.splitlines()
+    assert first == "H200, CUDA 13, Triton 3.6"
+    assert title == "64,000 x bfloat16 (0.128 MB)"
+    assert heading.split()[:4] == ["call", "p20", "p50", "ms"]
+    shown = next(line for line in rest if line.startswith("compress"))
+    assert shown.split()[:3] == ["compress", TOPK, "*"]  # the reference cannot be captured
+    assert any("stay in the device's cache" in line for line in rest)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+def test_in_the_interpreter() -> None:
+    """The very kernels, checked and called as on a GPU."""
+    code = f"""
+        from thinwire import kernels
+        kernels._DEVICES["cuda"] = "cpu"
+        from test_bench_codec import MadeUp
+        from benchmarks.codec_rows import measure, plan
+        from benchmarks.harness import Progress
+        with kernels.force("cuda"):
+            (case,) = plan(["{TOPK}"], ["4197"], ["float32"])
+            rows = list(measure(case, {{"{TOPK}"}}, MadeUp(), 50, Progress(9)))
+        for row in rows:
+            if row["kernel"] != "torch":
+                print(row["name"], row["kernel"], row["graph"], sep="; ")
+        """
+    here = Path(__file__).parent
+    printed = run_python(
+        code, time_limit=250, TRITON_INTERPRET="1", PYTHONPATH=f"{here}:{here.parent}", PYTHONWARNINGS="ignore",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert printed.splitlines() == [f"{part} {TOPK}; thinwire.kernels.cuda.topk; True" for part in PARTS]
+
+
+# Measuring ----------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_take_turns() -> None:
+    calls: list[str] = []
+    times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, BURST + 1)
+    assert "".join(calls) == "ab" + "a" * BURST + "b" * BURST + "ab"
+    assert times["a"]["samples"] == times["b"]["samples"] == BURST + 1
+    assert times["a"]["p20"] <= times["a"]["p50"] <= times["a"]["p80"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts a process's peak")
+def test_peak_memory_sees_what_a_job_frees_again() -> None:
+    numel, cpu = 1 << 22, torch.device("cpu")
+    tensor = torch.ones(numel)
+    peak, nothing = peak_memory(lambda: tensor.abs().sum(), cpu), peak_memory(lambda: tensor.abs_(), cpu)
+    assert peak is not None
+    assert nothing is not None
+    assert 0.9 * 4 * numel < peak < 1.2 * 4 * numel
+    assert nothing < 0.1 * 4 * numel

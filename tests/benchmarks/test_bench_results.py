@@ -1,0 +1,307 @@
+"""`python -m benchmarks results`: tables, and a plot of loss over bytes, of rows that are known."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.results import MARKS
+from support.processes import run_python
+
+SAMPLES, PARAMETERS = 64, 10_000_000
+CONDITIONS = {
+    "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "device": "A GPU", "model": "gpt",
+    "config": {"layers": 6, "width": 384}, "parameters": PARAMETERS, "steps": 1000, "warmup_steps": 10,
+    "lr": {"adamw": 0.001, "sgd": 0.2}, "simulate": True,
+}  # fmt: skip
+SVG = "{http://www.w3.org/2000/svg}"
+(BEGIN, END), (LOSS_BEGIN, LOSS_END) = MARKS["link"], MARKS["recipe"]
+
+
+def conditions(ranks: int, **changed: object) -> dict[str, object]:
+    return {**CONDITIONS, "workers": ranks, "batch": SAMPLES // ranks, **changed}
+
+
+def row(method: str, ranks: int, loss: float | None, reduction: float = 1.0, **changed: object) -> dict[str, object]:
+    dense = 2 * (ranks - 1) / ranks * 4 * PARAMETERS * 1000
+    values = {
+        "kind": "recipe", "method": method, "family": method.split()[0], "seed": 0, "loss": loss, "accuracy": 0.5,
+        "bytes_total": dense / reduction, "dense_total": dense,
+        "warmup_steps": 0 if method.split(";")[0].endswith((" dense", " fp16 hook")) else 10,
+    }  # fmt: skip
+    return {**values, **changed}
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Dense at 2 ranks only; the best dense has other betas and another learning rate than most rows."""
+    two = [
+        row("adamw dense", 2, 1.25),
+        row("adamw dense", 2, 1.15, seed=1),
+        row("adamw dense;lr=2e-3", 2, 1.5),
+        row("adamw dense;betas=0.9,0.95;lr=5e-4", 2, 1.1),
+        row("adamw fp16 hook", 2, 1.21, 2.0),
+        row("adamw powersgd rank 4", 2, None, 50.0),
+        row("adamw thinwire", 2, 1.08, 80.0),
+        row("adamw thinwire;lr=2e-3", 2, 1.05, 80.0),
+        row("adamw thinwire;lr=2e-3", 2, 1.06, 80.0, seed=1),
+        row("adamw thinwire;lr=2e-3", 2, 1.08, 80.0, seed=1),
+    ]
+    eight = [row("adamw thinwire;lr=0.003", 8, 1.21, 40.0), row("adamw thinwire;lr=1e-3", 8, 1.32, 40.0)]
+    return [
+        write(tmp_path / "recipe-2.jsonl", conditions(2), *two),
+        write(tmp_path / "recipe-8.jsonl", conditions(8), *eight),
+    ]
+
+
+def results(*arguments: object) -> int:
+    return main(["results", *map(str, arguments)])
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each line, by method and ranks."""
+    lines = [[cell.strip(" *") for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {f"{method}, {ranks}": cells for method, ranks, *cells in lines}
+
+
+def test_cells_have_loss_and_both_differences(files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert results(*files) == 0
+    text = capsys.readouterr().out
+    cells = table(text)
+    assert cells[", ranks"] == ["lr 0.0005", "lr 0.001", "lr 0.002", "lr 0.003", "seeds", "reduction"]
+    # Dense stands for 8 ranks too: the mean of seeds 1.25 and 1.15.
+    assert cells["adamw dense, any"] == ["", "1.200", "1.500", "", "1 to 2", "1.0x"]
+    assert cells["adamw dense; betas=0.9,0.95, any"][:2] == ["1.100", ""]
+    assert cells["adamw fp16 hook, any"] == ["", "1.210 (+0.8 % / +10.0 %)", "", "", "1", "2.0x"]
+    assert cells["adamw powersgd rank 4, 2"] == ["", "diverged", "", "", "1", "50x"]
+    # A seed that ran twice counts once: (1.05 + (1.06 + 1.08) / 2) / 2.
+    assert cells["adamw thinwire, 2"] == [
+        "", "1.080 (-10.0 % / -1.8 %)", "1.060 (-29.3 % / -3.6 %)", "", "1 to 2", "80x",
+    ]  # fmt: skip
+    assert cells["adamw thinwire, 8"] == ["", "1.320 (+10.0 % / +20.0 %)", "", "1.210 (- / +10.0 %)", "1", "40x"]
+    assert "| **adamw thinwire** |" in text
+    assert "the best dense of all (1.100: betas=0.9,0.95; lr 0.0005)" in text
+    assert "gpt (layers=6, width=384), 10 M parameters, adamw, 1,000 steps of 64 samples: validation loss" in text
+    assert "(40,000 MB with 2 ranks, 70,000 MB with 8 ranks)" in text
+    assert text.count("A GPU, ranks are threads of one process, torch 2.9, 2026-01-02.") == 1
+
+
+def test_the_tables_stand_between_their_own_marks(files: list[Path], tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    links = f"{BEGIN}\nof links\n{END}"
+    readme.write_text(f"before\n{links}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
+    arguments = ["results", *map(str, files), "--readme", str(readme)]
+    assert main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{links}\n{LOSS_BEGIN}\ngpt (layers=6")
+    assert text.endswith(f"\n{LOSS_END}\nafter\n")
+    assert "old" not in text
+    assert "Rows: [recipe-2.jsonl](recipe-2.jsonl), [recipe-8.jsonl](recipe-8.jsonl)." in text
+    assert f"`python -m benchmarks {' '.join(arguments)}`" in text
+    assert main(arguments) == 0
+    assert readme.read_text() == text, "a second time changes nothing"
+
+
+def test_the_plot_has_every_method_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, curve = tmp_path / "loss.svg", {"losses": [[500, 1.5], [1000, 1.2]], "times": [40.0, 83.0]}
+    rows = [row("adamw dense", 2, 1.2, **curve), row("adamw thinwire", 2, 1.1, 80.0, **{**curve, "times": [4.0, 9.0]})]
+    path = write(tmp_path / "rows.jsonl", conditions(2, link="1gbit"), *rows)
+    assert results(path, "--plot", plot) == 0
+    texts = [str(text.text) for text in ElementTree.parse(plot).iter(f"{SVG}text")]
+    assert "gpt, 10 M parameters, 2 ranks behind links of 1gbit, 1,000 steps" in texts
+    assert {"adamw dense: 1.20 after 83 s", "adamw thinwire: 1.20 after 9 s", "seconds of training"} < set(texts)
+    first = plot.read_bytes()
+    assert results(path, "--plot", plot) == 0
+    assert plot.read_bytes() == first, "a second time changes nothing"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert results(path, "--plot", plot) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row("sgd dense", 2, 0.9, accuracy=0.70),
+        row("sgd dense;lr=0.1", 2, 0.8, accuracy=0.75),
+        row("sgd thinwire", 2, 0.7, 20.0, accuracy=0.76),
+        row("sgd thinwire;lr=0.1", 2, None, 20.0, accuracy=0.1),
+    ]
+    path = write(tmp_path / "rows.jsonl", conditions(2, model="cnn", config={}), *rows)
+    assert results(path) == 0
+    text = capsys.readouterr().out
+    assert "| **sgd thinwire** | 2 | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
+    assert "validation accuracy" in text
+    assert "the best dense of all (75.0 %: lr 0.1)" in text
+
+
+def test_dense_of_the_same_world_size_counts_if_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With batch norms it depends on the number of ranks."""
+    lines = [conditions(2), row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.2, 80.0)]
+    lines += [conditions(8), row("adamw dense", 8, 1.5), row("adamw thinwire", 8, 1.2, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
+    cells = table(capsys.readouterr().out)
+    assert [cells[f"adamw dense, {ranks}"][0] for ranks in (2, 8)] == ["1.200", "1.500"]
+    assert cells["adamw thinwire, 2"][0] == "1.200 (+0.0 % / +0.0 %)"
+    assert cells["adamw thinwire, 8"][0] == "1.200 (-20.0 % / -20.0 %)"
+
+    model = {"model": "resnet18", "config": {"width": 32}}
+    lines = [conditions(2, **model), row("sgd dense", 2, 1.2), row("sgd dense;lr=0.1", 2, 1.1)]
+    lines += [conditions(8, **model), row("sgd dense", 8, 1.5), row("sgd thinwire;lr=0.1", 8, 1.2, 80.0)]
+    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
+    cells = table(capsys.readouterr().out)
+    assert cells["sgd dense, 8"][:2] == ["", "50.0 %"], "lr 0.1 was not measured with 8 ranks"
+    assert cells["sgd thinwire, 8"][0] == "50.0 % (- / +0.0)"
+
+
+def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
+    others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, bf16=True)]
+    joined = [line for given in (conditions(2), *others) for line in (given, *both)]
+    sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
+    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
+    assert results(write(tmp_path / "rows.jsonl", *joined, *sgd, both[1] | {"seed": 1}, *warmup)) == 0
+    text = capsys.readouterr().out
+    assert text.count("the best dense of all (1.200: lr 0.001)") == 4
+    assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
+    assert text.count("the best dense of all (1.300: lr 0.2)") == 1
+    assert table(text)["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
+
+
+RECIPE = "expected what python -m benchmarks recipe --out wrote"
+ONE = row("adamw thinwire", 2, 1.1, 80.0)
+
+
+def without(line: dict[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in line.items() if name != key}
+
+
+BROKEN: list[tuple[list[dict[str, Any]], str]] = [
+    ([ONE], "rows.jsonl:1: a line of kind 'recipe' before any conditions"),
+    ([without(conditions(2), "workers"), ONE], f"conditions without workers, {RECIPE}"),
+    ([conditions(2), without(ONE, "bytes_total")], f"a row without bytes_total, {RECIPE}"),
+    ([conditions(2), ONE, {"kind": "prototype"}], f"a line of kind 'prototype', {RECIPE}"),
+    (
+        [conditions(2), ONE],
+        "no training by 'adamw dense' that ended in a number, for gpt (layers=6, width=384), 1000 steps of 64 "
+        "samples, to compare with: adamw thinwire; add its file, or run python -m benchmarks recipe --methods "
+        "'adamw dense'",
+    ),
+    ([conditions(2), ONE, row("adamw dense", 2, None)], "no training by 'adamw dense' that ended in a number"),
+    ([conditions(2), ONE, row("sgd dense", 2, 1.0)], "no training by 'adamw dense' that ended in a number"),
+    (
+        [conditions(2), row("adamw dense;lr=high", 2, 1.0)],
+        "learning rate 'high' of 'adamw dense;lr=high', expected a",
+    ),
+]
+
+
+def test_broken_rows_are_one_line(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for lines, message in BROKEN:
+        assert results(write(tmp_path / "rows.jsonl", *lines)) == 2, message
+        error = capsys.readouterr().err
+        assert message in error
+        assert "rows.jsonl" in error, message
+        assert error.count("\n") == 1, error
+    for lines in ([], [conditions(2)]):
+        assert results(*files, write(tmp_path / "empty.jsonl", *lines)) == 2
+        assert f"empty.jsonl: no rows, {RECIPE}" in capsys.readouterr().err
+
+
+def test_rows_of_both_benchmarks(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = write(tmp_path / "link.jsonl", {"kind": "conditions"}, {"kind": "link"})
+    assert results(*files, link) == 2
+    error = capsys.readouterr().err
+    assert f"has rows of recipe, {link} rows of link, expected one: call it twice" in error
+    assert results(*files, "--plot", tmp_path / "p.svg") == 2
+    assert "expected rows of recipe --link, which have times" in capsys.readouterr().err
+
+
+def test_torch_is_not_loaded(files: list[Path]) -> None:
+    script = (
+        "import sys\n"
+        "from benchmarks.__main__ import main\n"
+        f"code = main(['results', *{[str(file) for file in files]!r}])\n"
+        "print('loaded:', code, [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
+    )
+    assert run_python(script).endswith("loaded: 0 []")
+
+
+# Rows of link -------------------------------------------------------------------------------------------------------
+
+LINK = {
+    "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "cpu": "A CPU", "cores": 2,
+    "load_average": 0.25, "model": "gpt", "parameters": 7.35e6, "batch": 32, "links": "namespaces",
+    "worker_threads": 1, "command": "python -m benchmarks link --worlds 2 4",
+}  # fmt: skip
+TIMES = {"no communication": (30, 20), "dense": (2500, 60), "a <hook>": (1250, 80), "thinwire.AdamW topk": (50, 40)}
+
+
+@pytest.fixture
+def links(tmp_path: Path) -> Path:
+    """Of two worlds; dense sends 29 MB, the reduction of the others is their speed-up at the slow rate."""
+    lines: list[dict[str, object]] = [LINK]
+    for world in (4, 2):
+        for column, rate in enumerate(("100mbit", "10gbit")):
+            for method, times in TIMES.items():
+                sent = 6 if method == "no communication" else 29e6 * times[0] / 2500
+                one = {"kind": "link", "rate": rate, "world": world, "method": method, "bytes_per_step": sent}
+                lines.append({**one, "ms": times[column] * world / 2})
+    return write(tmp_path / "link-gpt.jsonl", *lines)
+
+
+def test_tables_of_links(links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    for given, text, message in (
+        (["--readme", readme], f"{END}\n{BEGIN}\n", f"has no line {BEGIN}"),
+        (["--readme", readme, "--plot", tmp_path / "p.svg"], "", "expected rows of recipe --link, which have times"),
+    ):
+        readme.write_text(text)
+        assert results(links, *given) == 2
+        assert message in capsys.readouterr().err
+        assert readme.read_text() == text
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert results(links, "--readme", readme) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\nafter\n")
+    assert "old" not in text
+    assert text.index("**2 ranks**") < text.index("**4 ranks**")
+    two = text.split("**2 ranks**")[1].split("**4 ranks**")[0]
+    assert "| no communication | 30 | 20 | 0.000 |  |" in two
+    assert "| dense | 2,500 | 60 | 29.000 |  |" in two
+    assert "| a <hook> | 1,250 (2.0x) | 80 (0.75x) | 14.500 | 2.0x |" in two
+    assert "| **thinwire.AdamW topk** | 50 (50x) | 40 (1.5x) | 0.580 | 50x |" in two
+    assert "A CPU, 2 cores, 1 thread for each rank, torch 2.9, gloo, 2026-01-02, load 0.2 at the start" in text
+    assert "[link-gpt.jsonl](link-gpt.jsonl), made by `python -m benchmarks link --worlds 2 4`" in text
+
+
+def test_the_default_is_what_the_repository_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    assert results() == 2
+    assert "no file benchmarks/results/link-gpt-*.jsonl here" in capsys.readouterr().err
+    monkeypatch.chdir(root)
+    for page, files in (
+        ("links", []),
+        ("local-steps", ["recipe-local-h200"]),
+        ("training", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
+    ):
+        assert results(*(f"benchmarks/results/{file}.jsonl" for file in files)) == 0
+        tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        lines = Path("docs", f"{page}.md").read_text().splitlines()
+        assert len(tables) > 4
+        assert [line for line in tables if line not in lines] == [], page
