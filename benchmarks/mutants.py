@@ -3,7 +3,6 @@
     python benchmarks/mutants.py                 # all of them, after a run of the same tests without a mistake
     python benchmarks/mutants.py --only 3 17     # some of them, by number
     python benchmarks/mutants.py --only adamw    # or by a part of the file's name
-    python benchmarks/mutants.py --table         # the rows of docs/reliability.md
 
 A mistake is killed if a test fails or does not end in time. It survives if all of its tests pass. It is invalid if the
 tests cannot be collected. The exit status is 1 unless all are killed.
@@ -62,20 +61,6 @@ def read_mutants() -> list[Mutant]:
     ]
 
 
-def rows(mutants: Sequence[Mutant]) -> list[str]:
-    """Return the rows of the table in docs/reliability.md."""
-    made = []
-    for mutant in mutants:
-        seen_by = ", ".join(f"`{_short(test)}`" for test in mutant.tests)
-        made.append(f"| {mutant.number} | `{mutant.file}` | {mutant.mistake} | {seen_by} |")
-    return made
-
-
-def _short(test: str) -> str:
-    path, _, name = test.partition("::")
-    return name.partition("[")[0].removeprefix("test_") if name else path.removeprefix("tests/")
-
-
 def run_tests(source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
     """Run tests with the library in `source`. Return the exit status of pytest, None after a time-out, and its text."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests")])}
@@ -117,13 +102,9 @@ def selected(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="N", help="numbers, or parts of a file's name")
-    parser.add_argument("--table", action="store_true", help="print the rows of docs/reliability.md, and run nothing")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mistake")
     options = parser.parse_args()
     mutants = selected(read_mutants(), options.only)
-    if options.table:
-        print("\n".join(rows(mutants)))
-        return 0
     if not options.only:
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         status, output = run_tests(LIBRARY.parent, tests, 20 * options.timeout)
