@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.testing.pool import Workers
 from thinwire.tools.links.lab import Lab, Links
-from thinwire.tools.workers import Workers
 
 WIDTH, LAYERS, WARMUP, STEPS = 2048, 2, 4, 10
 TIMEOUT = 120.0

@@ -9,12 +9,12 @@ quotient of each turn and its neighbour, and what was chosen.
 import sys
 from statistics import median
 
+from thinwire.testing.pool import Workers
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.training import Training
 from thinwire.tools.links.lab import Lab
 from thinwire.tools.units import parse_rate
-from thinwire.tools.workers import Workers
 
 MODEL = Model("gpt", 7.35e6, 32)
 METHODS = ("dense", "attach auto", "thinwire.AdamW auto")

@@ -14,8 +14,7 @@ import torch
 
 from support.cases import BACKENDS
 from thinwire import kernels
-from thinwire.testing import RankPool
-from thinwire.testing.processes import server
+from thinwire.testing import RankPool, pool, server
 from thinwire.tools.train import FASHION_FOLDER
 from thinwire.tools.train.idx import FASHION_PACKAGE
 
@@ -53,11 +52,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of ranks starts before that of `tools.workers`, whose processes would be slower, and hold on to freed
-    memory. A variable in the developer's shell must not change which kernels any of them have."""
+    """The server of ranks starts with the environment of `RankPool`, before anything starts it without. A variable in the developer's shell must not change which kernels any of them have."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        server()
+        server.start(pool.ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import threading
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from thinwire.tools.workers import Workers
+from thinwire.testing.pool import Workers
 
 
 class Stop(BaseException):

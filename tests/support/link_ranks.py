@@ -7,10 +7,10 @@ import torch
 
 import thinwire
 from support.ports import ports_of_this_process
+from thinwire.testing.pool import Workers
 from thinwire.tools.bench.link.rank import LinkRank
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.links.network import network
-from thinwire.tools.workers import Workers
 
 GRACE = 4.0
 OURS = "attach quantize:bits=8"

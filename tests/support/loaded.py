@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from thinwire.testing.processes import HOST, loopback_store
+from thinwire.testing.pool import HOST, loopback_store
 
 TESTS = str(Path(__file__).parents[1])
 MODULES = (

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.damaged_payload import DamagedPayload
 from thinwire.collectives import LocalGroup
 from thinwire.collectives.transport.link import GlooLink
 from thinwire.testing import (
     LOST,
-    DamagedPayload,
     Fault,
     InjectedError,
     Kill,

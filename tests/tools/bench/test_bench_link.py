@@ -14,10 +14,10 @@ import thinwire
 from support.loaded import start_command
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import living
+from thinwire.testing.pool import RankError
 from thinwire.tools import cli, record
 from thinwire.tools.bench.harness import Progress, command_line
 from thinwire.tools.bench.link import Options, rounds
-from thinwire.tools.workers import WorkerError
 
 OURS, QUANTIZED = "thinwire.AdamW topk:ratio=1/64,bits=2", "attach quantize:bits=8"
 WIDTH = 72
@@ -92,7 +92,7 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
 
     def take(taken: rounds.Taken, *_: object) -> None:
         if taken.steps:
-            raise WorkerError("rank 1 of 2 was killed")
+            raise RankError("rank 1 of 2 was killed")
         taken.samples, taken.steps, taken.left = [1.0], 1, int(taken.method.text != "dense")
 
     monkeypatch.setattr(rounds, "take_steps", take)
@@ -100,7 +100,7 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
     nobody: Any = None
     rows = rounds.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
     assert [next(rows)["method"], next(rows)["method"]] == ["no communication", "dense"]
-    with pytest.raises(WorkerError):
+    with pytest.raises(RankError):
         next(rows)
 
 

@@ -10,6 +10,7 @@ import torch
 from support.commands import assert_help_loads_no_torch, assert_refused
 from support.loaded import run_command
 from thinwire.collectives.cost import ring
+from thinwire.testing.pool import RankError
 from thinwire.tools import cli, record
 from thinwire.tools.bench.harness import Progress, Row
 from thinwire.tools.bench.methods import BY_LOSS
@@ -17,7 +18,6 @@ from thinwire.tools.bench.recipe import Options, show, trainer
 from thinwire.tools.bench.recipe.gradients import Threads
 from thinwire.tools.bench.recipe.trainer import Trainer, measure
 from thinwire.tools.bench.training import check
-from thinwire.tools.workers import WorkerError
 
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2", "--steps", "6"]
 TINY = "gpt:width=32,context=8"
@@ -235,7 +235,7 @@ def test_threads_name_the_rank_that_failed() -> None:
     with Threads() as ranks:
         ranks.form(2, Odd)
         assert ranks.ask("give", 3) == [3, 4]
-        with pytest.raises(WorkerError, match="rank 1 of 2 raised ZeroDivisionError: division by zero"):
+        with pytest.raises(RankError, match="rank 1 of 2 raised ZeroDivisionError: division by zero"):
             ranks.ask("divide")
 
 

@@ -7,8 +7,8 @@ from support.link_ranks import TestedRank
 from support.ports import listening
 from support.round_trips import round_trips
 from support.transfer import Build, Transfer
+from thinwire.testing.pool import Workers
 from thinwire.tools.links.network import network
-from thinwire.tools.workers import Workers
 
 
 def test_bytes_are_counted_and_no_faster_than_the_rate(build: Build) -> None:

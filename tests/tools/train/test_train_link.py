@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,40 +28,22 @@ def assert_sentence_is_that_of_the_metrics(done: Done, folder: Path) -> None:
     assert done.out.index("dense training") > done.out.index("MB on the interface")
 
 
-def assert_bytes_are_those_of_the_interface(done: Done, folder: Path) -> None:
-    row = re.search(r"MB on the interface +([\d.]+) +([\d.]+)", done.out)
-    assert row, done.out
-    for counted, run_folder, most in ((row[1], folder, 2.5), (row[2], folder / "dense", 1.2)):
-        sent = last_line(run_folder)["bytes_sent"]
-        assert 0.95 < float(counted) * 1e6 / sent < most, (counted, sent)  # headers: many of them on small packets
-
-
-@pytest.mark.usefixtures("lab_can_be_built")
-def test_ranks_are_in_namespaces_and_dense_training_waits_for_the_link(tmp_path: Path) -> None:
+def test_dense_training_waits_for_the_link(tmp_path: Path) -> None:
     done = run(tmp_path, *arguments(CONFIG))
     assert done.code == 0, done.err
-    assert done.err.startswith("links of 20mbit for each rank: network namespaces, shaped by tc\n")
+    assert done.err.startswith("links of 20mbit for each rank, through a relay\n")
     assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
-    assert_bytes_are_those_of_the_interface(done, tmp_path / "run")
     dense = last_line(tmp_path / "run" / "dense")
     assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6, "no more passes than the link carries"
     conditions = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
     assert conditions["compile_seconds"] > 0
 
 
-def test_without_tools_or_rights_there_is_a_relay(tmp_path: Path) -> None:
-    done = run(tmp_path, *arguments(CONFIG), PATH=str(Path(sys.executable).parent))
-    assert done.code == 0, done.err
-    assert "links of 20mbit for each rank: a relay, since ip and tc not found" in done.err
-    assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
-    dense = last_line(tmp_path / "run" / "dense")
-    assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--link", "fast"], "rate 'fast', expected bits per second"),
+        (["--link", "10gbit"], "expected 100 kbit/s to 2 Gbit/s through a relay"),
         (["--link", "1gbit,fast"], "link '1gbit,fast', expected a rate, or a rate and a round-trip time"),
         (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
         (["--link", "1gbit", "--recipe", "text-gpt", "--workers", "4", "--shard", "2"], "--link with --shard 2"),

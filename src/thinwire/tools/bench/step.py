@@ -16,7 +16,7 @@ from .harness import run as run_benchmark
 from .methods import BY_STEP, parse
 
 if TYPE_CHECKING:
-    from thinwire.tools.workers import Workers
+    from thinwire.testing.pool import Workers
 
 _RANKS, _BATCH, _WARM_UP_STEPS, _STEPS_IN_TURN = 2, 4, 12, 3
 """The batch is that of a rank and step, for the time."""
@@ -107,7 +107,7 @@ def _measure(options: Options, small: int, large: int, progress: Progress) -> It
     Ratios of times are medians over rounds. `times_dense` and `more_memory` are those to dense with the same optimizer.
     `small` and `large` are the numbers of parameters of the two models.
     """
-    from thinwire.tools.workers import Workers
+    from thinwire.testing.pool import Workers
 
     progress.start("time, all in turns")
     with Workers(_RANKS) as workers:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from thinwire.testing.pool import RankError, Workers
 from thinwire.tools.bench.harness import print_table
 from thinwire.tools.bench.link.rank import build_model, make_loss
 from thinwire.tools.bench.link.settings import Model
 from thinwire.tools.bench.methods import NO_COMMUNICATION
 from thinwire.tools.record import cores, cpu_model, read
 from thinwire.tools.units import parse_link
-from thinwire.tools.workers import WorkerError, Workers
 
 from .cluster import Cluster
 from .costs import Speeds, Work, of_sizes
@@ -183,9 +183,9 @@ def _measure(methods: list[Method], model: Model, ranks: int, under: Row, numel:
     """Measure with `ranks` processes of this machine at the same time, and combine their results."""
     try:
         with Workers(ranks, under["worker_threads"]) as workers:
-            workers.make(ranks, Probe, methods, model)
+            workers.form(ranks, Probe, methods, model)
             answers: list[RankCosts] = workers.ask("measure")
-    except WorkerError as error:
+    except RankError as error:
         if error.trace:  # a bug in thinwire
             raise RuntimeError(error.trace) from error
         raise ValueError(f"{ranks} ranks could not be measured here: {error}") from None

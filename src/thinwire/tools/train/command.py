@@ -11,8 +11,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from thinwire.tools import fork_server
-from thinwire.tools.links.network import prepare
+from thinwire.testing import server
 from thinwire.tools.units import parse_link
 
 from .config import Config
@@ -38,17 +37,16 @@ class Options(Config):
 def run(options: Options) -> int:
     """Train and return the exit code: 0 if finished, 128 plus the number of a signal, and 1 or 2 after an error."""
     given = {name: value for name, value in vars(options).items() if name != "config"}
-    place, config, why_relay = Place.of_torchrun(), Config(**given), None
+    place, config = Place.of_torchrun(), Config(**given)
     if config.link is not None:
         _check_link(config, place)
         config = replace(config, device="cpu")
-        why_relay = prepare()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
     if place is None:
-        fork_server.start()  # before torch is imported here
+        server.start()  # before torch is imported here
     from .launch import join, launch  # imports torch, which --help and wrong options do not need
 
-    return launch(config, why_relay) if place is None else join(config, place)
+    return launch(config) if place is None else join(config, place)
 
 
 def _check_link(config: Config, place: Place | None) -> None:

@@ -61,8 +61,8 @@ class Config:
     workers: int = 2
     """Ranks, which are processes on this machine; under torchrun, torchrun gives their number."""
     link: Annotated[str | None, arg(metavar="RATE[,TIME]")] = None
-    """Rate of each rank's link on this machine, such as 100mbit, or with a round-trip time, 100mbit,100ms: network
-    namespaces, or a relay if there are none."""
+    """Rate of each rank's link on this machine, such as 100mbit, or with a round-trip time, 100mbit,100ms; up
+    to 2gbit, because a relay holds the bytes back."""
     shard: int = 1
     """Ranks of each replica, over which FSDP shards a gpt; what is compressed is sent between replicas. 1: DDP."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -18,11 +18,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from thinwire.tools.links import Links
-from thinwire.tools.links.network import description, network
+from thinwire.testing.pool import RankError, Workers, is_consequence
+from thinwire.tools.links.relay import Relay, RelayLinks
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_link
-from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
 from .config import Config
@@ -43,24 +42,18 @@ _FAILED, _READY = "thinwire/failed", "thinwire/ready"
 _READY_SECONDS = 0.05
 
 
-def launch(config: Config, why_relay: str | None = None) -> int:
-    """Train with ranks on this machine and return the exit code of `command.run`.
-
-    why_relay   why links of a given rate need a relay; None if they can be network namespaces.
-    """
+def launch(config: Config) -> int:
+    """Train with ranks on this machine and return the exit code of `command.run`."""
     check(config)
     _fetch(config)
     signals = _Signals()
-    links: Links | None = None
+    links: RelayLinks | None = None
     try:
         with ExitStack() as stack:
             stack.enter_context(on_signals(signals.handle))
             if config.link is not None:
-                speed = parse_link(config.link)
-                print(f"links of {config.link} for each rank: {description(speed, why_relay)}", file=sys.stderr)
-                net = network(config.workers, *speed, relay=why_relay is not None)
-                stack.enter_context(net)
-                links = net.links
+                links = stack.enter_context(Relay(config.workers, *parse_link(config.link))).links
+                print(f"links of {config.link} for each rank, through a relay", file=sys.stderr)
             threads = max(1, cores() // config.workers)
             workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
             workers.form(config.workers, Rank, config, None, None if links is None else links.counter)
@@ -68,7 +61,7 @@ def launch(config: Config, why_relay: str | None = None) -> int:
             workers.ask("run", limit=None)
     except _Stop:
         pass
-    except WorkerError as error:
+    except RankError as error:
         if signals.received is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
     return 0 if signals.received is None else 128 + signals.received
@@ -168,7 +161,7 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
         time.sleep(_READY_SECONDS)
 
 
-def _report(error: WorkerError) -> int:
+def _report(error: RankError) -> int:
     """Print the error of a rank and return the exit code.
 
     A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.

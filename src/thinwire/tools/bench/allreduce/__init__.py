@@ -51,7 +51,7 @@ def run(options: Options) -> int:
     """Measure, simulate and print the tables. Return 0, or 1 if bytes differ from their formula or a rank failed."""
     # These load torch; --help and errors in options should not wait for that.
     from thinwire import compressors
-    from thinwire.tools.workers import Workers
+    from thinwire.testing.pool import Workers
 
     from ..codec.cases import LARGEST
     from .ranks import cases, count_bytes, time_parts

@@ -28,8 +28,8 @@ from thinwire.collectives.cost import Cost
 from thinwire.collectives.plan import Plan, choose, plan
 from thinwire.compressors import Compressor
 from thinwire.kernels.layout import RandomKLayout
+from thinwire.testing.pool import Workers
 from thinwire.tools import loopback
-from thinwire.tools.workers import Workers
 
 from ..harness import Progress, Row
 from ..measure import timing

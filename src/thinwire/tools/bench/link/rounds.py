@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from thinwire.sync.policy import AUTO
+from thinwire.testing.pool import RankError, Workers
 from thinwire.tools.links.network import Network, network
-from thinwire.tools.workers import WorkerError, Workers
 
 from ..harness import Progress, Row
 from ..methods import COMPRESSING, NO_COMMUNICATION, Method
@@ -114,7 +114,7 @@ def measure_methods(
             progress.start(f"{world} ranks, {rate}, {taken.method.text}")
             try:
                 take_steps(taken, options, net, workers)
-            except WorkerError:
+            except RankError:
                 yield from (one.row() for one in waiting if one.steps)
                 raise
             if not taken.left:

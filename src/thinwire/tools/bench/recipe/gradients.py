@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from thinwire.collectives import CollectiveError
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.sync.buckets import Bucket
+from thinwire.testing.pool import RankClass, RankError
 from thinwire.tools.train.models import GPT
-from thinwire.tools.workers import RankClass, WorkerError
 
 _LONGEST_CONTEXT = 256
 """Longest context for one pass over all ranks.
@@ -146,7 +146,7 @@ class Threads:
     def ask(self, method: str, *args: object) -> list[Any]:
         """Call a method of the object on each rank, in its thread, and return the results, ordered by rank.
 
-        Raises WorkerError if a rank raises.
+        Raises RankError if a rank raises.
         """
         assert self._world is not None
 
@@ -157,12 +157,12 @@ class Threads:
                 raise
             except Exception as error:
                 text = f"rank {group.rank} of {group.size} raised {type(error).__name__}: {error}"
-                raise WorkerError(text) from error
+                raise RankError(text) from error
 
         try:
             return self._world.run(answer)
         except CollectiveError as error:
-            raise WorkerError(str(error)) from error
+            raise RankError(str(error)) from error
 
     def __enter__(self) -> Self:
         return self
