@@ -1,29 +1,20 @@
-"""Links of a given rate between ranks of this machine: network namespaces (`lab`), or a relay that needs no rights.
+"""Links of a given rate between ranks of this machine, by a relay, which needs no rights (`relay`).
 
 They may have a round-trip time, too: what arrives is then delivered half of it later, in each direction.
 """
 
 from typing import Protocol
 
-from thinwire.tools.loopback import Counter
-
 LARGEST_WORLD = 64
 """Largest number of ranks on one machine."""
 
 
 class Links(Protocol):
-    """The part of a network that is sent to the process of each rank."""
+    """What the process of a rank knows of the others."""
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-
-    @property
-    def counter(self) -> Counter:
-        """Return the counter of the bytes that a rank sends; it is read in the process of the rank."""
-
-    def enter(self, rank: int) -> None:
-        """Make the calling process rank `rank`, before it opens a socket. What it sends then goes through its link."""
 
     def address(self, rank: int) -> str:
         """Return the IP address at which a rank listens."""
