@@ -28,7 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 LONGEST = (
-    "project", "train", "contract", "links", "bench", "optim", "integrations", "plan", "browser", "collectives", "sync",
+    "project", "train", "contract", "links", "bench", "benchmarks", "optim", "integrations", "plan", "browser",
+    "collectives", "sync",
 )  # fmt: skip
 """Folders whose files take longest. They come first, or one process would end long before the others."""
 
@@ -44,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without searches for garbage. What was collected stays, and no later search goes through it."""
     gc.disable()
+    gc.set_threshold(20_000, 20, 20)
     try:
         return (yield)
     finally:
@@ -52,7 +54,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of ranks starts with the environment of `RankPool`, before anything starts it without. A variable in the developer's shell must not change which kernels any of them have."""
+    """The server of ranks starts with the environment of `RankPool`, before anything starts it without. A variable in
+    the developer's shell must not change which kernels its ranks have."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         server.start(pool.ENVIRONMENT)

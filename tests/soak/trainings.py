@@ -1,4 +1,4 @@
-"""Attacks on whole trainings: killed or stopped at any moment, on a full disk, links cut in a step.
+"""Attacks on whole trainings: killed or stopped at any moment, on a full disk.
 
 Whatever happens to a run, it goes on afterwards and ends with the bits of a run that nothing happened to.
 """
@@ -6,7 +6,6 @@ Whatever happens to a run, it goes on afterwards and ends with the bits of a run
 import atexit
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -16,11 +15,8 @@ from soak.case import Skipped, Tried, ranks
 from support import training_runs as runs
 from support.disks import small_disk
 from support.training_faults import FullDisk, InSteps, SignalInStep
-from support.training_loop import METHODS, Training
 from support.training_runs import checkpoints, logged_steps, train
 from thinwire.testing import LOST
-from thinwire.testing.pool import Workers
-from thinwire.tools.links.relay import Relay
 from thinwire.tools.train.config import Config
 from thinwire.tools.train.options import defaults
 
@@ -111,44 +107,3 @@ def full_disk(draw: Random) -> Tried:
         fault.path.unlink()
         go_on(world, cwd, config.optimizer)
     return Tried(f"{config.optimizer}, {world} ranks: full from step {step}", {"full disks": 1, "steps": STEPS})
-
-
-class LinkedRank:
-    """Takes steps behind a link."""
-
-    def __init__(self, rank: int, size: int, method: str, timeout: float) -> None:
-        self.training, self.taken = Training(rank, method, timeout), 0
-
-    def take(self, steps: int) -> tuple[str, float]:
-        """Take steps. Return the error of one, and after how many seconds it came."""
-        for _ in range(steps):
-            started = time.monotonic()
-            try:
-                self.training.take(self.taken)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}", time.monotonic() - started
-            self.taken += 1
-        return "", 0.0
-
-
-def cut_link(draw: Random) -> Tried:
-    """A link is cut in a step, without an error to anybody: every rank raises after the time-out."""
-    world, method, nbytes, timeout = draw.randint(2, 3), draw.choice(METHODS), draw.randint(1, 30_000), 4.0
-    rank = draw.randrange(world)
-    with (
-        Relay(world, 2e6) as relay,
-        Workers(world, limit=timeout, links=relay.links) as workers,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        workers.form(world, LinkedRank, method, timeout)
-        assert workers.ask("take", 3) == [("", 0.0)] * world
-        before, deadline = sum(relay.sent_bytes()), time.monotonic() + runs.LIMIT
-        answers = threads.submit(workers.ask, "take", 10**6, limit=runs.LIMIT)
-        while sum(relay.sent_bytes()) < before + nbytes and time.monotonic() < deadline:
-            time.sleep(0.001)
-        relay.cut(rank)
-        found = answers.result(2 * runs.LIMIT)
-    for each, (raised, seconds) in enumerate(found):
-        assert raised, f"rank {each} did not notice"
-        assert seconds < timeout + 8.0, f"rank {each} noticed after {seconds:.1f} s: {raised}"
-    return Tried(f"{method}, {world} ranks: link of rank {rank} cut after {nbytes:,} bytes", {"cut links": 1})
