@@ -186,7 +186,7 @@ def test_a_bug_keeps_its_traceback_and_an_echo_does_not_hide_its_cause() -> None
     with Workers(2) as group:
         group.form(2, Rank)
         with pytest.raises(RankError) as failure:
-            group.ask("act", "raise", 0)
+            group.ask("act", "raise", 0, limit=None)
         assert failure.value.trace == ""
         with pytest.raises(RankError) as failure:
             group.ask("both", "lose", "bug")

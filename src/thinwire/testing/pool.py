@@ -203,25 +203,24 @@ class _Processes:
         """Return the error of ranks that failed, and of those that are late; these write where they are, and end."""
         # Ranks that wait for one that died may have reported first: that one goes first.
         ranks = sorted(failures, key=lambda rank: (failures[rank].is_consequence, bool(failures[rank].trace)))
-        how = f"did not answer within {limit:g} s"
-        if failures:
-            how = f"did not end within {self._grace:g} s after another rank had failed"
+        after = f"did not end within {self._grace:g} s after another rank had failed"
+        how = after if failures else f"did not answer within {limit:g} s"
         if self._keeps_log:
-            self._signal(signal.SIGABRT, late)  # all at once: the end of one may free another
+            self.signal(signal.SIGABRT, late)  # all at once: the end of one may free another
             failures |= {rank: self._processes[rank].ending(f"{how}; it was here") for rank in late}
         else:
             failures |= {rank: _Failure(how) for rank in late}
         ranks += late
-        first, traces = failures[ranks[0]], {rank: self._keeps_log and failures[rank].trace for rank in ranks}
-        texts = [
-            f"rank {rank} of {size} " + (f"raised\n{traces[rank]}" if traces[rank] else failures[rank].reason)
-            for rank in ranks
-        ]
-        text = "\n\n".join(texts if self._keeps_log else texts[:1])
+        first = failures[ranks[0]]
+        text = f"rank {ranks[0]} of {size} {first.reason}"
+        if self._keeps_log:
+            what = {rank: f"raised\n{one.trace}" if one.trace else one.reason for rank, one in failures.items()}
+            text = "\n\n".join(f"rank {rank} of {size} {what[rank]}" for rank in ranks)
         return RankError(text, ranks, first.reason, first.trace if first.is_bug else "")
 
-    def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        for process in [self._processes[rank].process for rank in ranks]:
+    def signal(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to every process that is still alive, or to those of these ranks."""
+        for process in [self._processes[rank].process for rank in (self._processes if ranks is None else ranks)]:
             if process.pid is not None and process.is_alive():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
@@ -286,7 +285,7 @@ class RankPool(_Processes):
         ranks, clean = range(world_size), False
         try:
             server.start(ENVIRONMENT)
-            self._call(self._start(world_size), _Rank.get_ready, limit=TIMEOUT)
+            self._call(self._start(world_size), _Rank.leave, limit=TIMEOUT)  # answered when a process has loaded torch
             self._join(world_size, group_timeout, timeout, on_rank0=store == "rank0")
             given = function.__module__, function.__qualname__, world_size, args
             results = self._call(ranks, _Rank.run, *given, limit=timeout, lost=lost)
@@ -335,10 +334,6 @@ class Workers(_Processes):
         """
         return self._call(range(self._size), method, *args, limit=limit)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every process that is still alive."""
-        self._signal(number, self._processes)
-
 
 def is_consequence(error: BaseException) -> bool:
     """Return whether a rank raises this error only because another rank failed.
@@ -373,9 +368,6 @@ class _Rank:
         self.built: object = None
         if links is not None:
             links.enter(rank)
-
-    def get_ready(self) -> None:
-        """Do nothing: the answer says that the process has started."""
 
     def host(self, timeout: float) -> int:
         """Start the store of the next group and return its port."""

@@ -10,11 +10,14 @@ LARGEST_WORLD = 64
 
 
 class Links(Protocol):
-    """What the process of a rank knows of the others."""
+    """The part of a network that is sent to the process of each rank."""
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
+
+    def enter(self, rank: int) -> None:
+        """Make the calling process rank `rank`, before it opens a socket. What it sends then goes through its link."""
 
     def address(self, rank: int) -> str:
         """Return the IP address at which a rank listens."""
