@@ -1,4 +1,4 @@
-"""Starts processes while signals come, which a thread without blocked signals may take. python -m support.busy_start"""
+"""Starts processes while signals come, which a thread without blocked signals may take."""
 
 import os
 import signal
@@ -34,7 +34,3 @@ def main() -> None:
             pass
     except Stop:
         print("stopped after", len(started))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Ranks that are held for a minute, for their parent to be killed. python -m support.held_ranks"""
+"""Ranks that are held for a minute, for their parent to be killed."""
 
 import os
 import threading
@@ -25,7 +25,3 @@ def main() -> None:
         workers.form(2, Waiting)
         print(*workers.ask("wait", True), *pool.run(get_id, 2), flush=True)
         workers.ask("wait", False)
-
-
-if __name__ == "__main__":
-    main()

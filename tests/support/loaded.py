@@ -177,6 +177,11 @@ def start_command(
     return _loaded().start(COMMAND, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
 
 
+def start_main(module: str, *, out: Path | str, err: Path | str) -> Copy:
+    """`main()` of a module of `support`; its output goes to files."""
+    return _loaded().start(f"from support.{module} import main; main()", out=out, err=err)
+
+
 def run_command(*words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     """`thinwire` with these words, from its start to its end, as by subprocess.run."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:

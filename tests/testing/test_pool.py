@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.loaded import start_main
 from support.ports import listening
-from support.processes import living, run_module, start_module
+from support.processes import living
 from thinwire.collectives.transport.records import Record, read_notice
 from thinwire.collectives.transport.watch import PATIENCE_SECONDS
 from thinwire.testing import LOST, RankError, RankPool
@@ -256,24 +259,30 @@ def test_what_no_rank_wrote_is_no_record_and_no_notice() -> None:
     assert read_notice('{"message": "m", "ranks": [0], "kind": "PeerError"}') is not None
 
 
-def test_a_signal_leaves_no_process_half_started() -> None:
+def test_a_signal_leaves_no_process_half_started(tmp_path: Path) -> None:
     """A thread of a library may take it, though the main thread has it blocked."""
-    assert run_module("busy_start") == "stopped after 2"
+    with start_main("busy_start", out=tmp_path / "out", err=tmp_path / "err") as program:
+        assert program.wait(120) == 0, (tmp_path / "err").read_text()
+    assert (tmp_path / "out").read_text() == "stopped after 2\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_end_with_their_parent() -> None:
-    """Though they wait: SIGKILL leaves their parent no time to end them, and SIGINT goes to the parent alone."""
-    with start_module("held_ranks") as process:
-        assert process.stdout is not None
-        ids = {int(word) for word in process.stdout.readline().split()}
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    """Though they wait: SIGKILL leaves their parent no time to end them, and SIGINT is for the parent alone."""
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline, (tmp_path / "err").read_text()
+            time.sleep(0.05)
+
+    with start_main("held_ranks", out=tmp_path / "out", err=tmp_path / "err") as program:
+        wait_until(lambda: (tmp_path / "out").read_text().endswith("\n"))
+        ids = {int(word) for word in (tmp_path / "out").read_text().split()}
         assert len(ids) == 4
         for each in ids:
             os.kill(each, signal.SIGINT)
         time.sleep(0.2)
         assert ids <= {each for each, _ in living()}
-        process.kill()
-        deadline = time.monotonic() + 30
-        while ids & {each for each, _ in living()}:
-            assert time.monotonic() < deadline, "ranks are left"
-            time.sleep(0.05)
+        program.kill()
+        wait_until(lambda: not ids & {each for each, _ in living()})
