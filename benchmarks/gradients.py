@@ -19,8 +19,8 @@ from thinwire.collectives import CollectiveError
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.kernels.recording import Recording, RecordingMemory
 from thinwire.sync.buckets import Bucket
+from thinwire.testing.pool import RankClass, RankError
 from thinwire.tools.train.models import GPT
-from thinwire.tools.workers import RankClass, WorkerError
 
 _LONGEST_CONTEXT = 256
 """Longest context for one pass over all ranks.
@@ -135,7 +135,7 @@ class Threads:
     def ask(self, method: str, *args: object) -> list[Any]:
         """Call a method of the object on each rank, in its thread, and return the results, ordered by rank.
 
-        Raises WorkerError if a rank raises.
+        Raises RankError if a rank raises.
         """
         assert self._world is not None
 
@@ -146,9 +146,9 @@ class Threads:
                 raise
             except Exception as error:
                 text = f"rank {group.rank} of {group.size} raised {type(error).__name__}: {error}"
-                raise WorkerError(text) from error
+                raise RankError(text) from error
 
         try:
             return self._world.run(answer)
         except CollectiveError as error:
-            raise WorkerError(str(error)) from error
+            raise RankError(str(error)) from error

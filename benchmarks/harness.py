@@ -72,7 +72,7 @@ def run(
 
     If the benchmark fails, what was measured until then is written and printed.
     """
-    from thinwire.tools.workers import WorkerError  # loads torch; --help and errors in options do not wait for that
+    from thinwire.testing.pool import RankError  # loads torch; --help and errors in options do not wait for that
 
     check_file("out", options.out)
     line, rows, faults = conditions(**under, command=command_line(name, options)), list[Row](), list[str]()
@@ -82,7 +82,7 @@ def run(
             for row in measure(Progress(progress_steps)):
                 writer.write(row)
                 rows.append(row)
-        except (Failure, WorkerError) as error:
+        except (Failure, RankError) as error:
             faults.append(str(error))
     if rows:
         print("thinwire {thinwire}, torch {torch}, {cpu}, {cores} cores, kernels {kernels}, {date}".format(**line))

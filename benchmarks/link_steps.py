@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.sync.policy import AUTO
+from thinwire.testing.pool import RankError, Workers
 from thinwire.tools.links.relay import Relay
-from thinwire.tools.workers import WorkerError, Workers
 
 from .harness import Progress, Row
 from .link import Options
@@ -178,7 +178,7 @@ def measure_methods(
         for taken in [one for one in waiting if one.left]:
             try:
                 take_steps(taken, options, net, workers)
-            except WorkerError:
+            except RankError:
                 yield from (one.row() for one in waiting if one.steps)
                 raise
             if not taken.left:

@@ -180,7 +180,7 @@ def run(options: Options) -> int:
         if options.simulate or options.device != "cpu":
             raise ValueError("--link with --simulate or --device cuda, expected ranks that are processes on the CPU")
     # These load torch; --help and errors in options should not wait for that.
-    from thinwire.tools.workers import Workers
+    from thinwire.testing.pool import Workers
 
     from . import trainer
     from .gradients import Threads

@@ -14,8 +14,7 @@ import torch
 
 from support.cases import BACKENDS
 from thinwire import kernels
-from thinwire.testing import RankPool
-from thinwire.testing.processes import server
+from thinwire.testing import RankPool, pool, server
 from thinwire.tools.train import FASHION_FOLDER
 from thinwire.tools.train.idx import FASHION_PACKAGE
 
@@ -48,6 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without searches for garbage. What was collected stays, and no later search goes through it."""
     gc.disable()
+    gc.set_threshold(20_000, 20, 20)
     try:
         return (yield)
     finally:
@@ -56,11 +56,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of ranks starts before that of `tools.workers`, whose processes would be slower, and hold on to freed
-    memory. A variable in the developer's shell must not change which kernels any of them have."""
+    """The server of ranks starts with the environment of `RankPool`, before anything starts it without. A variable in
+    the developer's shell must not change which kernels its ranks have."""
     os.environ.pop(kernels.ENVIRONMENT_VARIABLE, None)
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        server()
+        server.start(pool.ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def _reference() -> str:
         text += f"\n## {heading}\n" + "".join(_entry(name, inherited=room == "optim") for name in names)
     text += "\n## Kernels\n" + _entry("kernels")
     text += "\n## Tests of your own code\n"
-    text += "".join(_entry(f"testing.{name}") for name in _exported("src/thinwire/testing/__init__.py"))
+    text += "".join(_entry(f"testing.{name}") for name in _exported("src/thinwire/testing/__init__.pyi"))
     for framework in ("lightning", "transformers"):
         text += f"\n## {framework.capitalize()}\n" + _entry(f"frameworks.{framework}")
     return text

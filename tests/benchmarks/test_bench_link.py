@@ -18,7 +18,7 @@ from benchmarks.methods import TOPK
 from support.loaded import start_command
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import living
-from thinwire.tools.workers import WorkerError
+from thinwire.testing.pool import RankError
 
 OURS, QUANTIZED = f"thinwire.AdamW {TOPK}", "attach quantize:bits=8"
 PROGRAM = "benchmarks.__main__"
@@ -91,7 +91,7 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
 
     def take(taken: link_steps.Taken, *_: object) -> None:
         if taken.steps:
-            raise WorkerError("rank 1 of 2 was killed")
+            raise RankError("rank 1 of 2 was killed")
         taken.samples, taken.steps, taken.left = [1.0], 1, int(taken.method.text != "dense")
 
     monkeypatch.setattr(link_steps, "take_steps", take)
@@ -99,7 +99,7 @@ def test_a_failure_loses_no_row_that_was_measured(monkeypatch: pytest.MonkeyPatc
     nobody: Any = None
     rows = link_steps.measure_methods("1gbit", 2, given, nobody, nobody, Progress(2))
     assert [next(rows)["method"], next(rows)["method"]] == ["no communication", "dense"]
-    with pytest.raises(WorkerError):
+    with pytest.raises(RankError):
         next(rows)
 
 

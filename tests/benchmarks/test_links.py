@@ -19,8 +19,8 @@ from support.ports import listening
 from support.processes import start_module
 from support.round_trips import round_trips
 from support.transfer import Build, Transfer
+from thinwire.testing.pool import Workers
 from thinwire.tools.links.relay import Relay
-from thinwire.tools.workers import Workers
 
 WORLD, TIMEOUT = 3, 4.0
 

@@ -9,11 +9,11 @@ import torch
 
 import thinwire
 from support.cases import ALL_SPECS, BACKENDS, KEY, SPECS, Case, rows, sends_exactly
+from support.memory import guarded
 from support.oracle import Record, bytes_of, read_quantize, read_topk, same_bits, topk_positions
 from thinwire import CompressedTensor, kernels
 from thinwire.compressors import frame
 from thinwire.kernels.layout import DenseLayout, QuantizeLayout, TopKLayout, residual_dtype
-from thinwire.testing import guarded
 
 PAIRS = [pytest.param((spec, backend), id=f"{spec}-{backend}") for spec in ALL_SPECS for backend in BACKENDS]
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import thinwire
 from support.cases import BACKENDS, DTYPES
 from support.framing import write_positions
+from support.memory import guarded
 from support.samples import SMALL, bounded, sample
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
-from thinwire.testing import guarded
 
 SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
 

@@ -7,9 +7,9 @@ import torch
 import thinwire
 from support.cases import ALL_SPECS, DTYPES, INPUTS, KEY, make_input
 from support.framing import build, write_positions
+from support.memory import guarded
 from thinwire import CompressedTensor, FrameError, kernels
 from thinwire.kernels.layout import Layout, TopKLayout, TopKRecord, topk_record
-from thinwire.testing import guarded
 
 NAN, INF, MARK = 0x7FC00000, 0x7F800000, 0x7FC0
 

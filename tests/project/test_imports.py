@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+import thinwire.testing
 from support.processes import run_python
 
 ROOT = Path(thinwire.__file__).parent
@@ -34,7 +35,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The full names of everything in thinwire that a file imports, at its top or inside its functions."""
+    """The full names of everything in thinwire that a file imports: at its top, inside its functions, or for types."""
     package = ["thinwire", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -60,33 +61,27 @@ def layer_of(part: str) -> int:
     return LAYERS.index(part)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_downwards(path: Path) -> None:
-    relative = path.relative_to(ROOT)
-    own = relative.parts[0].removesuffix(".py")
-    if own == "__init__":
-        return  # the public names, loaded on first use
-    for name in imported(path):
-        part = part_of(name)
-        if part is None or part == own:
-            continue
-        assert layer_of(part) > layer_of(own), f"{relative} imports {name}: thinwire.{part} does not stand below {own}"
-
-
-@pytest.mark.parametrize("part", BELOW)
-def test_imports_within_a_room_point_downwards(part: str) -> None:
-    room, own = part.split(".")
-    for path in (ROOT / room / own).glob("*.py"):
+def test_imports_point_downwards() -> None:
+    for path in FILES:
+        relative = path.relative_to(ROOT)
+        own = relative.parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue  # the public names, loaded on first use
         for name in imported(path):
-            if name.startswith(f"thinwire.{room}.") and name.split(".")[2] != own:
-                assert name.split(".")[2] in BELOW[part], f"{path.relative_to(ROOT)} imports {name}"
+            part = part_of(name)
+            where = f"{relative} imports {name}"
+            assert part in (None, own) or layer_of(part) > layer_of(own), f"{where}, which does not stand below {own}"
+            # Its names are loaded on first use, from any layer: the line above would see none of that.
+            assert name != "thinwire" or own == "tools", f"{where} as a whole"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_library_does_not_import_thinwire_as_a_whole(path: Path) -> None:
-    """Its names are loaded on first use, from any layer: the test above would see none of that."""
-    if path.relative_to(ROOT).parts[0] != "tools":
-        assert "thinwire" not in set(imported(path))
+def test_imports_within_a_room_point_downwards() -> None:
+    for part, below in BELOW.items():
+        room, own = part.split(".")
+        for path in (ROOT / room / own).glob("*.py"):
+            for name in imported(path):
+                if name.startswith(f"thinwire.{room}.") and name.split(".")[2] != own:
+                    assert name.split(".")[2] in below, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def module_of(path: Path) -> str:
@@ -109,20 +104,23 @@ def test_no_module_needs_itself() -> None:
     assert not needs, "modules that need each other, or one of those that do"
 
 
-@pytest.mark.parametrize("name", thinwire.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(thinwire, name) is not None
-    assert name in dir(thinwire)
+def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error() -> None:
+    for module in (thinwire, thinwire.testing):
+        for name in module.__all__:
+            assert getattr(module, name) is not None, name
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'gzip'"):
+            module.gzip  # noqa: B018
+    assert set(thinwire.__all__) <= set(dir(thinwire))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'thinwire' has no attribute 'gzip'"):
-        thinwire.gzip  # noqa: B018
-
-
-def test_testing_loads_neither_pytest_nor_the_tools() -> None:
-    code = "import sys, thinwire.testing; print([n for n in ('pytest', 'thinwire.tools') if n in sys.modules])"
-    assert run_python(code) == "[]"
+def test_testing_loads_neither_pytest_nor_the_tools_and_the_server_of_ranks_no_torch() -> None:
+    code = """
+        import sys, thinwire.testing.server
+        print('torch' in sys.modules)
+        from thinwire.testing import RankPool, inject, run_threads
+        print([name for name in ('pytest', 'thinwire.tools') if name in sys.modules])
+    """
+    assert run_python(code).split("\n") == ["False", "[]"]
 
 
 def test_the_layer_test_sees_what_it_should() -> None:

@@ -5,23 +5,17 @@
 
 import runpy
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "mutants.py"))
 MUTANTS = SCRIPT["read_mutants"]()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.number} {mutant.file}")
-def test_it_can_be_planted(mutant: Any) -> None:
-    compile(mutant.mutated(), mutant.file, "exec")
-    for test in mutant.tests:
-        path, _, name = test.partition("::")
-        text = (ROOT / path).read_text()
-        assert f"def {name.partition('[')[0]}(" in text, f"{test} does not exist"
-
-
-def test_each_is_another() -> None:
+def test_each_is_another_and_can_be_planted() -> None:
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        compile(mutant.mutated(), mutant.file, "exec")  # raises if it does not fit, and says which it is
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text()
+            assert f"def {name.partition('[')[0]}(" in text, f"{mutant.number} {mutant.file}: {test} does not exist"

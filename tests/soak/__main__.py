@@ -8,8 +8,8 @@ from soak.campaign import Campaign, run_case
 from soak.case import ranks
 from soak.files import files
 from soak.frames import frames
-from soak.groups import kill, nan, payloads, stop, strangers, warm_up
-from soak.trainings import cut_link, full_disk, kill_training, terminate
+from soak.groups import cut_link, kill, nan, payloads, stop, strangers, warm_up
+from soak.trainings import full_disk, kill_training, terminate
 
 KINDS = {
     "frames": (frames, 10), "kill": (kill, 10), "nan": (nan, 4), "stop": (stop, 3), "payloads": (payloads, 3),

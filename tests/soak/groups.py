@@ -1,4 +1,4 @@
-"""Attacks on ranks that train: killed or stopped at any moment, NaN, damaged payloads, strangers at their ports.
+"""Attacks on ranks that train: killed or stopped at any moment, links cut, NaN, damaged payloads, strangers.
 
 A moment is so many seconds after all ranks have begun, and a signal comes from another process: what the rank does at
 that moment is up to the machine. Everything else is the same when a case is repeated.
@@ -6,6 +6,7 @@ that moment is up to the machine. Everything else is the same when a case is rep
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from support.strangers import bother
 from support.training import differing, identical
 from support.training_loop import METHODS, Training
 from thinwire.testing import LOST, NotFinite, inject, store_barrier
+from thinwire.testing.pool import Workers
+from thinwire.tools.links.relay import Relay
 
 FIRST, STEPS = 3, 40
 """Steps before anything happens: DDP has its final buckets then, and the warm-up is over. And those of a case."""
@@ -27,12 +30,17 @@ LIMIT, LATE = 60.0, 4.0
 """Seconds until a wait fails, and those that a rank may be late where ranks are stopped for longer."""
 
 
+def begin(rank: int, method: str, timeout: float) -> Training:
+    training = Training(rank, method, timeout)
+    for step in range(FIRST):
+        training.take(step)
+    return training
+
+
 def warm_up(rank: int, world_size: int) -> None:
     """Take steps by all methods, so that kernels are compiled before a time-out counts."""
     for method in METHODS:
-        training = Training(rank, method, 900)
-        for step in range(FIRST):
-            training.take(step)
+        begin(rank, method, 900)
 
 
 class End(NamedTuple):
@@ -48,12 +56,15 @@ class End(NamedTuple):
 
 def train(rank: int, world_size: int, method: str, timeout: float, steps: int, victim: int, moments: Moments) -> End:
     """Take so many steps, or those until an error, while the victim gets its signals."""
-    training, digests = Training(rank, method, timeout), []
-    for step in range(FIRST):
-        training.take(step)
+    training = begin(rank, method, timeout)
     store_barrier("all have begun", world_size)
     if rank == victim:
         signal_me(moments)
+    return go_on(training, steps)
+
+
+def go_on(training: Training, steps: int) -> End:
+    digests: list[str] = []
     deadline = time.monotonic() + LIMIT
     while len(digests) < steps and time.monotonic() < deadline:
         before, taken = training.bits(), training.sync.steps
@@ -102,6 +113,34 @@ def stop(draw: Random) -> Tried:
     steps = check(dict(enumerate(ranks().run(train, world, *args, timeout=2 * LIMIT))), victim if is_long else None)
     what = f"{method}, {world} ranks: rank {victim} stopped for {', '.join(f'{pause:.2f}' for pause in pauses)} s"
     return Tried(f"{what}, {steps} steps", {"stops": len(pauses), "steps": steps})
+
+
+class LinkedRank:
+    """Trains behind a link."""
+
+    def __init__(self, rank: int, size: int, method: str) -> None:
+        self.training = begin(rank, method, LATE)
+
+    def go_on(self) -> End:
+        return go_on(self.training, 10**6)
+
+
+def cut_link(draw: Random) -> Tried:
+    """A link is cut in a step, without an error to anybody: every rank raises after the time-out."""
+    world, method, nbytes = draw.randint(2, 4), draw.choice(METHODS), draw.randint(1, 30_000)
+    rank = draw.randrange(world)
+    with Relay(world, 2e6) as relay, Workers(world, limit=LATE, links=relay.links) as workers:
+        workers.form(world, LinkedRank, method)
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(workers.ask, "go_on", limit=LIMIT)
+            before, deadline = sum(relay.sent_bytes()), time.monotonic() + LIMIT
+            while sum(relay.sent_bytes()) < before + nbytes and time.monotonic() < deadline:
+                time.sleep(0.001)
+            relay.cut(rank)
+            for each, end in enumerate(answers.result(2 * LIMIT)):
+                assert end.error, f"rank {each} did not notice"
+                assert not end.changed, f"rank {each}: {end.changed} changed in the step that raised {end.error}"
+    return Tried(f"{method}, {world} ranks: link of rank {rank} cut after {nbytes:,} bytes", {"cut links": 1})
 
 
 def payloads(draw: Random) -> Tried:

@@ -1,4 +1,4 @@
-"""Attacks on whole trainings: killed or stopped at any moment, on a full disk, links cut in a step.
+"""Attacks on whole trainings: killed or stopped at any moment, on a full disk.
 
 Whatever happens to a run, it goes on afterwards and ends with the bits of a run that nothing happened to.
 """
@@ -11,11 +11,9 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from benchmarks import namespaces
 from soak.case import Skipped, Tried, ranks
 from support import training_runs as runs
 from support.disks import small_disk
-from support.link_ranks import GRACE, OURS, disturb
 from support.training_faults import FullDisk, InSteps, SignalInStep
 from support.training_runs import checkpoints, logged_steps, train
 from thinwire.testing import LOST
@@ -109,16 +107,3 @@ def full_disk(draw: Random) -> Tried:
         fault.path.unlink()
         go_on(world, cwd, config.optimizer)
     return Tried(f"{config.optimizer}, {world} ranks: full from step {step}", {"full disks": 1, "steps": STEPS})
-
-
-def cut_link(draw: Random) -> Tried:
-    """A link is cut in a step, without an error to anybody: every rank raises after the time-out."""
-    if (reason := namespaces.why_not()) is not None:
-        raise Skipped(reason)
-    world, nbytes, timeout = draw.randint(2, 3), draw.randint(1, 150_000), 4.0
-    rank = draw.randrange(world)
-    found = disturb(world, method=OURS, fault="cut", rank=rank, timeout=timeout, relay=False, nbytes=nbytes)
-    for each, (raised, seconds) in enumerate(found):
-        assert raised, f"rank {each} did not notice"
-        assert seconds < timeout + 2 * GRACE, f"rank {each} noticed after {seconds:.1f} s: {raised}"
-    return Tried(f"{world} ranks: link of rank {rank} cut after {nbytes:,} bytes", {"cut links": 1})

@@ -1,4 +1,4 @@
-"""Starts processes while signals come, which a thread without blocked signals may take. python -m support.busy_start"""
+"""Starts processes while signals come, which a thread without blocked signals may take."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from thinwire.tools.workers import Workers
+from thinwire.testing.pool import Workers
 
 
 class Stop(BaseException):
@@ -34,7 +34,3 @@ def main() -> None:
             pass
     except Stop:
         print("stopped after", len(started))
-
-
-if __name__ == "__main__":
-    main()

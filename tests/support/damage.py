@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from support.damaged_payload import DamagedPayload
 from support.framing import write_positions
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout, TopKRecord
-from thinwire.testing import DamagedPayload
 
 Damage = Callable[[Tensor, Layout], None]
 INFINITE, MARK = 0x7F80, 0x7FC0

@@ -9,7 +9,7 @@ import thinwire
 from benchmarks.link_steps import LinkRank
 from benchmarks.namespaces import network
 from support.ports import ports_of_this_process
-from thinwire.tools.workers import Workers
+from thinwire.testing.pool import Workers
 
 GRACE = 4.0
 OURS = "attach quantize:bits=8"

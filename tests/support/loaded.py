@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from thinwire.testing.processes import HOST, loopback_store
+from thinwire.testing.pool import HOST, loopback_store
 
 TESTS = str(Path(__file__).parents[1])
 MODULES = (
@@ -180,6 +180,11 @@ def start_command(
     """`thinwire`, or another module with a function `main`, with these words; its output goes to files."""
     code = COMMAND.format(program=program)
     return _loaded().start(code, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
+
+
+def start_main(module: str, *, out: Path | str, err: Path | str) -> Copy:
+    """`main()` of a module of `support`; its output goes to files."""
+    return _loaded().start(f"from support.{module} import main; main()", out=out, err=err)
 
 
 def run_command(

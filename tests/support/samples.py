@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import thinwire
 from support.cases import ALL_SPECS, BACKENDS, DTYPES, KEY
+from support.memory import guarded
 from support.oracle import same_bits
 from thinwire import CompressedTensor, FrameError, kernels
-from thinwire.testing import guarded
 
 SIZES = (0, 1, 2, 7, 33, 100, 700, 4096, 4097, 9001)
 SMALL = [*ALL_SPECS, "topk:ratio=1/8,bits=2,chunk=32", "topk:ratio=1/2,bits=4,chunk=none", "randomk:ratio=1/2"]

@@ -1,17 +1,18 @@
 """The command line: lazy, with errors that are one line."""
 
 import dataclasses
-import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any
 
 import pytest
 
 import thinwire
-from thinwire.tools import cli
+from support.processes import run_python
+from thinwire.tools import cli, plan, report
+from thinwire.tools.train import command as train
 from thinwire.tools.train.config import FILE_ONLY
 
 COMMAND = str(Path(sys.executable).with_name("thinwire"))
@@ -21,77 +22,84 @@ def run(*arguments: str, program: tuple[str, ...] = (COMMAND,)) -> subprocess.Co
     return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["bench", "codec"],
-        ["train", "--help"],
-        ["train", "--recipe", "text-gpt", "--help"],
-        ["train", "--recipe", "nonsense"],
-        ["train", "--config", "/nonexistent/run.yaml"],
-        ["report", "--help"],
-    ],
-)
-def test_help_and_wrong_usage_do_not_load_torch(arguments: list[str]) -> None:
-    script = (
-        "import sys\n"
-        "from thinwire.tools.cli import main\n"
-        "try:\n"
-        f"    code = main({arguments!r})\n"
-        "except SystemExit as error:\n"
-        "    code = error.code\n"
-        "print('loaded:', [name for name in ('torch', 'numba', 'numpy') if name in sys.modules])\n"
-        "sys.exit(code)\n"
-    )
-    result = run("-c", script, program=(sys.executable,))
-    assert result.stdout.endswith("loaded: []\n")
-    assert result.returncode == (0 if {"--help", "--version"} & set(arguments) else 2)
+def test_help_and_wrong_usage_do_not_load_torch() -> None:
+    lines = [
+        ["--help"], ["--version"], ["train", "--help"], ["train", "--recipe", "text-gpt", "--help"], ["plan", "--help"],
+        ["report", "--help"], ["train", "--recipe", "nonsense"], ["train", "--config", "/nonexistent/run.json"],
+        ["train", "--frobnicate"], ["frobnicate"],
+    ]  # fmt: skip
+    code = """
+        import contextlib, io, json, sys
+        from thinwire.tools.cli import main
+        for arguments in json.loads(sys.argv[1]):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                try:
+                    code = main(arguments)
+                except SystemExit as error:
+                    code = error.code
+            assert code == (0 if {"--help", "--version"} & {*arguments} else 2), arguments
+            loaded = [name for name in ("torch", "numba", "numpy") if name in sys.modules]
+            assert not loaded, (arguments, loaded)
+    """
+    run_python(code, str(lines).replace("'", '"'))
 
 
-@pytest.mark.parametrize("program", [(COMMAND,), (sys.executable, "-m", "thinwire")])
-def test_installed_command_and_module_are_the_same(program: tuple[str, ...]) -> None:
-    assert run("--version", program=program).stdout == f"thinwire {thinwire.__version__}\n"
-    result = run("--help", program=program)
-    assert result.returncode == 0
-    assert all(name in result.stdout and command.help in result.stdout for name, command in cli.COMMANDS.items())
+def test_installed_command_and_module_are_the_same() -> None:
+    for program in ((COMMAND,), (sys.executable, "-m", "thinwire")):
+        assert run("--version", program=program).stdout == f"thinwire {thinwire.__version__}\n"
+        result = run("--help", program=program)
+        assert result.returncode == 0
+        assert all(name in result.stdout and command.help in result.stdout for name, command in cli.COMMANDS.items())
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_is_a_function_of_few_frozen_options(name: str) -> None:
-    module, _, function = cli.COMMANDS[name].target.partition(":")
-    options = get_type_hints(getattr(importlib.import_module(module), function))["options"]
-    assert dataclasses.is_dataclass(options)
-    assert options.__dataclass_params__.frozen
-    most = {"train": 25, "plan": 16}.get(name, 11)
-    assert 0 < len([field for field in dataclasses.fields(options) if field.name not in FILE_ONLY]) <= most
+def test_wrong_usage_is_one_line_on_stderr() -> None:
+    result = run("train", "--frobnicate", "3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("thinwire train: error: ")
+    assert result.stderr.count("\n") == 1
+    assert "--frobnicate" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["frobnicate"], "thinwire: error: unknown command 'frobnicate'; try: thinwire --help"),
-        (["--frobnicate"], "thinwire: error: unknown option '--frobnicate'; try: thinwire --help"),
-        (["bench", "codec"], "thinwire bench is now python -m benchmarks, run from the root of the repository"),
-        (["report", "--frobnicate", "3"], "--frobnicate"),
-    ],
-)
-def test_wrong_usage_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
-    assert cli.main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.count("\n") == 1
-    assert output.err.startswith("thinwire")
-    assert message in output.err
-
-
-def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, message in {
+        "frobnicate": "thinwire: error: unknown command 'frobnicate'; try: thinwire --help",
+        "--frobnicate": "thinwire: error: unknown option '--frobnicate'; try: thinwire --help",
+        "bench codec": "thinwire bench is now python -m benchmarks, run from the root of the repository",
+        "train surplus": "surplus",
+        "train --steps x": "--steps",
+        "train --steps": "--steps",
+        "train --device tpu": "'tpu'",
+        "train --compressor zip": "compressor 'zip' in 'zip' is unknown",
+        "train --compressor topk:ratio=2": "ratio='2' in 'topk:ratio=2'",
+        "report /nonexistent/run": "/nonexistent/run",
+    }.items():
+        assert cli.main(line.split()) == 2, line
+        output = capsys.readouterr()
+        assert output.out == "", line
+        assert output.err.count("\n") == 1, output.err
+        assert message in output.err, output.err
     assert cli.main([]) == 2
     assert capsys.readouterr().out.startswith("usage: thinwire COMMAND")
+
+
+def test_each_command_is_a_function_of_few_frozen_options() -> None:
+    most: dict[Any, int] = {train.Options: 25, plan.Options: 16, report.Options: 11}
+    for options, limit in most.items():
+        assert options.__dataclass_params__.frozen
+        assert 0 < len([field for field in dataclasses.fields(options) if field.name not in FILE_ONLY]) <= limit
+
+
+def test_every_option_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, options in {"train": train.Options, "plan": plan.Options}.items():
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+        for field in dataclasses.fields(options):
+            if field.name not in FILE_ONLY:
+                option = f"--{field.name.replace('_', '-')}"
+                (at,) = (number for number, line in enumerate(lines) if line.startswith((f"{option} ", f"{option},")))
+                assert len(" ".join(lines[at : at + 2]).split()) > 5, lines[at]
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,9 @@ class Options:
 
 
 def command(options: Options) -> int:
+    errors = {"value": ValueError("two\nlines"), "bug": RuntimeError("ours"), "stop": KeyboardInterrupt()}
     if options.error:
-        raise {"value": ValueError("two\nlines"), "bug": RuntimeError("ours"), "stop": KeyboardInterrupt()}[
-            options.error
-        ]
+        raise errors[options.error]
     return 7
 
 

@@ -1,5 +1,6 @@
 """Records: JSON lines with their conditions."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,49 +11,43 @@ from support.processes import run_python
 from thinwire.tools import record
 
 
-def test_conditions_say_what_a_time_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a time depends on."""
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
-    conditions = record.conditions(device="cpu")
-    assert conditions["kind"] == "conditions"
-    assert conditions["torch"] == torch.__version__
-    assert conditions["thinwire"] == thinwire.__version__
-    assert conditions["threads"] == torch.get_num_threads()
-    assert conditions["kernels"] == "reference"
-    assert conditions["device"] == "cpu"
+    path = tmp_path / "rows.jsonl"
+    with record.Writer(path) as writer:
+        writer.write(record.conditions(device="cpu"))
+        assert len(list(record.read_lines(path))) == 1  # there before the run ends
+        writer.write({"kind": "row", "ms": 0.1})
+        with pytest.raises(ValueError, match="JSON"):
+            writer.write({"kind": "row", "ms": float("nan")})
+    with record.Writer(path, append=True) as writer:
+        writer.write({"kind": "row", "ms": 0.2})
+    (_, conditions), *rows = record.read_lines(path)
+    assert [(number, row["ms"]) for number, row in rows] == [(2, 0.1), (3, 0.2)]
+    expected = {"torch": torch.__version__, "thinwire": thinwire.__version__, "threads": torch.get_num_threads()}
+    expected |= {"kind": "conditions", "kernels": "reference", "device": "cpu"}
+    assert {name: conditions[name] for name in expected} == expected
     assert conditions["cores"] >= 1
     assert all(conditions[key] for key in ("date", "python", "platform", "cpu"))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    with record.Writer(path) as writer:
-        writer.write(record.conditions())
-        writer.write({"kind": "row", "ms": 0.1})
-        assert len(list(record.read_lines(path))) == 2  # there before the run ends
-        writer.write({"kind": "row", "ms": 0.2})
-    (_, conditions), *rows = record.read_lines(path)
-    assert conditions["torch"] == torch.__version__
-    assert rows == [(2, {"kind": "row", "ms": 0.1}), (3, {"kind": "row", "ms": 0.2})]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"kind": "conditions"}\n{"kind": "row"', ":2: not a line of JSON"),
-        ("[1, 2]\n", ":1: expected an object with a kind"),
-        ('{"ms": 1}\n', ":1: expected an object with a kind"),
-    ],
-)
-def test_damaged_records_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    path, good = tmp_path / "rows.jsonl", '{"kind": "conditions"}\n'
+    for text, message in {
+        f'{good}{{"kind": "row"': ":2: not a line of JSON",
+        "[1, 2]\n": ":1: expected an object with a kind",
+        '{"ms": 1}\n': ":1: expected an object with a kind",
+        f"{'[' * 100_000}\n": ":1: not a line of JSON",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            list(record.read_lines(path))
+    path.write_bytes(good.encode() + b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=":2 is not text"):
         list(record.read_lines(path))
-
-
-def test_nan_is_not_json(tmp_path: Path) -> None:
-    with record.Writer(tmp_path / "rows.jsonl") as writer, pytest.raises(ValueError, match="JSON"):
-        writer.write({"kind": "row", "ms": float("nan")})
+    path.write_text(f'{good}{{"kind": "row"')
+    assert [line for _, line in record.read_lines(path, may_be_cut_off=True)] == [json.loads(good)]
 
 
 def test_reading_does_not_load_torch() -> None:

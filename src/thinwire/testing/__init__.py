@@ -2,24 +2,27 @@
 
 run_threads   ranks as threads of this process. Starts at once; for what ranks compute.
 RankPool      ranks as processes with a gloo group. For DDP, for torch.distributed, and for ranks that die.
-inject        lets faults happen: RaiseError, Kill, Stop, NotFinite, DamagedPayload.
-guarded       a tensor for a kernel to write to, which fails if something beside it was written.
+inject        lets faults happen: RaiseError, Kill, Stop, NotFinite.
 
 thinwire's own tests use this module. It does not need pytest. docs/collectives.md has examples.
 """
 
-from .faults import DamagedPayload as DamagedPayload
-from .faults import Fault as Fault
-from .faults import InjectedError as InjectedError
-from .faults import Kill as Kill
-from .faults import NotFinite as NotFinite
-from .faults import RaiseError as RaiseError
-from .faults import Stop as Stop
-from .faults import inject as inject
-from .memory import guarded as guarded
-from .processes import LOST as LOST
-from .processes import Lost as Lost
-from .processes import RankError as RankError
-from .processes import RankPool as RankPool
-from .processes import store_barrier as store_barrier
-from .threads import run_threads as run_threads
+import ast
+import importlib
+import pkgutil
+
+# As in `thinwire`: the server of processes starts before torch is loaded.
+_HOME = {
+    alias.name: f".{statement.module}"
+    for statement in ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -72,8 +72,7 @@ class Writer:
     def write(self, line: Mapping[str, object]) -> None:
         """Write one line and flush it; raise ValueError if a number is not finite."""
         if self._file is not None:
-            json.dump(line, self._file, allow_nan=False)
-            self._file.write("\n")
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")  # the whole line, or nothing of it
             self._file.flush()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ def test_the_command_line_overrides_the_file(monkeypatch: pytest.MonkeyPatch) ->
     name = put({"recipe": "text-gpt", "steps": 40, "seed": 3, "compare_dense": True})
     made: list[Config] = []
     monkeypatch.setattr("thinwire.tools.train.launch.launch", lambda config, _: made.append(config) or 0)
-    monkeypatch.setattr("thinwire.tools.fork_server.start", lambda: None)
+    monkeypatch.setattr("thinwire.testing.server.start", lambda: None)
     assert cli.main(["train", "--seed", "4", "--config", name, "--no-compare-dense"]) == 0
     assert made == [changed(RECIPES["text-gpt"], steps=40, seed=4)]
     assert cli.main(["train", "--config", name, "--recipe", "mnist-cnn"]) == 0

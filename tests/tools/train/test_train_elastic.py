@@ -31,7 +31,7 @@ from support.training_runs import (
     train,
 )
 from thinwire.testing import Kill, RankPool
-from thinwire.testing.processes import HOST, loopback_store
+from thinwire.testing.pool import HOST, loopback_store
 from thinwire.tools.train.fresh_store import join_start, name_start
 from thinwire.tools.train.options import defaults
 

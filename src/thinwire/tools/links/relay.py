@@ -169,7 +169,7 @@ class Relay:
     def __init__(self, ranks: int, rate: float | None, round_trip: float = 0.0) -> None:
         if sys.platform != "linux":
             raise ValueError(f"the relay needs addresses of 127.0.0.0/8, which Linux has, and {sys.platform} has not")
-        self._sent = [0] * ranks
+        self._sent, self._cut = [0] * ranks, set[int]()
         self.shape(rate, round_trip)
         self._ports: dict[tuple[int, int, int], asyncio.Server] = {}
         self._lines: set[_Line] = set()
@@ -193,6 +193,10 @@ class Relay:
     def drop(self, rank: int) -> None:
         """Reset the connections from and to a rank. Ranks that use them get an error."""
         self._wait(self._reset(rank))
+
+    def cut(self, rank: int) -> None:
+        """Let nothing pass from or to a rank from now on. No rank gets an error."""
+        self._cut.add(rank)
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes sent so far by each rank."""
@@ -274,7 +278,12 @@ class Relay:
 
     async def _deliver(self, delayed: _Delayed, writer: StreamWriter, source: int, target: int) -> None:
         """Pass on what is due, at the rate of the receiver's downlink, until an empty piece ends the connection."""
-        while data := await delayed.get():
+        while True:
+            data = await delayed.get()
+            if self._cut & {source, target}:
+                await asyncio.Event().wait()  # until the relay closes
+            if not data:
+                break
             await self._down[target].take(len(data))
             self._sent[source] += len(data)
             writer.write(data)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from thinwire.tools import fork_server
+from thinwire.testing import server
 from thinwire.tools.units import parse_link
 
 from .config import Config
@@ -43,7 +43,7 @@ def run(options: Options) -> int:
         config = replace(config, device="cpu")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns that addresses have no host names
     if place is None:
-        fork_server.start()  # before torch is imported here
+        server.start()  # before torch is imported here
     from .launch import join, launch  # imports torch, which --help and wrong options do not need
 
     return launch(config) if place is None else join(config, place)

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from thinwire.testing.pool import RankError, Workers, is_consequence
 from thinwire.tools.links.relay import Relay, RelayLinks
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_link
-from thinwire.tools.workers import WorkerError, Workers, is_consequence
 
 from .checks import check
 from .config import Config
@@ -61,7 +61,7 @@ def launch(config: Config) -> int:
             workers.ask("run", limit=None)
     except _Stop:
         pass
-    except WorkerError as error:
+    except RankError as error:
         if signals.received is None or error.reason != "was killed by SIGTERM":  # before its handler was set
             return _report(error)
     return 0 if signals.received is None else 128 + signals.received
@@ -161,7 +161,7 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
         time.sleep(_READY_SECONDS)
 
 
-def _report(error: WorkerError) -> int:
+def _report(error: RankError) -> int:
     """Print the error of a rank and return the exit code.
 
     A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.

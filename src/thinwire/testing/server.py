@@ -1,20 +1,27 @@
-"""The server of local ranks: a process that loads torch once, and of which each rank is a copy.
+"""The server of ranks: a process that loads torch once, and of which each rank is a copy.
 
-`start` comes before this process imports torch, so that both load it at the same time.
+This module does not load torch, so that a program can start the server first, and both load it at the same time.
 """
 
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PRELOAD = ["thinwire.tools.workers", "thinwire.optim", "thinwire.kernels.cpu.ready", "torch._dynamo"]
+PRELOAD = [
+    "thinwire.testing.pool",
+    "thinwire.optim",
+    "thinwire.integrations",
+    "thinwire.kernels.cpu.ready",
+    "torch._dynamo",
+]
 """What the server loads. DDP imports torch._dynamo, which takes a second."""
 
 
@@ -32,10 +39,16 @@ def context() -> Any:
     return context
 
 
-def start() -> None:
-    """Start the server now, if this system has one. Otherwise the first rank starts it."""
+def start(environment: Mapping[str, str] | None = None) -> None:
+    """Start the server, if this system has one and it does not run yet. Otherwise the first rank starts it.
+
+    environment   variables that it has besides those of this process. A process has one server, so the first start
+                  decides.
+    """
+    from unittest.mock import patch  # which `thinwire --help` need not load
+
     if context().get_start_method() == "forkserver":
-        with signals_wait():
+        with signals_wait(), patch.dict(os.environ, environment or {}):
             multiprocessing.forkserver.ensure_running()
 
 
