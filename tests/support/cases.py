@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from thinwire.kernels.layout import residual_dtype
+from thinwire.kernels.layout import Layout, RandomKLayout, residual_dtype
 
 BACKENDS = ("reference", "cpu")
 
@@ -54,6 +54,11 @@ def sends_exactly(compressor: thinwire.Compressor, dtype: torch.dtype) -> bool:
     if isinstance(compressor, thinwire.TopK):
         return compressor.bits == 32
     return isinstance(compressor, thinwire.NoCompression | thinwire.RandomK) and dtype.itemsize >= 4
+
+
+def has_kernel(layout: Layout) -> bool:
+    """Whether a backend other than the reference has a kernel for it: not for RandomK, nor for long chunks."""
+    return not isinstance(layout, RandomKLayout) and getattr(getattr(layout, "record", None), "n", 0) <= 1 << 14
 
 
 def density(compressor: thinwire.Compressor) -> Fraction:

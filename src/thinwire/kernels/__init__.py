@@ -7,9 +7,10 @@ overflows, gives the *mark*: a payload in which every stored float is NaN.
 `reference` is plain torch on any device, and the specification that the other backends are tested against. `cpu` uses
 Numba, `cuda` uses Triton. The default is the backend of the tensor's device. It is `reference` for other devices and
 for GPUs that Triton does not support. The function `force` and the environment variable THINWIRE_KERNELS override the
-default, and a forced backend that cannot run raises an error. `cuda` has no float64 and no very long blocks. There
-`reference` runs, and a warning is logged if `cuda` was forced. The backend of each call is recorded in
-`CompressedTensor.kernels` and in the compressor's statistics.
+default, and a forced backend that cannot run raises an error. RandomK and chunks above 16,384 have only the reference
+kernels. `cuda` has no float64 and no very long blocks. There `reference` runs, and a warning is logged if another
+backend was forced. The backend of each call is recorded in `CompressedTensor.kernels` and in the compressor's
+statistics.
 
 The kernels of `cuda` run asynchronously: with `encode_flagged` and `compress`, the CPU does not wait for the check for
 NaN and Inf.
@@ -126,9 +127,7 @@ class AdamKernel(Protocol):
         """Compute p <- keep p - rate u, with `keep` and `rates` in GPU memory."""
 
 
-_STEMS: dict[type[Layout], str] = {
-    DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize", RandomKLayout: "randomk",
-}  # fmt: skip
+_STEMS: dict[type[Layout], str] = {DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize"}
 # Module names, imported on first use: `import thinwire` must not load Numba or Triton.
 _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     backend: {layout: f"thinwire.kernels.{backend}.{stem}" for layout, stem in _STEMS.items()}
@@ -136,8 +135,11 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 }
 # On a CPU, torch's copy runs at memory bandwidth as it is.
 _MODULES["cpu"][DenseLayout] = _MODULES["reference"][DenseLayout]
+_MODULES["reference"][RandomKLayout] = "thinwire.kernels.reference.randomk"
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
+_LARGEST_CHUNK = 1 << 14
+"""Largest chunk of TopK that fits into the registers of one program of `cuda`. Longer ones are not worth a kernel."""
 _LARGEST_BLOCK = 8192
 """Largest block of Quantize that fits into the registers of one program of `cuda`."""
 _OLDEST_GPU = (8, 0)
@@ -177,7 +179,7 @@ def force(backend: str | None) -> Iterator[None]:
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """Return the name of the backend and its kernel for this layout on this device."""
-    backend = _backend(device, layout.dtype, layout.block if isinstance(layout, QuantizeLayout) else 0)
+    backend = _backend(device, layout.dtype, layout)
     if _forced() is None and type(layout) not in _MODULES[backend]:
         backend = "reference"
     return backend, _load(backend, type(layout), device)
@@ -192,16 +194,6 @@ def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FastKernel | None:
     """Return the kernel if it can commit and decode into `out` in one pass, else None."""
     fast = cast(FastKernel, kernel)
     return fast if hasattr(kernel, "apply") and fast.can_apply(layout, out) else None
-
-
-def is_recordable(kernel: Kernel, layout: Layout) -> bool:
-    """Return whether a CUDA graph can hold this work: the CPU must not wait for the device or copy anything to it.
-
-    Top-k searches longer chunks in several passes, with constants that are copied from the CPU.
-    """
-    if on_device(kernel) is None:
-        return False
-    return not isinstance(layout, TopKLayout) or layout.record.n <= getattr(kernel, "LARGEST_CHUNK", 0)
 
 
 def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> AdamKernel:
@@ -232,22 +224,37 @@ def check(payload: Tensor, layout: Layout) -> None:
             return
 
 
-def _backend(device: torch.device, dtype: torch.dtype, block: int = 0) -> str:
-    """Return the backend for tensors of this dtype; `block` is that of Quantize."""
+def _backend(device: torch.device, dtype: torch.dtype, layout: Layout | None = None) -> str:
+    """Return the backend for tensors of this dtype; `layout` is None for the update of an optimizer."""
     forced = _forced()
     backend = forced or _default(device)
-    if backend == "cuda" and (dtype == torch.float64 or block > _LARGEST_BLOCK):
-        if forced is not None:
-            _warn_of_replacement(str(dtype) if dtype == torch.float64 else f"blocks of {block} elements")
-        return "reference"
-    return backend
+    lacking = None if backend == "reference" else _lacking(backend, dtype, layout)
+    if lacking is None:
+        return backend
+    if forced is not None:
+        _warn_of_replacement(backend, lacking)
+    return "reference"
+
+
+def _lacking(backend: str, dtype: torch.dtype, layout: Layout | None) -> str | None:
+    """Return what a backend has no kernel for, although it has one for other layouts of this class or for others."""
+    if isinstance(layout, RandomKLayout):
+        return "RandomK"
+    if isinstance(layout, TopKLayout) and layout.record.n > _LARGEST_CHUNK:
+        return f"chunks of {layout.record.n} elements"
+    if backend == "cuda" and dtype == torch.float64:
+        return str(dtype)
+    if backend == "cuda" and isinstance(layout, QuantizeLayout) and layout.block > _LARGEST_BLOCK:
+        return f"blocks of {layout.block} elements"
+    return None
 
 
 @cache
-def _warn_of_replacement(what: str) -> None:
+def _warn_of_replacement(backend: str, what: str) -> None:
     _log.warning(
-        "backend 'cuda' was chosen, but has no kernel for %s: 'reference' runs, which is several times slower", what
-    )
+        "backend %r was chosen, but has no kernel for %s: 'reference' runs, which is several times slower",
+        backend, what,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

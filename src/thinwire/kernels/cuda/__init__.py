@@ -8,7 +8,7 @@ The modules also have `encode_flagged` and `compress` (see `kernels.FastKernel`)
 and Quantize encode and commit in one pass.
 
 Scratch memory comes from torch's caching allocator on the current stream, so a step that repeats allocates nothing.
-After it has run once, a step can be captured into a CUDA graph, except with `chunk=none`.
+After it has run once, a step can be captured into a CUDA graph.
 """
 
 try:

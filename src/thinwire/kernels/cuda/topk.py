@@ -1,10 +1,5 @@
-"""TopK on the GPU: chunk by chunk in one pass, over the whole tensor in `topk_global`.
+"""TopK on the GPU, in one pass: chunks of up to 16,384 elements fit into the registers of one block."""
 
-Chunks of up to 16,384 elements fit into the registers of one block (`topk_encode`, `topk_decode`). Longer records are
-handled one after the other, like `chunk=none`.
-"""
-
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +9,11 @@ from torch import Tensor
 
 from ..layout import TopKLayout, TopKRecord
 from ..reference import topk as reference
-from . import topk_decode, topk_global, topk_sum
+from . import topk_decode, topk_sum
 from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
 from .marks import mark_if
 from .shared import SHARED_LIMIT
 from .topk_encode import encode_chunks
-
-LARGEST_CHUNK = 1 << 14
 
 _ELEMENTS_PER_LANE = 32
 _REGISTERS = 128
@@ -89,19 +82,7 @@ def _encode(
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     for record, part in layout.parts(layout.numel):
         g, r = flat[part.elements], None if kept is None else kept[part.elements]
-        out = payload[part.nbytes]
-        if record.n <= LARGEST_CHUNK:
-            _encode_chunks(g, r, record, part.rows, layout.limit, out, flag, update_residual)
-        else:
-            for mine, nbytes in _long_records(record, part.rows):
-                r_row = None if r is None else r[mine]
-                topk_global.encode(g[mine], r_row, record, layout.limit, out[nbytes], flag)
-
-
-def _long_records(record: TopKRecord, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (elements, bytes) of each record, for records that are too long for `topk_encode`."""
-    for row in range(rows):
-        yield slice(row * record.n, (row + 1) * record.n), slice(row * record.nbytes, (row + 1) * record.nbytes)
+        _encode_chunks(g, r, record, part.rows, layout.limit, payload[part.nbytes], flag, update_residual)
 
 
 def _encode_chunks(
@@ -127,14 +108,10 @@ def _encode_chunks(
 
 
 def _finish(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
-    """Restore the residual that `_encode` has updated if the flag is set. Otherwise commit the long records."""
+    """Restore the residual that `_encode` has updated if the flag is set."""
     for record, part in layout.parts(layout.numel):
         g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
-        if record.n <= LARGEST_CHUNK:
-            _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.SUBTRACT, 1.0, r, flag)
-        else:
-            for mine, nbytes in _long_records(record, part.rows):
-                topk_global.commit(g[mine], r[mine], record, payload[part.nbytes][nbytes], flag)
+        _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.SUBTRACT, 1.0, r, flag)
 
 
 def _decode(
@@ -165,8 +142,6 @@ def _decode(
         _decode(payloads, offset, record, g, start, weight, total, flag)
         out.copy_(total)
         return
-    if record.n > LARGEST_CHUNK:
-        return topk_global.decode(payloads, offset, record, g, start, weight, out)
     # A launch that only looks at the flag need not start a block for every chunk.
     per_program = triton.cdiv(rows, GUARDS) if flag is not None else 1
     launch(

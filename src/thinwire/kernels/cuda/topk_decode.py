@@ -22,13 +22,10 @@ from .numbers import from_bfloat16, is_drowned, read_bfloat16, signed_level
 
 SIZES = [
     "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
-    "weight", "base",
+    "weight",
 ]  # fmt: skip
 ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
 """The start of a sum of payloads: 0, out, or out + g. SUBTRACT: the start is out, and g is subtracted at the end."""
-
-
-# In global memory --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -45,7 +42,7 @@ def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):
 @triton.jit
 def read_elements(
     record, live, first, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
-    BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
+    BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return (positions, value bits, ranks after them) for the ones in TILE bits of some bitmaps, from `first` on.
 
@@ -54,12 +51,12 @@ def read_elements(
 
     record, live, rank   [1, payloads]: the address of each record, whether it exists, and the ones before `first`.
     """
-    place = first + tl.arange(0, TILE)[:, None].to(POSITION)
+    place = first + tl.arange(0, TILE)[:, None]
     byte = high_at + (place >> 3)
-    bit = (tl.load(record + byte, mask=live & (byte < nbytes), other=0).to(tl.int32) >> (place & 7).to(tl.int32)) & 1
-    j = rank + tl.cumsum(bit, axis=0).to(POSITION) - bit
+    bit = (tl.load(record + byte, mask=live & (byte < nbytes), other=0).to(tl.int32) >> (place & 7)) & 1
+    j = rank + tl.cumsum(bit, axis=0) - bit
     there = (bit == 1) & (j < k)
-    low = read_field(record, low_at, j * low_bits, low_bits, nbytes, there, LOW_SPAN).to(POSITION)
+    low = read_field(record, low_at, j * low_bits, low_bits, nbytes, there, LOW_SPAN).to(tl.int32)
     position = ((place - j) << low_bits) | low
     position = tl.where(there & (position < n), position, -1)
     if BITS == 32:
@@ -165,7 +162,7 @@ def decode_chunk(
             while place < 8 * (nbytes - high_at):
                 positions, values, rank = read_elements(
                     first + which.to(tl.int64) * stride, which < payloads, place, rank,
-                    n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
+                    n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED,
                 )  # fmt: skip
                 add_columns(out, g_ptr + row * CHUNK, positions, values, weight, p, START, AT_ONCE)
                 place += TILE
@@ -199,38 +196,3 @@ def decode_chunks(
             BITS, START, MASKED, CHUNK, WIDTH, LOW_SPAN, TILE, ALIGNED, AT_ONCE,
         )  # fmt: skip
         index += 1
-
-
-# Long records --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=SIZES)
-def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):
-    """Count the ones in each TILE bits of a record's bitmap: the first step of reading a long record."""
-    tile = tl.program_id(0)
-    byte = high_at.to(tl.int64) + tile.to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
-    bits = tl.load(payload_ptr + base + byte, mask=byte < nbytes, other=0).to(tl.int32)
-    bits = bits - ((bits >> 1) & 0x55)
-    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
-    tl.store(ranks_ptr + tile + 1, tl.sum((bits + (bits >> 4)) & 0x0F, axis=0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=SIZES)
-def decode_tiles(
-    payload_ptr, ranks_ptr, flag_ptr, out_ptr, base, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, GUARDED: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Compute out += weight * one long record. Each program takes TILE bits of its bitmap.
-
-    `ranks_ptr` points to the number of ones before each tile. GUARDED: does nothing if the flag is set.
-    """
-    if GUARDED:
-        n = tl.where(tl.load(flag_ptr) == 0, n, 0)
-    tile = tl.program_id(0).to(tl.int64)
-    record = payload_ptr + base + tl.zeros((1, 1), tl.int64)
-    rank = tl.load(ranks_ptr + tile) + tl.zeros((1, 1), tl.int64)
-    positions, values, rank = read_elements(
-        record, rank >= 0, tile * TILE, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
-        BITS, LOW_SPAN, TILE, False, tl.int64,
-    )  # fmt: skip
-    add_elements(out_ptr, out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True, 1)

@@ -95,7 +95,7 @@ def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
     if layout.stochastic:
         return _scale_upwards(largest, layout)
     if layout.bits > 2:
-        return numbers.to_bfloat16_bits(largest / _top(layout.bits))
+        return numbers.to_bfloat16_bits(numbers.divided(largest, _top(layout.bits)))
     mean = numbers.mean_of(magnitudes, present)
     if layout.bits == 1:
         return numbers.to_bfloat16_bits(mean)

@@ -19,11 +19,10 @@ DEFAULT_SPECS = {
         "topk:ratio=1/256,bits=4",
         "topk:ratio=1%,bits=32",
         "topk:ratio=1/16,bits=8",
-        "topk:ratio=1/64,bits=2,chunk=none",
     ],
 }
 GPU_SPECS = {
-    "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=2,chunk=none"],
+    "topk": ["topk:ratio=1/64,bits=2", "topk:ratio=1/8,bits=4"],
     **{name: DEFAULT_SPECS[name] for name in ("quantize", "randomk", "none")},
 }
 LARGEST = 1 << 40

@@ -13,10 +13,7 @@ from thinwire.kernels.updates import AdamUpdate
 from ..harness import Failure
 
 ELEMENTS = (1 << 24) + 123
-"""Largest number of elements that are compared.
-
-It covers full chunks, a tail, and the code path of `chunk=none` for large tensors.
-"""
+"""Largest number of elements that are compared: full chunks and a tail."""
 PAYLOADS = 8
 
 

@@ -211,7 +211,7 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     read, width, flag = bench.read, bench.width, bench.flag
     gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
     key, layout = given.draw_key(1), given.layout(bench.numel, bench.dtype)
-    _, kernel = kernels.select(layout, bench.device)
+    backend, kernel = kernels.select(layout, bench.device)
     few = gradients[0][:ELEMENTS]
     check(given.layout(few.numel(), bench.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
     kept, share = kept_elements(layout), ""
@@ -222,7 +222,7 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
             f"{SELECT}, {share}", read + 2 * width, lambda i: select(gradients[i], residuals[i], kept), graph=False
         )
     facts = {"spec": label, "kernel": _name(kernel), "payload_bytes": layout.nbytes}
-    timed = partial(Timed, graph=kernels.is_recordable(kernel, layout), facts=facts)
+    timed = partial(Timed, graph=backend == "cuda", facts=facts)
     size, payloads = layout.nbytes / bench.numel, bench.payloads(layout, PAYLOADS if in_parts else 1)
     for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
         for i, stack in enumerate(payloads):
