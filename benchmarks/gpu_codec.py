@@ -1,6 +1,6 @@
 """The kernels with other settings: registers, warps, elements per lane, chunks per program. One GPU, one run.
 
-    PYTHONPATH=src python3 benchmarks/gpu_codec.py [--tune compress decode quantize] [--out rows.jsonl]
+    PYTHONPATH=src python3 benchmarks/gpu_codec.py [--tune encode decode quantize] [--out rows.jsonl]
 
 Measured as `thinwire bench codec --device cuda` does, whose parts these are. What is chosen goes into the modules of
 `thinwire.kernels.cuda`, what came of it into docs/log.md.
@@ -25,7 +25,7 @@ from thinwire.tools.bench.measure import Clock
 from thinwire.tools.bench.methods import EIGHT_BITS, TOPK
 
 NUMEL, CALLS, PAYLOADS = 1 << 28, 50, 8
-COMPRESS = [
+ENCODE = [
     {"_ELEMENTS_PER_LANE": elements, "_REGISTERS": registers, "_CHUNKS_PER_PROGRAM": chunks}
     for elements, registers, chunks in (
         (32, 96, 8), (32, 112, 8), (32, 128, 8), (32, 144, 8), (32, 128, 4), (32, 128, 2), (32, 128, 16), (64, 168, 8),
@@ -41,7 +41,7 @@ FACTS = {"kernel": "cuda"}
 
 @dataclass(frozen=True)
 class Options:
-    tune: tuple[str, ...] = ("compress", "decode", "quantize")
+    tune: tuple[str, ...] = ("encode", "decode", "quantize")
     out: Path | None = None
 
 
@@ -52,18 +52,18 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
     layout = thinwire.compressor(spec).layout(bench.numel, torch.float32)
     payloads = bench.payloads(layout, PAYLOADS if name == "decode" else 1)
 
-    def compress(i: int, number: int = 0) -> None:
-        kernel.compress(bench.gradients[i], bench.residuals[i], layout, 0, payloads[i][number], bench.flag)
+    def encode(i: int, number: int = 0) -> None:
+        kernel.encode(bench.gradients[i], bench.residuals[i], layout, 0, payloads[i][number])
 
     for number in range(len(payloads[0])):
         bench.reset()
         for i in range(bench.sets):
-            compress(i, number)
-    for values in {"compress": COMPRESS, "decode": DECODE, "quantize": QUANTIZED}[name]:
+            encode(i, number)
+    for values in {"encode": ENCODE, "decode": DECODE, "quantize": QUANTIZED}[name]:
         shown = {key.strip("_").lower(): value(4096) if callable(value) else value for key, value in values.items()}
         words = " ".join(f"{key}={value}" for key, value in shown.items())
         with patch.multiple(kernel, **values):  # an AttributeError tells of a name that is gone
-            calls = [Timed(f"{name} {words}", 12 + layout.nbytes / bench.numel, compress, facts=FACTS)]
+            calls = [Timed(f"{name} {words}", 8 + layout.nbytes / bench.numel, encode, facts=FACTS)]
             if name == "decode":
                 calls = [
                     Timed(

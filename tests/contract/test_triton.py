@@ -50,20 +50,6 @@ def test_interpreted_kernels_are_the_reference(interpreted: Loaded, name: str) -
     interpreted.run(code, time_limit=250)
 
 
-def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(interpreted: Loaded) -> None:
-    """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
-    code = """
-        from support import triton_rows
-        from thinwire import kernels
-        kernels._DEVICES["cuda"] = "cpu"
-        for spec, numel in (("quantize:bits=1,block=32", 6000), ("topk:ratio=1,bits=2,chunk=64", 3000)):
-            assert triton_rows.drowned(spec, numel) == []
-        for spec in ("topk:ratio=1/64,bits=2,chunk=64", "quantize:bits=8,block=32"):
-            assert triton_rows.spared(spec) == []
-        """
-    interpreted.run(code, time_limit=250)
-
-
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [
@@ -103,8 +89,9 @@ def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> 
         layout = thinwire.compressor("{spec}").layout(40_000, torch.{dtype})
         kernel = dict(topk=topk, quantize=quantize, none=dense)["{spec}".split(":")[0]]
         tensor, residual = torch.zeros(40_000, dtype=torch.{dtype}), torch.zeros(40_000)
-        payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        kernel.compress(tensor, residual, layout, 0, payload, flag)
+        payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        kernel.encode(tensor, residual, layout, 0, payload)
+        kernel.commit(tensor, residual, layout, 0, payload)
         kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
         if kernel is topk:
             m, v = torch.zeros(40_000), torch.zeros(40_000)
@@ -112,7 +99,7 @@ def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> 
                 update = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, beta2)
                 adam.write(update, tensor, m)
                 adam.advance(update, tensor, kept)
-        assert len(done) > 2, done
+        assert len(done) > 1, done
         assert kernel is not topk or any("sum_chunks" in str(one) for one in done)
         """
     compiled.run(code)

@@ -12,8 +12,8 @@ kernels. `cuda` has no float64 and no very long blocks. There `reference` runs, 
 backend was forced. The backend of each call is recorded in `CompressedTensor.kernels` and in the compressor's
 statistics.
 
-The kernels of `cuda` run asynchronously: with `encode_flagged` and `compress`, the CPU does not wait for the check for
-NaN and Inf.
+The kernels of `cuda` run asynchronously: the CPU does not wait for the check for NaN and Inf, whose result is a flag on
+the device.
 """
 
 import importlib
@@ -39,8 +39,13 @@ _log = logging.getLogger("thinwire")
 class Kernel(Protocol):
     """The functions of every kernel module."""
 
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        """Write the payload of tensor + residual, and return whether the sum is finite."""
+    def encode(
+        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor
+    ) -> bool | Tensor:
+        """Write the payload of tensor + residual, and return whether the sum is finite.
+
+        An asynchronous kernel returns an int32 tensor on the device instead, which is 1 if the sum is not finite.
+        """
 
     def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
         """Compute residual <- tensor + residual - decode(payload)."""
@@ -60,24 +65,10 @@ class Update(Protocol):
 
 
 class FastKernel(Kernel, Protocol):
-    """Functions that a kernel may have besides: `check`; `encode_flagged`, `compress`; `can_apply`, `apply`.
-
-    flag   int32 tensor on the device. Afterwards it is 1 if the input was not finite, else 0. `encode_flagged` requires
-           it to be 0 before.
-    """
+    """Functions that a kernel may have besides: `check`; `can_apply` and `apply`."""
 
     def check(self, payload: Tensor, layout: Layout) -> None:
         """Raise ValueError for a payload that no compressor could have made."""
-
-    def encode_flagged(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Write the payload of tensor + residual, and set the flag if the sum is not finite."""
-
-    def compress(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Encode and commit."""
 
     def can_apply(self, layout: Layout, out: Tensor) -> bool:
         """Return whether `apply` has a pass for this layout and result."""
@@ -183,11 +174,6 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     if _forced() is None and type(layout) not in _MODULES[backend]:
         backend = "reference"
     return backend, _load(backend, type(layout), device)
-
-
-def on_device(kernel: Kernel) -> FastKernel | None:
-    """Return the kernel if it runs asynchronously on a device, else None."""
-    return cast(FastKernel, kernel) if hasattr(kernel, "encode_flagged") else None
 
 
 def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FastKernel | None:

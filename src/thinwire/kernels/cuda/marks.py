@@ -1,6 +1,6 @@
 """The mark, written on the device: the payload of an input that was not finite.
 
-`compress` does not wait for the device, so its kernels set a flag there if they find a NaN or Inf. A kernel of this
+`encode` does not wait for the device, so its kernels set a flag there if they find a NaN or Inf. A kernel of this
 module is launched after them. It only reads the flag, unless the flag is set. Then it overwrites every record with the
 bytes that the reference writes as the mark.
 """

@@ -1,4 +1,4 @@
-"""TopK decoding: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
+"""TopK decoding: out <- (0, or out, or out + g) + weight * each payload, in one launch.
 
 Positions are stored as a bitmap and low bits (Elias-Fano). The j-th one of the bitmap stands for the j-th element. The
 upper part of its position is the index of the bit minus j. The lower part and the code are the j-th fields. Payloads
@@ -18,14 +18,13 @@ Elements of a damaged payload that lie outside the chunk are skipped.
 import triton
 import triton.language as tl
 
-from .numbers import from_bfloat16, is_drowned, read_bfloat16, signed_level
+from .numbers import from_bfloat16, read_bfloat16, signed_level
 
 SIZES = [
-    "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
-    "weight",
+    "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes", "weight",
 ]  # fmt: skip
-ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
-"""The start of a sum of payloads: 0, out, or out + g. SUBTRACT: the start is out, and g is subtracted at the end."""
+ZERO, KEEP, ADD = 0, 1, 2
+"""The start of a sum of payloads: 0, out, or out + g."""
 
 
 @triton.jit
@@ -82,24 +81,17 @@ def column_of(values, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_elements(out, g, positions, value_bits, weight, read, START: tl.constexpr):
-    """Compute out += weight * values. `out` is not read where it is known to be zero.
-
-    START 3: where the residual was lost in rounding (`is_drowned`), the result is g, which `fill` then subtracts.
-    """
+def add_elements(out, positions, value_bits, weight, read):
+    """Compute out += weight * values. `out` is not read where it is known to be zero."""
     there = positions >= 0
     values = tl.load(out + positions, mask=there & read, other=0.0).to(tl.float32)
-    sent = value_bits.to(tl.float32, bitcast=True) * weight
-    values += sent
-    if START == 3:
-        given = tl.load(g + positions, mask=there, other=0.0).to(tl.float32)
-        values = tl.where(is_drowned(values - given, given, sent), given, values)
+    values += value_bits.to(tl.float32, bitcast=True) * weight
     tl.store(out + positions, values.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Compute out <- 0, out + g or out - g for one chunk."""
+    """Compute out <- 0 or out + g for one chunk."""
     elements = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
@@ -110,10 +102,7 @@ def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constex
         else:
             total = tl.load(out + elements)
             given = tl.load(g + elements).to(tl.float32)
-        if START == 2:
-            total += given
-        else:
-            total = tl.where(is_drowned(total - given, given, given), 0.0, total - given)
+        total += given
     if MASKED:
         tl.store(out + elements, total.to(out.dtype.element_ty), mask=elements < n)
     else:
@@ -121,78 +110,41 @@ def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def is_marked(record, BITS: tl.constexpr):
-    """Return whether a record begins with NaN."""
-    at: tl.constexpr = 2 if BITS == 32 else 0
-    high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
-    return (high_half & 0x7FFF) > 0x7F80
-
-
-@triton.jit
-def add_columns(out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr):
+def add_columns(out, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr):
     """Add one payload after the other, with a barrier in between. `before` payloads have been added already."""
     for i in tl.static_range(AT_ONCE):
         read = (START > 0) | (before + i > 0)
-        add_elements(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
+        add_elements(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
         tl.debug_barrier()
-
-
-@triton.jit
-def decode_chunk(
-    payload_ptr, g_ptr, out_ptr, row,
-    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Decode the records of one row, of all payloads."""
-    out = out_ptr + row * CHUNK
-    first = payload_ptr + row * nbytes
-    skip = row < 0
-    if START == 3:  # a marked record has been taken back already, by the kernel that marked it
-        skip = is_marked(first, BITS)
-    if not skip:
-        if (START == 0) or (START == 2):
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
-            tl.debug_barrier()
-        p = 0 * payloads
-        while p < payloads:
-            which = p + tl.arange(0, AT_ONCE)[None, :]
-            rank = tl.zeros((1, AT_ONCE), tl.int32)
-            place = 0 * p
-            while place < 8 * (nbytes - high_at):
-                positions, values, rank = read_elements(
-                    first + which.to(tl.int64) * stride, which < payloads, place, rank,
-                    n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED,
-                )  # fmt: skip
-                add_columns(out, g_ptr + row * CHUNK, positions, values, weight, p, START, AT_ONCE)
-                place += TILE
-            p += AT_ONCE
-        if START == 3:
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def decode_chunks(
-    payload_ptr, g_ptr, out_ptr, flag_ptr, rows, per_program,
-    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, GUARDED: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
+    payload_ptr, g_ptr, out_ptr, stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+    BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out <- (0, out, out + g or out - g) + weight * each payload, chunk by chunk.
+    """Compute out <- (0, out or out + g) + weight * each payload, a chunk in each program.
 
     AT_ONCE: payloads that are read together, if one tile holds their bitmaps. Otherwise they are read tile by tile, one
     payload at a time.
     MASKED: n is below CHUNK, and there is one record. The chunk is filled in rows of WIDTH elements.
-    GUARDED: runs only if the flag is set.
     """
-    index = tl.program_id(0) * per_program
-    last = tl.minimum(index + per_program, rows)
-    if GUARDED:
-        last = tl.where(tl.load(flag_ptr) != 0, last, index)
-    while index < last:
-        decode_chunk(
-            payload_ptr, g_ptr, out_ptr, index.to(tl.int64),
-            stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-            BITS, START, MASKED, CHUNK, WIDTH, LOW_SPAN, TILE, ALIGNED, AT_ONCE,
-        )  # fmt: skip
-        index += 1
+    row = tl.program_id(0).to(tl.int64)
+    out, first = out_ptr + row * CHUNK, payload_ptr + row * nbytes
+    if START != 1:
+        fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+        tl.debug_barrier()
+    p = 0 * payloads
+    while p < payloads:
+        which = p + tl.arange(0, AT_ONCE)[None, :]
+        rank = tl.zeros((1, AT_ONCE), tl.int32)
+        place = 0 * p
+        while place < 8 * (nbytes - high_at):
+            positions, values, rank = read_elements(
+                first + which.to(tl.int64) * stride, which < payloads, place, rank,
+                n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED,
+            )  # fmt: skip
+            add_columns(out, positions, values, weight, p, START, AT_ONCE)
+            place += TILE
+        p += AT_ONCE

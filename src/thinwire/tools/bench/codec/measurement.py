@@ -24,7 +24,7 @@ from thinwire.kernels.updates import AdamUpdate
 from ..harness import Failure, Progress, Row
 from ..measure import Call, Clock, Timing
 from .cases import Case
-from .check import ELEMENTS, PAYLOADS, check, check_update, compress, encode
+from .check import ELEMENTS, PAYLOADS, check, check_update, compress
 
 SETS = 3
 """Sets of buffers on a GPU, on which calls take turns, so that none finds its data in the cache."""
@@ -68,7 +68,6 @@ class Bench:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, clock: Clock, samples: int) -> None:
         self.numel, self.dtype, self.device, self._clock, self._samples = numel, dtype, device, clock, samples
         self._generator = torch.Generator(device).manual_seed(0)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         if device.type == "cuda":
             self.sets = SETS
             self.gradients = self.new(dtype)
@@ -208,7 +207,7 @@ def _named(title: str) -> Iterator[None]:
 
 def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: bool) -> Iterator[Timed]:
     """Check a compressor and yield its calls: the same selection in torch, compress, and the parts of a collective."""
-    read, width, flag = bench.read, bench.width, bench.flag
+    read, width = bench.read, bench.width
     gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
     key, layout = given.draw_key(1), given.layout(bench.numel, bench.dtype)
     backend, kernel = kernels.select(layout, bench.device)
@@ -235,11 +234,11 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     calls: dict[str, tuple[float, Call]] = {
         "compress": (
             read + both,
-            lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+            lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0]),
         ),
         "encode": (
             read + width + size,
-            lambda i: encode(kernel, gradients[i], residuals[i], layout, key, payloads[i][0], flag),
+            lambda i: kernel.encode(gradients[i], residuals[i], layout, key, payloads[i][0]),
         ),
         "commit": (read + both, lambda i: kernel.commit(gradients[i], outs[i], layout, key, payloads[i][0])),
         **{f"decode {count} x": (width + count * size, decode(count)) for count in (1, PAYLOADS)},
