@@ -53,7 +53,7 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
     payloads = bench.payloads(layout, PAYLOADS if name == "decode" else 1)
 
     def encode(i: int, number: int = 0) -> None:
-        kernel.encode(bench.gradients[i], bench.residuals[i], layout, 0, payloads[i][number])
+        kernel.encode(bench.gradients[i], bench.residuals[i], layout, payloads[i][number])
 
     for number in range(len(payloads[0])):
         bench.reset()
@@ -69,7 +69,7 @@ def tune(name: str, bench: Bench) -> Iterator[Row]:
                     Timed(
                         f"decode {count} x {words}", 4,
                         lambda i, count=count: topk.decode(
-                            payloads[i][:count], layout, 0, bench.outs[i], 1 / count, False
+                            payloads[i][:count], layout, bench.outs[i], 1 / count, False
                         ), facts=FACTS,
                     )
                     for count in (1, PAYLOADS)

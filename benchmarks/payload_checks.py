@@ -38,9 +38,9 @@ def measure(spec: str) -> dict[str, float]:
     payload = torch.empty(layout.nbytes, dtype=torch.uint8)
     _, kernel = kernels.select(layout, tensor.device)
     work = {
-        "encode": lambda: kernel.encode(tensor, residual, layout, 0, payload),
+        "encode": lambda: kernel.encode(tensor, residual, layout, payload),
         "check": lambda: kernels.check(payload, layout),
-        "decode": lambda: kernel.decode(payload.unsqueeze(0), layout, 0, out, 1.0, False),
+        "decode": lambda: kernel.decode(payload.unsqueeze(0), layout, out, 1.0, False),
     }
     taken: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(TURNS + 1):

@@ -174,16 +174,16 @@ def test_more_than_two_to_the_31_elements() -> None:
         layout, small = compressor.layout(numel, tensor.dtype), compressor.layout(8192, tensor.dtype)
         _, kernel = kernels.select(layout, tensor.device)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
-        kernel.encode(tensor, residual, layout, 0, payload)
-        kernel.commit(tensor, residual, layout, 0, payload)
+        kernel.encode(tensor, residual, layout, payload)
+        kernel.commit(tensor, residual, layout, payload)
         kept, mine = torch.zeros(8192, device="cuda"), torch.empty(small.nbytes, dtype=torch.uint8, device="cuda")
-        kernel.encode(tensor[-8192:], kept, small, 0, mine)
-        kernel.commit(tensor[-8192:], kept, small, 0, mine)
+        kernel.encode(tensor[-8192:], kept, small, mine)
+        kernel.commit(tensor[-8192:], kept, small, mine)
         assert torch.equal(payload[-small.nbytes :], mine), spec
         assert torch.equal(residual[-8192:], kept), spec
-        kernel.decode(payload.unsqueeze(0), layout, 0, residual, 1.0, False)
+        kernel.decode(payload.unsqueeze(0), layout, residual, 1.0, False)
         out = torch.empty(8192, device="cuda")
-        kernel.decode(mine.unsqueeze(0), small, 0, out, 1.0, False)
+        kernel.decode(mine.unsqueeze(0), small, out, 1.0, False)
         assert torch.equal(residual[-8192:], out), spec
         del residual, payload
 

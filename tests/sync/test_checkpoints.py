@@ -115,11 +115,6 @@ def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: 
 CASES: dict[str, dict[str, Any]] = {
     "attach ddp sharded": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
     "attach plain randomk": {"kind": "attach", "ddp": False, "compressor": policy("randomk:ratio=1/8")},
-    "attach ddp stochastic": {
-        "kind": "attach",
-        "ddp": True,
-        "compressor": policy("quantize:bits=4,rounding=stochastic"),
-    },
     "attach adaptive": {"kind": "attach", "ddp": True, "compressor": policy(TOPK, adapt_every=7)},
     "attach warm-up": {"kind": "attach", "ddp": True, "warmup_steps": 70},
     "AdamW ddp": {"kind": "AdamW", "ddp": True, "algorithm": "gather"},

@@ -56,7 +56,7 @@ class CompressedTensor:
     @property
     def layout(self) -> Layout:
         """Return the layout of the payload."""
-        return self.compressor.layout(self.numel, self.dtype)
+        return self.compressor.layout(self.numel, self.dtype).with_key(self.key)
 
     @property
     def nbytes(self) -> int:
@@ -123,25 +123,14 @@ class Compressor(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = False
     """Whether most elements are not sent, but kept in the residual."""
+    draws: ClassVar[bool] = False
+    """Whether `compress` draws random numbers, the same on all ranks, and therefore needs a `key`."""
     stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)
     """Counters of this object's calls. They are not part of its identity: `==` and `hash` ignore them."""
 
     @abstractmethod
     def _layout(self, numel: int, dtype: torch.dtype) -> Layout:
         """Return this compressor's own layout for `numel` >= 1 elements, even if a dense one is smaller."""
-
-    @property
-    def draws(self) -> bool:
-        """Return whether `compress` draws random numbers and therefore needs a `key`."""
-        return False
-
-    @property
-    def contracts(self) -> bool:
-        """Return whether the kept part is smaller than the input, so that a residual stays bounded.
-
-        If it is not, `check_input` raises ValueError for a residual, because it would grow without bound.
-        """
-        return True
 
     def for_sum(self, ranks: int) -> "Compressor":
         """Return the compressor for a sum over `ranks` ranks, which has more nonzero elements and more levels.
@@ -235,7 +224,7 @@ class Compressor(ABC):
             payload=payload,
             kernels=name,
         )
-        finite = True if not ct.numel else kernel.encode(tensor, residual, layout, ct.key, payload)
+        finite = True if not ct.numel else kernel.encode(tensor, residual, ct.layout, payload)
         if counted:
             self._count(ct, tensor=tensor, seconds=time.perf_counter() - started, finite=finite)
         return ct
@@ -255,7 +244,7 @@ class Compressor(ABC):
         if ct.numel and (ct.finite if finite is None else finite):
             _, kernel = kernels.select(ct.layout, tensor.device)
             with torch.no_grad():
-                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+                kernel.commit(tensor, residual, ct.layout, ct.payload)
 
     @torch.no_grad()
     def apply(
@@ -292,17 +281,17 @@ class Compressor(ABC):
         fused, weight = kernels.fused(kernel, ct.layout, out), float(weight)
         if fused is not None and residual is not None and isinstance(gradient, Tensor):
             fused.apply(
-                gradient, residual, ct.layout, ct.key, payloads=payloads, own=own, weight=weight, update=update, out=out
+                gradient, residual, ct.layout, payloads=payloads, own=own, weight=weight, update=update, out=out
             )
             return
         if update is not None:
             update.advance(gradient, residual)
             if residual is not None:
-                kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, weight=-1.0, add=True)
+                kernel.decode(payloads[own : own + 1], ct.layout, residual, weight=-1.0, add=True)
         elif residual is not None:
             assert isinstance(gradient, Tensor)
-            kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
-        kernel.decode(payloads, ct.layout, ct.key, out, weight=weight, add=False)
+            kernel.commit(gradient, residual, ct.layout, payloads[own])
+        kernel.decode(payloads, ct.layout, out, weight=weight, add=False)
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
         self.stats.add(tensor.nbytes, ct.nbytes, seconds=seconds, finite=finite, kernels=ct.kernels)
@@ -320,7 +309,7 @@ class Compressor(ABC):
         if ct.numel:
             _, kernel = kernels.select(ct.layout, out.device)
             with torch.no_grad():
-                kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=add)
+                kernel.decode(payloads, ct.layout, out, weight=float(weight), add=add)
         return out
 
     def _check_out(self, ct: CompressedTensor, out: Tensor, payloads: Tensor | None) -> Tensor:
@@ -369,11 +358,6 @@ class Compressor(ABC):
         if not tensor.is_contiguous():
             raise ValueError("tensor is not contiguous; call .contiguous() first, or flatten it")
         if residual is not None:
-            if not self.contracts:
-                raise ValueError(
-                    f"{format_spec(self)} with a residual, which would grow without bound: its error is larger than "
-                    "what comes in; use another rounding or more bits, or give no residual"
-                )
             wide = residual_dtype(tensor.dtype)
             _check_buffer("residual", given=residual, shape=tuple(tensor.shape), dtype=wide, device=tensor.device)
             _check_apart("residual", given=residual, other_name="tensor", other=tensor)

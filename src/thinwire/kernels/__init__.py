@@ -39,18 +39,16 @@ _log = logging.getLogger("thinwire")
 class Kernel(Protocol):
     """The functions of every kernel module."""
 
-    def encode(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor
-    ) -> bool | Tensor:
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool | Tensor:
         """Write the payload of tensor + residual, and return whether the sum is finite.
 
         An asynchronous kernel returns an int32 tensor on the device instead, which is 1 if the sum is not finite.
         """
 
-    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, payload: Tensor) -> None:
         """Compute residual <- tensor + residual - decode(payload)."""
 
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
         """Compute out <- (out if add else 0) + weight * each payload."""
 
 
@@ -78,7 +76,6 @@ class FastKernel(Kernel, Protocol):
         gradient: Tensor,
         residual: Tensor,
         layout: Layout,
-        key: int,
         payloads: Tensor,
         own: int,
         weight: float,

@@ -204,7 +204,7 @@ def _end(buckets: Sequence[BucketTimes], chosen: Sequence[int]) -> float:
 def _short(spec: str) -> str:
     """Return a spec with only its bits and ratio.
 
-    >>> _short("quantize:bits=8,block=256,rounding=nearest,seed=0"), _short("topk:ratio=1/64,bits=2,chunk=4096")
+    >>> _short("quantize:bits=8,block=256"), _short("topk:ratio=1/64,bits=2,chunk=4096")
     ('quantize:bits=8', 'topk:ratio=1/64,bits=2')
     """
     name, _, options = spec.partition(":")

@@ -103,19 +103,19 @@ class Broken:
     def __init__(self, base: Any) -> None:
         self._base = base
 
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        return bool(self._base.encode(tensor, residual, layout, key, payload))
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool:
+        return bool(self._base.encode(tensor, residual, layout, payload))
 
-    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
-        self._base.commit(tensor, residual, layout, key, payload)
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, payload: Tensor) -> None:
+        self._base.commit(tensor, residual, layout, payload)
 
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
-        self._base.decode(payloads, layout, key, out, weight, add)
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
+        self._base.decode(payloads, layout, out, weight, add)
 
 
 class DropsAnEntry(Broken):
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        finite = super().encode(tensor, residual, layout, key, payload)
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool:
+        finite = super().encode(tensor, residual, layout, payload)
         assert isinstance(layout, TopKLayout)
         first_value = slice(layout.record.codes_at, layout.record.codes_at + 4)
         payload[first_value] = 0
@@ -123,62 +123,62 @@ class DropsAnEntry(Broken):
 
 
 class ChoosesOtherPositions(Broken):
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool:
         other = tensor.clone()
         other[other.add(residual).abs().argmax()] = 0
-        return super().encode(other, residual, layout, key, payload)
+        return super().encode(other, residual, layout, payload)
 
 
 class CutsTheScale(Broken):
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        finite = super().encode(tensor, residual, layout, key, payload)
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool:
+        finite = super().encode(tensor, residual, layout, payload)
         payload[0] -= 4  # units in the last place of the first block's scale
         return finite
 
 
 class ForgetsTheTensor(Broken):
-    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
-        super().commit(tensor, residual, layout, key, payload)
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, payload: Tensor) -> None:
+        super().commit(tensor, residual, layout, payload)
         residual[5] += 1e-3
 
 
 class DecodesOneEntryWrong(Broken):
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
-        super().decode(payloads, layout, key, out, weight, add)
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
+        super().decode(payloads, layout, out, weight, add)
         if not add:
             out[17] += 1e-3
 
 
 class DecodesManyWrong(Broken):
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
-        super().decode(payloads, layout, key, out, weight, add)
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
+        super().decode(payloads, layout, out, weight, add)
         if len(payloads) > 1:
             out[17] += 1e-3
 
 
 class IgnoresTheWeight(Broken):
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
-        super().decode(payloads, layout, key, out, 1.0 if add and weight > 0 else weight, add)
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
+        super().decode(payloads, layout, out, 1.0 if add and weight > 0 else weight, add)
 
 
 class CallsItNotFinite(Broken):
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        return super().encode(torch.full_like(tensor, torch.nan), residual, layout, key, payload)
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool:
+        return super().encode(torch.full_like(tensor, torch.nan), residual, layout, payload)
 
 
 @pytest.mark.parametrize(
     ("broken", "label", "message"),
     [
-        (DropsAnEntry, "topk:ratio=1%,bits=32", "compress: payload"),
-        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2", "compress: payload"),
-        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2,chunk=none", "compress: payload"),
-        (CutsTheScale, "quantize:bits=8", "compress: payload"),
-        (ForgetsTheTensor, "topk:ratio=1%,bits=32", "compress: residual"),
-        (ForgetsTheTensor, "quantize:bits=4", "compress: residual"),
+        (DropsAnEntry, "topk:ratio=1%,bits=32", "encode: payload"),
+        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2", "encode: payload"),
+        (ChoosesOtherPositions, "topk:ratio=1/64,bits=2,chunk=none", "encode: payload"),
+        (CutsTheScale, "quantize:bits=8", "encode: payload"),
+        (ForgetsTheTensor, "topk:ratio=1%,bits=32", "commit: residual"),
+        (ForgetsTheTensor, "quantize:bits=4", "commit: residual"),
         (DecodesOneEntryWrong, "quantize:bits=2", "decode of 1: result"),
         (DecodesManyWrong, "quantize:bits=2", "decode of 8: result"),
         (IgnoresTheWeight, "topk:ratio=1/64,bits=2", "accumulate: result"),
-        (CallsItNotFinite, "quantize:bits=8", "compress: payload"),
+        (CallsItNotFinite, "quantize:bits=8", "encode calls its input not finite"),
     ],
 )
 def test_a_broken_kernel_is_named_and_not_reported(
@@ -300,5 +300,5 @@ def test_baselines_select_and_clear() -> None:
 def test_check_accepts_what_is_right_and_leaves_the_residual(label: str) -> None:
     gradient, residual = torch.randn(10_000), torch.randn(10_000)
     before = residual.clone()
-    check(thinwire.compressor(label).layout(10_000, torch.float32), 1, gradient, residual)
+    check(thinwire.compressor(label).layout(10_000, torch.float32), gradient, residual)
     assert torch.equal(residual, before)

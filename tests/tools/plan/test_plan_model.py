@@ -93,8 +93,6 @@ def test_dense_methods_keep_nothing() -> None:
 def test_small_parameters_go_as_the_library_sends_them(world: int, small: int) -> None:
     """One rule for time, bytes and the library itself, whatever the large parameters go by."""
     eight = compressor(Policy.small_compressor)
-    state = None if eight.contracts else False
-    assert state is None, "the Synchronizer keeps a state for it, so it may shard: see Synchronizer.keep"
     chosen, _ = choose("auto", eight, eight.for_sum(world), small, torch.float32, world, can_shard=True)
     assert Method("", eight).algorithm(small, world) == chosen
     expected = cost.of(chosen, eight, eight.for_sum(world), small, torch.float32, world)

@@ -22,7 +22,7 @@ GUESS_MARGIN = {4: 1 << 19, 8: 1 << 48}
 """Distance of the next guess below the last chunk's threshold, in units of `magnitude_bits`: 3 to 6 percent."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for record, part in layout.parts(layout.numel):
@@ -49,7 +49,7 @@ def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit
     return all(threads.run(share, threads.shares(g.size // record.n, record.n)))
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     g, r, payloads = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for record, part in layout.parts(layout.numel):
@@ -62,7 +62,7 @@ def can_apply(layout: TopKLayout, out: Tensor) -> bool:
 
 
 def apply(
-    gradient: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
+    gradient: Tensor, residual: Tensor, layout: TopKLayout, payloads: Tensor, own: int, weight: float,
     update: Update | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Compute residual += encoded tensor - payloads[own], and out <- weight * each payload.
@@ -83,7 +83,7 @@ def apply(
         _sum(payloads.numpy(), part, record, weight, own=own, numbers=numbers, **mine)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for record, part in layout.parts(stage_limit(out)):

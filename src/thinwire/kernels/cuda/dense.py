@@ -18,7 +18,7 @@ from .numbers import INFINITY_BITS, magnitude_bits, total_at
 _TILE = 4096
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> Tensor:
+def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, payload: Tensor) -> Tensor:
     """Write the payload of tensor + residual. Return a flag on the device: 1 if the sum is not finite."""
     flag = new_flag(tensor)
     values = reference.read_values(payload, layout.dtype)

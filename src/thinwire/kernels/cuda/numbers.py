@@ -67,12 +67,3 @@ def signed_level(code, low, step, BITS: tl.constexpr):
     index = code & ((1 << (BITS - 1)) - 1)
     level = low + index.to(tl.float32) * step
     return tl.where((code >> (BITS - 1)) == 1, -level, level)
-
-
-@triton.jit
-def draw(key, counter):
-    """Return 63 random bits (splitmix64), a pure function of (key, counter). All arithmetic is modulo 2**64."""
-    z = counter.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) >> 1).to(tl.int64)

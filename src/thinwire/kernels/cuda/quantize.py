@@ -16,18 +16,17 @@ _TILE = 4096
 """Elements of a program, if a record has as many."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> Tensor:
+def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, payload: Tensor) -> Tensor:
     """Write the payload of tensor + residual. Return a flag on the device: 1 if the sum is not finite."""
     flag, flat, kept = new_flag(tensor), tensor.view(-1), None if residual is None else residual.view(-1)
-    signed = key - (1 << 64) if key >> 63 else key
     rows = _rows(layout)
     for elements, part in layout.parts(layout.numel):
         g = flat[part.elements]
         r = g if kept is None else kept[part.elements]
         launch(
             encode_blocks, (triton.cdiv(g.numel(), rows * layout.block),), g, r, payload[part.nbytes], flag,
-            triton.cdiv(elements, layout.block), g.numel(), signed, part.elements.start, layout.limit,
-            BITS=layout.bits, BLOCK=layout.block, ROWS=rows, STOCHASTIC=layout.stochastic, HAS_R=kept is not None,
+            triton.cdiv(elements, layout.block), g.numel(), layout.limit,
+            BITS=layout.bits, BLOCK=layout.block, ROWS=rows, HAS_R=kept is not None,
             MASKED=elements < layout.granule, num_warps=_warps(rows * layout.block),
         )  # fmt: skip
     full, rest = divmod(layout.numel, layout.granule)
@@ -36,15 +35,15 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
     return flag
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     _decode(payload.unsqueeze(0), layout, tensor, ADD, -1.0, residual)
 
 
-def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: QuantizeLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
-        reference.decode(payloads, layout, key, out, weight, add)
+        reference.decode(payloads, layout, out, weight, add)
     else:
         _decode(payloads, layout, None, KEEP if add else ZERO, weight, out)
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from .numbers import (
     INFINITY_BITS,
     cut_bfloat16,
-    draw,
     from_bfloat16,
     inverse,
     magnitude_bits,
@@ -26,21 +25,16 @@ from .numbers import (
 )
 
 _PER_RECORD = tl.constexpr(16)
-_SMALLEST_SCALE = tl.constexpr(0x0080)
 
 
 @triton.jit
-def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+def scales_of(values, present, BITS: tl.constexpr):
     """Return one bfloat16 scale, as bits, for each row."""
     magnitudes = tl.where(present, tl.abs(values), 0.0)
-    if STOCHASTIC or BITS > 2:
-        top: tl.constexpr = 1.0 * max(1, (1 << (BITS - 1)) - 1)
+    if BITS > 2:
+        top: tl.constexpr = 1.0 * ((1 << (BITS - 1)) - 1)
         largest = tl.max(magnitudes, axis=1)
         scale = cut_bfloat16(tl.div_rn(largest, 0.0 * largest + top))
-        if STOCHASTIC:
-            above = tl.maximum(scale + 1, _SMALLEST_SCALE)
-            fits = (from_bfloat16(scale) * top < largest) & (from_bfloat16(above) * top <= limit)
-            scale = tl.where(fits, above, scale)
     else:
         number = tl.maximum(tl.sum(present.to(tl.int32), axis=1), 1).to(tl.float64)
         mean = tl.sum(magnitudes.to(tl.float64), axis=1) / number
@@ -54,25 +48,11 @@ def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constex
 
 
 @triton.jit
-def codes_of(
-    values, step, key, position, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the codes of rows of values. `position` is that of the first value in the tensor, a multiple of 4."""
+def codes_of(values, step, BITS: tl.constexpr):
+    """Return the codes of rows of values."""
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
-    if STOCHASTIC:
-        # One draw serves four elements, 15 bits each.
-        quarter = tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        drawn = draw(key, (position >> 2) + quarter)[:, :, None] >> (15 * tl.arange(0, 4)[None, None, :]).to(tl.int64)
-        uniform = (tl.reshape(drawn & 0x7FFF, (ROWS, BLOCK)).to(tl.float32) + 0.5) * (1 / 32768)
-        ratio = values * inverse(step)[:, None]
-        if BITS == 1:
-            codes = (uniform >= (tl.minimum(tl.maximum(ratio, -1.0), 1.0) + 1.0) * 0.5).to(tl.int32)
-        else:
-            magnitude = tl.minimum(tl.abs(ratio), top * 1.0)
-            index = magnitude.to(tl.int32)
-            codes = (index + (uniform < magnitude - index.to(tl.float32)).to(tl.int32)) | (sign << (BITS - 1))
-    elif BITS == 1:
+    if BITS == 1:
         codes = sign
     else:
         share = tl.minimum(tl.abs(values) * inverse(step)[:, None], top * 1.0)
@@ -86,17 +66,14 @@ def level_of(codes, step, BITS: tl.constexpr):
     return signed_level(codes, step if BITS == 1 else 0.0 * step, 0.0 * step if BITS == 1 else step, BITS)
 
 
-@triton.jit(do_not_specialize=["blocks", "numel", "key", "limit"])
+@triton.jit(do_not_specialize=["blocks", "numel", "limit"])
 def encode_blocks(
-    g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, key, position, limit,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HAS_R: tl.constexpr, MASKED: tl.constexpr,
+    g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, limit,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_R: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Encode ROWS blocks of a record of `blocks` blocks.
 
     MASKED: this is the last record, of `numel` elements. Otherwise all records have 16 blocks.
-
-    `position` is the place of the first element of g in the tensor. The random draws depend on it.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -114,9 +91,8 @@ def encode_blocks(
         tl.store(flag_ptr, 1)
     values = tl.minimum(tl.maximum(total, -limit), limit)
     present = inside if MASKED else elements >= 0
-    scale = scales_of(values, present, limit, BITS, STOCHASTIC)
-    step = from_bfloat16(scale)
-    codes = codes_of(values, step, key, position + first * BLOCK, BITS, STOCHASTIC, ROWS, BLOCK)
+    scale = scales_of(values, present, BITS)
+    codes = codes_of(values, from_bfloat16(scale), BITS)
     if MASKED:
         codes = tl.where(inside, codes, 0)
     if MASKED:

@@ -29,7 +29,7 @@ _WIDE_LIMIT = 1 << 26
 """Elements at a time when several payloads are summed into 16 bits, because the sum needs a float32 tensor."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> Tensor:
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> Tensor:
     """Write the payload of tensor + residual. Return a flag on the device: 1 if the sum is not finite."""
     flag = new_flag(tensor)
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
@@ -42,17 +42,17 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int
     return flag
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     for record, part in layout.parts(layout.numel):
         g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
         _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.ADD, -1.0, r)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
-        return reference.decode(payloads, layout, key, out, weight, add)
+        return reference.decode(payloads, layout, out, weight, add)
     flat, start = out.view(-1), topk_decode.KEEP if add else topk_decode.ZERO
     for record, part in layout.parts(_WIDE_LIMIT if _narrow(payloads, out) else layout.numel):
         _decode(payloads, part.nbytes.start, record, None, start, weight, flat[part.elements])

@@ -2,7 +2,7 @@
 
 A value of `bits` bits is a sign (the highest bit) and the index i of a level. It represents ±(low + i * step), where
 `low` and `step` are the record's scales. Scales are stored as bfloat16 and cut towards zero, so that no level exceeds
-the input (`quantize` rounds them up for stochastic rounding). With 8 significant bits, i * step is exact in float32, so
+the input. With 8 significant bits, i * step is exact in float32, so
 every backend decodes the same bits.
 """
 

@@ -18,7 +18,7 @@ _BATCH_ELEMENTS = 1 << 22
 """Approximate number of elements in a batch of records. Batches limit the memory of masks and sums."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
@@ -40,13 +40,13 @@ def mark(layout: TopKLayout, payload: Tensor) -> None:
         payload[nbytes] = pack_record(positions, values, record, is_marked=True).view(-1)
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
+    decode(payload.unsqueeze(0), layout=layout, out=residual, weight=-1.0, add=True)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     for record, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
@@ -56,11 +56,11 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
             total.zero_()
         for payload in payloads:
             positions, values = unpack_record(payload[nbytes].view(rows, record.nbytes), record)
-            # Positions outside are skipped, because these bytes may not have been checked. No sum is by atomics, which
-            # flush denormal numbers to 0 on a GPU.
+            # Positions outside are skipped, because these bytes may not have been checked. `index_put_` adds in order,
+            # but `scatter_add_` by atomics on a GPU, which also flush denormal numbers to 0.
             inside = positions < record.n
             places = (positions + record.n * torch.arange(rows, device=out.device).unsqueeze(1))[inside]
-            total.view(-1)[places] += values[inside].to(total.dtype) * weight
+            total.view(-1).index_put_((places,), values[inside].to(total.dtype) * weight, accumulate=True)
         if total is not part:
             part.copy_(total)
 

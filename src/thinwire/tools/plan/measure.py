@@ -124,12 +124,12 @@ def measure_codecs(
         return bench.work(job) / numel
 
     def costs(given: Compressor) -> Costs:
-        residual = torch.zeros(numel, device=device) if given.contracts else None
+        residual = torch.zeros(numel, device=device)
         key = 1 if given.draws else None
         sent = given.encode(gradient, residual, key=key)
         rows = torch.stack([sent.payload] * _PAYLOADS)
         encode = seconds(lambda: given.encode(next(gradients), residual, key=key))
-        commit = 0.0 if residual is None else seconds(lambda: given.commit(sent, gradient, residual, finite=True))
+        commit = seconds(lambda: given.commit(sent, gradient, residual, finite=True))
         one = seconds(lambda: given.decompress(sent, out))
         many = seconds(lambda: given.decompress(sent, out, payloads=rows))
         return Costs(encode=encode, commit=commit, write=one, add=max(0.0, many - one) / (_PAYLOADS - 1))

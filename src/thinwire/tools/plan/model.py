@@ -91,7 +91,7 @@ class Case:
         if method.compressor is None:  # the hooks cast those buckets to 16 bits that are being exchanged
             most = method.at_once * max(cost.memory for cost in costs)
             buffers = min(most, buffers) if method.name in HALVES else 0
-        elif method.compressor.contracts:
+        else:
             residual = 4 * work.numel * (1 + (1 / world if algorithm == "sharded" else 0))
         limit, memory = given_max_bytes(None), self.cluster.memory
         within = limit is None or method.compressor is None or buffers <= limit

@@ -109,7 +109,7 @@ def planned(
     first, dtype, share = thinwire.compressor(spec), torch.float32, -(-numel // ranks_in_node)
     second = first.for_sum(ranks)
     chosen, reason = choose(
-        algorithm, first=first, second=second, numel=share, dtype=dtype, ranks=ranks, can_shard=takes_residual(first)
+        algorithm, first=first, second=second, numel=share, dtype=dtype, ranks=ranks, can_shard=True
     )
     return plan(
         chosen,
@@ -129,11 +129,6 @@ def flat(compressor: Compressor, numel: int) -> str:
     return "values" if isinstance(compressor.layout(numel, torch.float32), RandomKLayout) else "sharded"
 
 
-def takes_residual(compressor: Compressor) -> bool:
-    """Return whether the compressor takes a residual in both stages. Without one, values that are not sent are lost."""
-    return compressor.contracts and compressor.for_sum(2).contracts
-
-
 class Reducer:
     """Runs on each rank and repeats the operation whose bytes are counted."""
 
@@ -146,9 +141,7 @@ class Reducer:
         self._compressor = thinwire.compressor(case.spec)
         self._gradient = torch.randn(case.numel, generator=torch.Generator().manual_seed(self._rank))
         self._tensor = torch.empty_like(self._gradient)
-        kept = takes_residual(self._compressor)
-        self._residual = torch.zeros_like(self._gradient) if kept else None
-        self._state = ShardState() if kept else None
+        self._residual, self._state = torch.zeros_like(self._gradient), ShardState()
         self.reduce()
 
     def reduce(self) -> Report:
@@ -236,8 +229,8 @@ class Timer:
         self._pool = torch.randn(numel + _SHIFTS * _STRIDE, generator=torch.Generator().manual_seed(rank))
         self._turn = 0
         self._tensor = torch.empty(numel)
-        alone, gathered, other = (torch.zeros(numel) if takes_residual(compressor) else None for _ in range(3))
-        state = ShardState() if takes_residual(compressor) else None
+        alone, gathered, other = (torch.zeros(numel) for _ in range(3))
+        state = ShardState()
         rows = torch.empty(size, compressor.nbytes(numel), dtype=torch.uint8)
         payload = torch.empty_like(rows[0])
         key = 0 if compressor.draws else None

@@ -17,38 +17,36 @@ ELEMENTS = (1 << 24) + 123
 PAYLOADS = 8
 
 
-def compress(
-    kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor
-) -> None:
+def compress(kernel: kernels.Kernel, tensor: Tensor, residual: Tensor, layout: Layout, payload: Tensor) -> None:
     """Encode and commit. A kernel of a GPU does not wait for the device in between, because the input is finite."""
-    kernel.encode(tensor, residual, layout, key, payload)
-    kernel.commit(tensor, residual, layout, key, payload)
+    kernel.encode(tensor, residual, layout, payload)
+    kernel.commit(tensor, residual, layout, payload)
 
 
-def check(layout: Layout, key: int, gradient: Tensor, residual: Tensor) -> None:
+def check(layout: Layout, gradient: Tensor, residual: Tensor) -> None:
     """Raise `Failure` if compress, encode, commit or decode differs from the reference, without changing a tensor."""
     _, kernel = kernels.select(layout, gradient.device)
     with kernels.force("reference"):
         _, reference = kernels.select(layout, gradient.device)
     expected, payload = (torch.empty(layout.nbytes, dtype=torch.uint8, device=gradient.device) for _ in range(2))
-    if not reference.encode(gradient, residual, layout, key, expected):
+    if not reference.encode(gradient, residual, layout, expected):
         raise Failure("the input is not finite")
     after, kept = residual.clone(), residual.clone()
-    reference.commit(gradient, after, layout, key, expected)
+    reference.commit(gradient, after, layout, expected)
 
-    finite = kernel.encode(gradient, residual, layout, key, payload)
+    finite = kernel.encode(gradient, residual, layout, payload)
     if (isinstance(finite, Tensor) and finite.item()) or finite is False:
         raise Failure("encode calls its input not finite, though all that came in is finite")
     _same("encode: payload", payload, expected)
-    kernel.commit(gradient, kept, layout, key, expected)
+    kernel.commit(gradient, kept, layout, expected)
     _same("commit: residual", kept, after)
     for count in (1, PAYLOADS):
         payloads = expected.repeat(count, 1)
-        kernel.decode(payloads, layout, key, kept, weight=1 / count, add=False)
-        reference.decode(payloads, layout, key, after, 1 / count, False)
+        kernel.decode(payloads, layout, kept, weight=1 / count, add=False)
+        reference.decode(payloads, layout, after, 1 / count, False)
         _same(f"decode of {count}: result", kept, after)
     for each, result in ((kernel, kept), (reference, after)):
-        each.decode(expected.unsqueeze(0), layout, key, result.copy_(residual), 0.5, True)
+        each.decode(expected.unsqueeze(0), layout, result.copy_(residual), 0.5, True)
     if not torch.allclose(
         kept, after, rtol=2 * torch.finfo(kept.dtype).eps, atol=1e-30
     ):  # a product and a sum may fuse

@@ -209,10 +209,10 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     """Check a compressor and yield its calls: the same selection in torch, compress, and the parts of a collective."""
     read, width = bench.read, bench.width
     gradients, residuals, outs = bench.gradients, bench.residuals, bench.outs
-    key, layout = given.draw_key(1), given.layout(bench.numel, bench.dtype)
+    layout = given.layout(bench.numel, bench.dtype).with_key(1)
     backend, kernel = kernels.select(layout, bench.device)
     few = gradients[0][:ELEMENTS]
-    check(given.layout(few.numel(), bench.dtype), key=key, gradient=few, residual=residuals[0][:ELEMENTS])
+    check(given.layout(few.numel(), bench.dtype), gradient=few, residual=residuals[0][:ELEMENTS])
     kept, share = kept_elements(layout), ""
     if kept:
         share = f"1/{bench.numel / kept:.3g}"
@@ -225,24 +225,24 @@ def _compressor_calls(label: str, given: Compressor, bench: Bench, *, in_parts: 
     size, payloads = layout.nbytes / bench.numel, bench.payloads(layout, PAYLOADS if in_parts else 1)
     for number in range(len(payloads[0])):  # from different gradients, as those of different ranks
         for i, stack in enumerate(payloads):
-            kernel.encode(gradients[(i + number) % bench.sets], residuals[i], layout, key, stack[number])
+            kernel.encode(gradients[(i + number) % bench.sets], residuals[i], layout, stack[number])
 
     def decode(count: int) -> Call:
-        return lambda i: kernel.decode(payloads[i][:count], layout, key, outs[i], weight=1 / count, add=False)
+        return lambda i: kernel.decode(payloads[i][:count], layout, outs[i], weight=1 / count, add=False)
 
     both = 2 * width + size
     calls: dict[str, tuple[float, Call]] = {
         "compress": (
             read + both,
-            lambda i: compress(kernel, gradients[i], residuals[i], layout, key, payloads[i][0]),
+            lambda i: compress(kernel, gradients[i], residuals[i], layout, payloads[i][0]),
         ),
         "encode": (
             read + width + size,
-            lambda i: kernel.encode(gradients[i], residuals[i], layout, key, payloads[i][0]),
+            lambda i: kernel.encode(gradients[i], residuals[i], layout, payloads[i][0]),
         ),
-        "commit": (read + both, lambda i: kernel.commit(gradients[i], outs[i], layout, key, payloads[i][0])),
+        "commit": (read + both, lambda i: kernel.commit(gradients[i], outs[i], layout, payloads[i][0])),
         **{f"decode {count} x": (width + count * size, decode(count)) for count in (1, PAYLOADS)},
-        "accumulate": (both, lambda i: kernel.decode(payloads[i][:1], layout, key, outs[i], weight=0.5, add=True)),
+        "accumulate": (both, lambda i: kernel.decode(payloads[i][:1], layout, outs[i], weight=0.5, add=True)),
     }
     for part, (moved, call) in calls.items():
         if part == "compress" or in_parts:
