@@ -278,11 +278,9 @@ class Compressor(ABC):
         if not ct.numel:
             return
         _, kernel = kernels.select(ct.layout, out.device)
-        fused, weight = kernels.fused(kernel, ct.layout, out), float(weight)
-        if fused is not None and residual is not None and isinstance(gradient, Tensor):
-            fused.apply(
-                gradient, residual, ct.layout, payloads=payloads, own=own, weight=weight, update=update, out=out
-            )
+        apply, weight = kernels.fused(kernel, out), float(weight)
+        if apply is not None and residual is not None and isinstance(gradient, Tensor):
+            apply(gradient, residual, ct.layout, payloads=payloads, own=own, weight=weight, update=update, out=out)
             return
         if update is not None:
             update.advance(gradient, residual)

@@ -20,16 +20,16 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .joined import Flat
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
@@ -50,69 +50,6 @@ class Kernel(Protocol):
 
     def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
         """Compute out <- (out if add else 0) + weight * each payload."""
-
-
-class Update(Protocol):
-    """An optimizer's update, computed from the gradient before it is sent. `updates` implements it."""
-
-    def write(self, gradient: Flat, out: Tensor) -> None:
-        """Write the update to `out`. The gradient is only read."""
-
-    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
-        """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
-
-
-class FastKernel(Kernel, Protocol):
-    """Functions that a kernel may have besides: `check`; `can_apply` and `apply`."""
-
-    def check(self, payload: Tensor, layout: Layout) -> None:
-        """Raise ValueError for a payload that no compressor could have made."""
-
-    def can_apply(self, layout: Layout, out: Tensor) -> bool:
-        """Return whether `apply` has a pass for this layout and result."""
-
-    def apply(
-        self,
-        gradient: Tensor,
-        residual: Tensor,
-        layout: Layout,
-        payloads: Tensor,
-        own: int,
-        weight: float,
-        update: Update | None,
-        out: Tensor,
-    ) -> None:
-        """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`, in one pass.
-
-        The update's moments advance. The gradient is only read, unless it is also `out`.
-        """
-
-
-class AdamKernel(Protocol):
-    """The arithmetic of Adam; `reference.adam` defines it. `update` is an `AdamUpdate`.
-
-    The last two functions are those of `cuda` alone: they read their numbers from GPU memory, so that a recording uses
-    those of the current step.
-    """
-
-    def write(self, update: Update, gradient: Tensor, out: Tensor) -> None:
-        """Write the update to `out`."""
-
-    def advance(self, update: Update, gradient: Tensor, residual: Tensor | None) -> None:
-        """Advance the moments, and add the update to the residual."""
-
-    def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
-        """Compute p <- keep p - rate u for every parameter p and its update u."""
-
-    def numbers_of(
-        self, *, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
-    ) -> tuple[float, ...]:
-        """Return the numbers that `AdamUpdate.on_device` holds."""
-
-    def step_by_numbers(
-        self, parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]
-    ) -> None:
-        """Compute p <- keep p - rate u, with `keep` and `rates` in GPU memory."""
 
 
 _STEMS: dict[type[Layout], str] = {DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize"}
@@ -173,21 +110,31 @@ def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     return backend, _load(backend, type(layout), device)
 
 
-def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FastKernel | None:
-    """Return the kernel if it can commit and decode into `out` in one pass, else None."""
-    fast = cast(FastKernel, kernel)
-    return fast if hasattr(kernel, "apply") and fast.can_apply(layout, out) else None
+def fused(kernel: Kernel, out: Tensor) -> Callable[..., None] | None:
+    """Return the function `apply` of a kernel, or None if it has none, or none for a result of 16 bits.
+
+    apply(gradient, residual, layout, payloads, own, weight, update, out) computes residual += (update or gradient) -
+    payloads[own], and decodes all payloads into `out`, in one pass. The update's moments advance. The gradient is only
+    read, unless it is also `out`.
+    """
+    return getattr(kernel, "apply", None) if out.dtype.itemsize >= 4 else None
 
 
-def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> AdamKernel:
-    """Return the kernels of `thinwire.AdamW` for moments of this dtype, from the backend that also compresses here."""
+def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType:
+    """Return the kernels of `thinwire.AdamW` for moments of this dtype, from the backend that also compresses here.
+
+    `reference.adam` defines their functions: write, advance and step.
+    """
     backend = _backend(device, dtype)
     _check_device(backend, device)
-    return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
+    return importlib.import_module(f"thinwire.kernels.{backend}.adam")
 
 
-def adam_by_numbers(device: torch.device) -> AdamKernel | None:
-    """Return the kernels of `adam` if they can read their numbers from GPU memory, else None."""
+def adam_by_numbers(device: torch.device) -> ModuleType | None:
+    """Return the kernels of `adam` if they can read their numbers from GPU memory, as a recording needs, else None.
+
+    They have two more functions, numbers_of and step_by_numbers.
+    """
     kernel = adam(device)
     return kernel if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
 
@@ -203,7 +150,7 @@ def check(payload: Tensor, layout: Layout) -> None:
     for backend in ("cpu", "reference") if on_cpu else ("reference",):
         kernel = _load(backend, type(layout), payload.device)
         if hasattr(kernel, "check"):  # a layout from outside of thinwire need not have one
-            cast(FastKernel, kernel).check(payload, layout)
+            kernel.check(payload, layout)
             return
 
 

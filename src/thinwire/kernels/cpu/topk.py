@@ -56,11 +56,6 @@ def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor
         _sum(payloads, part, record, None, g=g[part.elements], r=r[part.elements], out=r[part.elements])
 
 
-def can_apply(layout: TopKLayout, out: Tensor) -> bool:
-    """Return whether `apply` has a pass: not if `out` has 16 bits."""
-    return out.dtype.itemsize >= 4
-
-
 def apply(
     gradient: Tensor, residual: Tensor, layout: TopKLayout, payloads: Tensor, own: int, weight: float,
     update: Update | None, out: Tensor,

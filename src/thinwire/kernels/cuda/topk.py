@@ -34,8 +34,8 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload:
     flag = new_flag(tensor)
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     for record, part in layout.parts(layout.numel):
-        g, r = flat[part.elements], None if kept is None else kept[part.elements]
-        _encode_chunks(g, r, record, part.rows, layout.limit, payload[part.nbytes], flag)
+        r = None if kept is None else kept[part.elements]
+        _encode_chunks(flat[part.elements], r, record, part.rows, layout.limit, payload[part.nbytes], flag)
     rows = min(layout.rows, 1)
     pattern = replace(layout, numel=rows * layout.record.n + (layout.tail.n if layout.tail else 0), rows=rows)
     mark_if(flag, payload, reference, pattern, layout.record.nbytes, layout.rows)
