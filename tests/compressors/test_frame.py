@@ -25,13 +25,13 @@ def test_the_frame_made_by_hand_is_the_library_s() -> None:
     assert (read.numel, read.dtype, read.kernels, read.to_bytes()) == (NUMEL, torch.float32, "frame", GOOD)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_kind_of_bytes_is_read_and_copied(kind: type) -> None:
-    data = kind(GOOD)
-    read = CompressedTensor.from_bytes(data)
-    if isinstance(data, bytearray):
-        data[:] = bytes(len(data))
-    assert read.to_bytes() == GOOD
+def test_any_kind_of_bytes_is_read_and_copied() -> None:
+    for kind in (bytes, bytearray, memoryview):
+        data = kind(GOOD)
+        read = CompressedTensor.from_bytes(data)
+        if isinstance(data, bytearray):
+            data[:] = bytes(len(data))
+        assert read.to_bytes() == GOOD, kind
 
 
 REASONS = {
@@ -60,6 +60,7 @@ REASONS = {
     "spec not canonical: default left out": (make(spec=b"topk:ratio=1/64,bits=2"), "expected its canonical form"),
     "spec not canonical: order": (make(spec=b"topk:bits=2,ratio=1/64,chunk=4096"), "expected its canonical form"),
     "spec not canonical: ratio": (make(spec=b"topk:ratio=2/128,bits=2,chunk=4096"), "expected its canonical form"),
+    "an option that went": (make(spec=b"quantize:bits=8,rounding=nearest"), "rounding=nearest' in .*: leave it out"),
     "key without draws": (make(key=1), "key 1, expected 0: topk draws nothing"),
     "payload too small": (make(payload=PAYLOAD[:-1]), f"payload of {len(PAYLOAD) - 1} bytes, expected {len(PAYLOAD)}"),
     "payload too large": (make(payload=PAYLOAD + b"\0"), f"payload of {len(PAYLOAD) + 1} bytes, expected"),
@@ -69,11 +70,10 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_refused(reason: str) -> None:
-    data, message = REASONS[reason]
-    with pytest.raises(FrameError, match=message):
-        CompressedTensor.from_bytes(data)
+def test_refused() -> None:
+    for data, message in REASONS.values():
+        with pytest.raises(FrameError, match=message):
+            CompressedTensor.from_bytes(data)
 
 
 def test_another_count_than_expected() -> None:

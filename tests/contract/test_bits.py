@@ -2,10 +2,11 @@
 
 from math import lgamma, log
 
-import pytest
 import torch
 
 import thinwire
+from support.cases import DTYPES
+from support.pairwise import pairwise
 from thinwire.compressors import frame
 from thinwire.kernels.layout import TopKLayout
 
@@ -15,23 +16,21 @@ def entropy_bits(n: int, k: int) -> float:
     return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("ratio", ["1/256", "1%", "1/64", "1/16"])
-@pytest.mark.parametrize(("chunk", "numel"), [(4096, 1_000_000), (None, 1_000_000), (None, 25_000_000)])
-def test_positions_are_near_their_entropy(ratio: str, chunk: int | None, numel: int, bits: int) -> None:
-    layout = thinwire.TopK(ratio, chunk=chunk, bits=bits).layout(numel, torch.float32)
-    assert isinstance(layout, TopKLayout)
-    full = [(layout.record, layout.rows)]
-    everything = [*full, (layout.tail, 1)] if layout.tail else full
-    for part in (full, everything):  # a short last record alone has the rounding to whole bytes against it
-        elements, kept = (sum(count * getattr(record, of) for record, count in part) for of in ("n", "k"))
-        spent = sum(8 * count * (record.nbytes - record.low_at) for record, count in part) / kept
-        bound = entropy_bits(elements, kept)
-        assert spent <= 1.13 * bound, f"{part}: {spent:.2f} bits for a position, the entropy is {bound:.2f}"
-    alone = entropy_bits(layout.record.n, layout.record.k)
-    assert 8 * (layout.record.nbytes - layout.record.low_at) / layout.record.k <= 1.13 * alone, (
-        "against one chunk's own"
-    )
+def test_positions_are_near_their_entropy() -> None:
+    columns = ((1, 2, 4, 8, 16, 32), ("1/256", "1%", "1/64", "1/16"), (4096, None), (1_000_000, 25_000_000))
+    for bits, ratio, chunk, numel in pairwise(*columns):
+        layout = thinwire.TopK(ratio, chunk=chunk, bits=bits).layout(numel, torch.float32)
+        assert isinstance(layout, TopKLayout)
+        full = [(layout.record, layout.rows)]
+        everything = [*full, (layout.tail, 1)] if layout.tail else full
+        for part in (full, everything):  # a short last record alone has the rounding to whole bytes against it
+            elements, kept = (sum(count * getattr(record, of) for record, count in part) for of in ("n", "k"))
+            spent = sum(8 * count * (record.nbytes - record.low_at) for record, count in part) / kept
+            bound = entropy_bits(elements, kept)
+            assert spent <= 1.13 * bound, f"{part}: {spent:.2f} bits for a position, the entropy is {bound:.2f}"
+        alone = entropy_bits(layout.record.n, layout.record.k)
+        spent = 8 * (layout.record.nbytes - layout.record.low_at) / layout.record.k
+        assert spent <= 1.13 * alone, f"{layout}: against one chunk's own"
 
 
 def test_the_headline_ratio() -> None:
@@ -48,11 +47,8 @@ def test_the_frame_adds_only_its_header(backend: str) -> None:
     assert frame.HEADER_BYTES == 36
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_quantize_costs_its_bits_and_the_scales(bits: int) -> None:
-    assert thinwire.Quantize(bits).nbytes(1 << 20) == (1 << 20) * bits // 8 + 2 * (1 << 20) // 256
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_randomk_sends_no_positions(dtype: torch.dtype) -> None:
-    assert thinwire.RandomK("1/64").nbytes(1 << 20, dtype) == (1 << 14) * dtype.itemsize
+def test_quantize_costs_its_bits_and_the_scales_and_randomk_sends_no_positions() -> None:
+    for bits in (1, 2, 4, 8):
+        assert thinwire.Quantize(bits).nbytes(1 << 20) == (1 << 20) * bits // 8 + 2 * (1 << 20) // 256
+    for dtype in DTYPES:
+        assert thinwire.RandomK("1/64").nbytes(1 << 20, dtype) == (1 << 14) * dtype.itemsize

@@ -31,7 +31,6 @@ def resident() -> int:
     [
         ("cpu", 1_000_000, "topk"),
         ("cpu", 1_000_000, "quantize"),
-        slow("cpu", 1_000_000, "randomk"),
         slow("cpu", 1_000_000, "none"),
         *(slow("reference", 5000, name) for name in SPECS),
     ],

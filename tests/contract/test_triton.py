@@ -37,42 +37,15 @@ SPECS = {
     "topk": ["topk:ratio=1/64,bits=2"],
     "topk-bits": [f"topk:ratio=1/16,bits={bits},chunk=256" for bits in (1, 4, 8, 16, 32)],
     "topk-small": ["topk:ratio=1/4,bits=2,chunk=16", "topk:ratio=1/3,bits=1,chunk=64"],
-    "topk-global": ["topk:ratio=1/64,bits=2,chunk=none"],
     "quantize": ["quantize:bits=8", *(f"quantize:bits={bits},block=32" for bits in (1, 2, 4))],
-    "stochastic": [f"quantize:bits={bits},block=32,rounding=stochastic,seed=5" for bits in (1, 2, 4, 8)],
-    "randomk": ["randomk:ratio=1%", "none"],
+    "none": ["none"],
 }
 """Of each kind of kernel the smallest: the interpreter is slow. tests/gpu has the whole table."""
 
 
-@pytest.mark.parametrize("name", some_slow(SPECS, "topk-bits", "topk-small", "topk-global", "stochastic"))
+@pytest.mark.parametrize("name", some_slow(SPECS, "topk-bits", "topk-small"))
 def test_interpreted_kernels_are_the_reference(interpreted: Loaded, name: str) -> None:
     code = f"from support import triton_rows; assert triton_rows.main('cpu', {SPECS[name]}) == 0"
-    interpreted.run(code, time_limit=250)
-
-
-def test_a_residual_is_not_left_with_the_rounding_of_gradients_that_exploded(interpreted: Loaded) -> None:
-    """Also where an element is small, and the level that was sent for it is not; but those beside it are left alone."""
-    code = """
-        from support import triton_rows
-        from thinwire import kernels
-        kernels._DEVICES["cuda"] = "cpu"
-        for spec, numel in (("quantize:bits=1,block=32", 6000), ("topk:ratio=1,bits=2,chunk=64", 3000)):
-            assert triton_rows.drowned(spec, numel) == []
-        for spec in ("topk:ratio=1/64,bits=2,chunk=64", "quantize:bits=8,block=32"):
-            assert triton_rows.spared(spec) == []
-        """
-    interpreted.run(code, time_limit=250)
-
-
-def test_candidates_by_a_sample(interpreted: Loaded) -> None:
-    """The exact top-k of a large tensor, here with a sample so small that this one is large."""
-    code = f"""
-        from support import triton_rows
-        from thinwire.kernels.cuda import topk_global
-        topk_global._SAMPLE = 1024
-        assert triton_rows.main("cpu", {SPECS["topk-global"]}) == 0
-        """
     interpreted.run(code, time_limit=250)
 
 
@@ -81,9 +54,7 @@ def test_candidates_by_a_sample(interpreted: Loaded) -> None:
     [
         ("topk:ratio=1/64,bits=2", "bfloat16"),
         ("topk:ratio=1/64,bits=2", "float32"),
-        ("topk:ratio=1/64,bits=2,chunk=none", "float32"),
         ("quantize:bits=8", "float32"),
-        ("randomk:ratio=1/64", "float32"),
         ("none", "bfloat16"),
     ],
 )
@@ -93,7 +64,7 @@ def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> 
         import torch, triton, thinwire
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from thinwire.kernels.cuda import adam, dense, launch, marks, quantize, randomk, topk, topk_global
+        from thinwire.kernels.cuda import adam, dense, launch, marks, quantize, topk
         from thinwire.kernels.updates import AdamUpdate
 
         NAMES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
@@ -111,23 +82,24 @@ def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> 
             assert "fma.rn.f32" not in made.asm["ptx"] and ".ftz" not in made.asm["ptx"], kernel
             done.append(kernel)
 
-        for module in (adam, dense, marks, quantize, randomk, topk, topk_global):
+        for module in (adam, dense, marks, quantize, topk):
             module.launch = compile_only
         topk._sums_up = lambda *given: True  # which is written in part as PTX
         layout = thinwire.compressor("{spec}").layout(40_000, torch.{dtype})
-        kernel = dict(topk=topk, quantize=quantize, randomk=randomk, none=dense)["{spec}".split(":")[0]]
+        kernel = dict(topk=topk, quantize=quantize, none=dense)["{spec}".split(":")[0]]
         tensor, residual = torch.zeros(40_000, dtype=torch.{dtype}), torch.zeros(40_000)
-        payload, flag = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        kernel.compress(tensor, residual, layout, 0, payload, flag)
-        kernel.decode(payload.repeat(8, 1), layout, 0, residual, 0.5, False)
+        payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        kernel.encode(tensor, residual, layout, payload)
+        kernel.commit(tensor, residual, layout, payload)
+        kernel.decode(payload.repeat(8, 1), layout, residual, 0.5, False)
         if kernel is topk:
             m, v = torch.zeros(40_000), torch.zeros(40_000)
             for kept, beta2 in ((residual, 0.9), (residual, 1.0), (None, 0.9), (None, 1.0)):
                 update = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, beta2)
                 adam.write(update, tensor, m)
                 adam.advance(update, tensor, kept)
-        assert len(done) > 2, done
-        assert kernel is not topk or "none" in "{spec}" or any("sum_chunks" in str(one) for one in done)
+        assert len(done) > 1, done
+        assert kernel is not topk or any("sum_chunks" in str(one) for one in done)
         """
     compiled.run(code)
 
@@ -170,7 +142,7 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
         torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda device: {capability}
         from thinwire import compressor, kernels
         device = torch.device("cuda")
-        for spec in ("topk:ratio=1/64", "quantize", "randomk:ratio=1/64", "none"):
+        for spec in ("topk:ratio=1/64", "quantize", "none"):
             some = compressor(spec).layout(8192, torch.float32)
             assert kernels.select(some, device)[0] == "{backend}", spec
             assert kernels.select(compressor(spec).layout(8192, torch.float64), device)[0] == "reference", spec

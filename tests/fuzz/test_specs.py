@@ -8,7 +8,7 @@ from support.samples import bounded
 from thinwire import Quantize, RandomK, TopK
 
 NAMES = sorted(thinwire.registered())
-WORDS = ["ratio", "bits", "chunk", "block", "rounding", "seed", "none", "stochastic", "1/64", "1%", "0.01", "4"]
+WORDS = ["ratio", "bits", "chunk", "block", "rounding", "seed", "none", "1/64", "1%", "0.01", "4"]
 PIECES = st.one_of(st.sampled_from([*NAMES, *WORDS, ":", "=", ",", "", " ", "-", "/"]), st.text(max_size=4))
 
 ratios = st.one_of(
@@ -27,7 +27,6 @@ valid = st.one_of(
     ),
     st.builds(RandomK, ratios, seed=seeds),
     st.builds(Quantize, st.sampled_from([1, 2, 4, 8]), block=st.integers(5, 16).map(lambda exponent: 1 << exponent)),
-    st.builds(Quantize, st.sampled_from([1, 2, 4, 8]), rounding=st.just("stochastic"), seed=seeds),
 )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.oracle import bytes_of
 from support.slow import slow
 from support.training import (
     SEVERAL,
@@ -411,16 +410,3 @@ def test_ranks_that_disagree_fail_at_once(ranks: RankPool, name: str) -> None:
         pytest.fail(f"a rank waits in vain: {str(error)[:300]}")
     assert all("rank" in text for text in found), found
     assert any("differ" in text or "compressor" in text or "spec" in text for text in found), found
-
-
-def bits_per_rank(rank: int, world_size: int) -> bytes:
-    """Stochastic rounding: draws differ by rank, results do not."""
-    model, _, _ = attached(Given(), policy("quantize:bits=4,rounding=stochastic"), True, SEVERAL)
-    for step in range(5):
-        model.zero_grad()
-        model(gradients(model.module, rank, step)).backward()
-    return b"".join(bytes_of(parameter.grad) for parameter in model.parameters())
-
-
-def test_stochastic_rounding_gives_the_same_bits_on_all_ranks(ranks: RankPool) -> None:
-    assert identical(ranks.run(bits_per_rank, 3))

@@ -1,15 +1,18 @@
 """The arithmetic of `thinwire.AdamW`: the compiled kernels are the reference, and the reference is Adam."""
 
-from itertools import pairwise
+import itertools
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
+from support.pairwise import pairwise
 from thinwire import kernels
 from thinwire.kernels.updates import AdamUpdate, MomentumUpdate
 
 SIZES = [0, 1, 1000, 300_001]
+MOMENTS = (torch.float32, torch.float64)
 GRADIENTS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NUMBERS = {"beta1": 0.5, "scale": 1.3, "floor": 1e-8, "rate": 0.25}
 
@@ -36,27 +39,20 @@ def both(numel: int, dtype: torch.dtype, beta2: float, gradient_dtype: torch.dty
     return results
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backends_agree() -> None:
+    for numel, dtype, gradient_dtype, beta2 in pairwise(SIZES, MOMENTS, GRADIENTS, (0.9, 1.0)):
+        for mine, theirs in zip(*both(numel, dtype, beta2, gradient_dtype), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
+
+
 @pytest.mark.parametrize("beta2", [0.9, 1.0], ids=["followed", "frozen"])
-def test_backends_agree(numel: int, dtype: torch.dtype, beta2: float) -> None:
-    for mine, theirs in zip(*both(numel, dtype, beta2, dtype), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
-
-
-@pytest.mark.parametrize("gradient_dtype", GRADIENTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_backends_agree_on_gradients_of_any_width(gradient_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    for mine, theirs in zip(*both(1000, dtype, 0.9, gradient_dtype), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gradient_dtype", GRADIENTS)
-@pytest.mark.parametrize("beta2", [0.9, 1.0], ids=["followed", "frozen"])
-def test_adam_by_its_formula(backend: str, dtype: torch.dtype, gradient_dtype: torch.dtype, beta2: float) -> None:
+def test_adam_by_its_formula(backend: str, beta2: float) -> None:
     """write and advance against float64; what the residual takes is bit for bit the update that was written."""
+    for dtype, gradient_dtype in product(MOMENTS, GRADIENTS):
+        check_formula(backend, dtype, gradient_dtype, beta2)
+
+
+def check_formula(backend: str, dtype: torch.dtype, gradient_dtype: torch.dtype, beta2: float) -> None:
     given, m, v = made(10_000, dtype)
     g, residual = given.to(gradient_dtype), torch.randn(10_000, dtype=dtype)
     update, old, kept = torch.empty_like(m), [t.clone() for t in (g, m, v)], residual.clone()
@@ -82,12 +78,10 @@ def test_adam_by_its_formula(backend: str, dtype: torch.dtype, gradient_dtype: t
     torch.testing.assert_close(v.double(), followed, **near)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gradient_dtype", GRADIENTS)
-@pytest.mark.parametrize("nesterov", [False, True], ids=["", "nesterov"])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize(("factor", "rate"), [(1.0, 1.0), (0.7, 2.0)])
+MOMENTUM = pairwise(MOMENTS, GRADIENTS, (False, True), (0.0, 0.5), (0.0, 0.1), (1.0, 0.7), (1.0, 2.0))
+
+
+@pytest.mark.parametrize(("dtype", "gradient_dtype", "nesterov", "momentum", "decay", "factor", "rate"), MOMENTUM)
 def test_momentum_by_its_formula(
     dtype: torch.dtype, gradient_dtype: torch.dtype, nesterov: bool, momentum: float, decay: float, factor: float,
     rate: float,
@@ -96,7 +90,7 @@ def test_momentum_by_its_formula(
     given, m, _ = made(numel, dtype)
     g, residual, weights = given.to(gradient_dtype), torch.randn(numel, dtype=dtype), torch.randn(numel)
     cuts = [0, 1, 1000, 300_000, numel - 5]  # the last five are no parameter's
-    parameters = tuple((a, b, nn.Parameter(weights[a:b])) for a, b in pairwise(cuts))
+    parameters = tuple((a, b, nn.Parameter(weights[a:b])) for a, b in itertools.pairwise(cuts))
     recipe = MomentumUpdate(m if momentum else None, momentum, factor, nesterov, rate, decay, parameters)
     old_g, old_m, kept, update = g.clone(), m.clone(), residual.clone(), torch.empty_like(m)
     recipe.write(g, update)
@@ -135,7 +129,6 @@ def test_a_step_of_many_parameters(dtype: torch.dtype, rates: list[float]) -> No
         torch.testing.assert_close(mine, expected, **tolerance)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_backward_pass_through_weights_that_have_changed_is_refused(backend: str) -> None:
     weight = torch.ones(100, requires_grad=True)
     loss = weight.square().sum()
@@ -146,7 +139,6 @@ def test_a_backward_pass_through_weights_that_have_changed_is_refused(backend: s
         loss.backward()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_what_is_not_finite_stays_so(backend: str) -> None:
     """Cut to the limit, an Inf would be a step like any other."""
     g = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 1e15, -1e15, 1e30, -1e30])

@@ -70,7 +70,7 @@ def test_force_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         assert kernels.select(layout(), CPU)[0] == "cpu"
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize", "randomk:ratio=1/64", "none"])
+@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize", "none"])
 def test_cpu_kernels_refuse_another_device(spec: str) -> None:
     with kernels.force("cpu"), pytest.raises(ValueError, match="backend 'cpu' runs on cpu tensors, given one on meta"):
         thinwire.compressor(spec).compress(torch.empty(8192, device="meta"), key=1)
@@ -84,20 +84,29 @@ def test_kernels_of_adam_refuse_another_device(backend: str, device: torch.devic
 
 
 def test_a_forced_backend_is_not_replaced_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """Triton's kernels have neither float64 nor very long blocks: the log has what runs instead, and why."""
+    """Without a kernel for RandomK, long chunks, float64 or long blocks: the log has what runs instead, and why."""
     cuda = torch.device("cuda")
-    cases = [("topk:ratio=1/64", torch.float64, "float64"), ("quantize:block=16384", torch.float32, "16384")]
+    cases = [
+        ("cuda", "topk:ratio=1/64", torch.float64, "float64"),
+        ("cuda", "quantize:block=16384", torch.float32, "blocks of 16384"),
+        *((name, "topk:ratio=1/64,chunk=none", torch.float32, f"chunks of {1 << 20}") for name in ("cuda", "cpu")),
+        *((name, "topk:ratio=1/64,chunk=32768", torch.float32, "chunks of 32768") for name in ("cuda", "cpu")),
+        *((name, "randomk:ratio=1/64", torch.float32, "RandomK") for name in ("cuda", "cpu")),
+    ]
     kernels._warn_of_replacement.cache_clear()
+    for name, spec, dtype, reason in cases:
+        made, device = thinwire.compressor(spec).layout(1 << 20, dtype), torch.device(name)
+        caplog.clear()
+        with kernels.force(name):
+            assert kernels.select(made, device)[0] == kernels.select(made, device)[0] == "reference", spec
+        (logged,) = caplog.messages
+        assert f"backend '{name}' was chosen" in logged
+        assert "'reference'" in logged
+        assert reason in logged
+        if name == "cpu":
+            assert kernels.select(made, device)[0] == "reference", "unless forced, in silence"
+            assert len(caplog.messages) == 1
     with kernels.force("cuda"):
-        for spec, dtype, reason in cases:
-            made = thinwire.compressor(spec).layout(1 << 20, dtype)
-            caplog.clear()
-            assert kernels.select(made, cuda)[0] == "reference"
-            assert kernels.select(made, cuda)[0] == "reference"
-            (logged,) = caplog.messages
-            assert "backend 'cuda' was chosen" in logged
-            assert "'reference'" in logged
-            assert reason in logged
         caplog.clear()
         kernels._warn_of_replacement.cache_clear()
         assert kernels.adam(cuda, torch.float64).__name__ == "thinwire.kernels.reference.adam"
@@ -143,7 +152,7 @@ def test_without_numba_nothing_falls_back() -> None:
         import sys
         sys.modules["numba"] = None
         import torch, thinwire
-        for spec in ("topk:ratio=1/64,bits=2", "quantize", "randomk:ratio=1/64"):
+        for spec in ("topk:ratio=1/64,bits=2", "quantize"):
             try:
                 thinwire.compressor(spec).compress(torch.ones(8192), key=1)
             except RuntimeError as error:
@@ -153,7 +162,7 @@ def test_without_numba_nothing_falls_back() -> None:
             with thinwire.kernels.force("reference"):
                 print(thinwire.compressor(spec).compress(torch.ones(8192), key=1).kernels)
         """
-    assert run_python(code).split() == ["reference"] * 3
+    assert run_python(code).split() == ["reference"] * 2
 
 
 def test_environment_variable() -> None:
@@ -182,7 +191,7 @@ COMPRESS_AND_COUNT = """
     assert ct.kernels == "cpu"
     c.accumulate(ct, torch.zeros(8192))
 
-    import thinwire.kernels.cpu.quantize, thinwire.kernels.cpu.randomk  # not compiled before they are called
+    import thinwire.kernels.cpu.quantize  # not compiled before it is called
     from numba.core.dispatcher import Dispatcher
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("thinwire.kernels.cpu")]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]

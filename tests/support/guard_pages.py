@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from support.cases import ALL_SPECS
+from support.cases import ALL_SPECS, has_kernel
 from thinwire import kernels
 from thinwire.kernels.layout import residual_dtype
 from thinwire.kernels.updates import AdamUpdate
@@ -44,29 +44,29 @@ def main() -> None:
                 (9001, torch.float16, True),
                 (9001, torch.float32, False),
                 (8191, torch.float64, True),
-            ] + ([(150_001, torch.float32, True)] if "chunk=none" in spec else []):
+            ]:
+                if not has_kernel(compressor.layout(numel, dtype)):
+                    continue
                 tensor, residual = fenced(numel, dtype, end), fenced(numel, residual_dtype(dtype), end)
                 out, payload = fenced(numel, dtype, end), fenced(compressor.nbytes(numel, dtype), torch.uint8, end)
-                residual = residual if compressor.contracts else None
                 tensor.copy_(torch.randn(numel, generator=generator))
                 ct = compressor.compress(tensor, residual, key=1, out=payload)
                 compressor.accumulate(ct, compressor.decompress(ct, out), 0.5)
-                if residual is not None:
-                    m, v, update = (fenced(numel, residual.dtype, end) for _ in range(3))
-                    v.fill_(1.0)
-                    adam = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, 0.9)
-                    adam.write(tensor, update)
-                    wide = compressor.encode(update, residual, key=1)
-                    compressor.apply(wide, tensor, residual, wide.payload.repeat(2, 1), 1, 0.5, adam, update)
-                    compressor.apply(ct, tensor, residual, ct.payload.repeat(2, 1), 1, 0.5)
-                    adam.advance(tensor, residual)
+                m, v, update = (fenced(numel, residual.dtype, end) for _ in range(3))
+                v.fill_(1.0)
+                adam = AdamUpdate(m, v, 0.5, 1.0, 1.0, 1e-8, 8.0, 1.0, 0.9)
+                adam.write(tensor, update)
+                wide = compressor.encode(update, residual, key=1)
+                compressor.apply(wide, tensor, residual, wide.payload.repeat(2, 1), 1, 0.5, adam, update)
+                compressor.apply(ct, tensor, residual, ct.payload.repeat(2, 1), 1, 0.5)
+                adam.advance(tensor, residual)
                 for content in (None, 0, 0xFF, 0x80):
                     if content is None:
                         payload.random_(0, 256, generator=generator)
                     else:
                         payload.fill_(content)
                     kernel = kernels.select(ct.layout, out.device)[1]
-                    kernel.decode(payload.unsqueeze(0), ct.layout, 1, out, 1.0, True)
+                    kernel.decode(payload.unsqueeze(0), ct.layout, out, 1.0, True)
     print("survived")
 
 

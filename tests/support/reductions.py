@@ -41,7 +41,7 @@ class Case:
 
     @property
     def keeps(self) -> bool:
-        return self.residual and self.compressor.contracts
+        return self.residual
 
     def tensor(self, rank: int, step: int) -> Tensor:
         """Normal numbers of another size on every rank, so that no two ranks and no two steps look alike."""

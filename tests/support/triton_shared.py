@@ -115,7 +115,7 @@ def payloads_of(spec: str, numel: int, count: int, offset: int) -> tuple[Any, Te
     for number, row in enumerate(payloads):
         made = torch.empty(layout.nbytes, dtype=torch.uint8)
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(number))
-        assert reference.encode(tensor, None, layout, 0, made)
+        assert reference.encode(tensor, None, layout, made)
         row.copy_(made)
     return layout, payloads
 
@@ -123,8 +123,8 @@ def payloads_of(spec: str, numel: int, count: int, offset: int) -> tuple[Any, Te
 def check(spec: str, numel: int, count: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> None:
     layout, payloads = payloads_of(spec, numel, count, offset)
     expected, found = (torch.ones(numel, dtype=dtype) for _ in range(2))
-    reference.decode(payloads, layout, 0, expected, 1 / 3, False)
-    topk.decode(payloads, layout, 0, found, 1 / 3, False)
+    reference.decode(payloads, layout, expected, 1 / 3, False)
+    topk.decode(payloads, layout, found, 1 / 3, False)
     assert torch.equal(expected, found), (spec, numel, count, dtype, offset)
 
 

@@ -19,7 +19,7 @@ stage.SMALL = 0  # one operation at a time, as on a GPU: the interpreter runs no
 
 def compressors_count_and_take_back() -> None:
     """Through `Compressor`: which kernels ran, what is counted, and what a NaN leaves behind."""
-    for spec in (SPEC, "quantize:bits=8", "randomk:ratio=1/64", "none"):
+    for spec in (SPEC, "quantize:bits=8", "none"):
         compressor = thinwire.compressor(spec)
         tensor, residual = torch.randn(NUMEL), torch.randn(NUMEL)
         before = residual.clone()
@@ -35,7 +35,7 @@ def compressors_count_and_take_back() -> None:
         tensor[9] = torch.inf
         assert not compressor.compress(tensor, residual, key=5).finite
         assert compressor.stats.nonfinite == 1
-        torch.testing.assert_close(residual, again, rtol=1e-5, atol=1e-6)
+        assert torch.equal(residual, again)
 
 
 def reduce(group: LocalGroup, algorithm: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Hashable
 import torch
 from torch import Tensor
 
-from ..compressors.spec import mix_key
 from ..kernels.joined import Flat
 from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
@@ -298,7 +297,6 @@ class Reduction:
     def _segment(self, index: int, tensor: Tensor) -> Exchanges:
         request, (start, stop) = self.request, self.request.plan.segments[index]
         *inside, operation = self._operations
-        key, count = self._key, len(request.plan.segments)
         stage = Stage(
             operation=operation,
             tensor=tensor,
@@ -306,7 +304,7 @@ class Reduction:
             first=request.plan.first,
             second=request.plan.second,
             owner_residual=self._owner_residuals[index],
-            key=mix_key(key, index) if key is not None and count > 1 else key,
+            key=self._key,
             weight=request.weight,
             report=self.handle.report,
             buffers=self._buffers or Buffers(),

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
-from ..compressors.spec import mix_key
 from ..kernels.layout import RandomKLayout, residual_dtype
 from .cost import Span, owned, shares
 from .plan import Plan, choose, plan
@@ -59,13 +58,12 @@ class Request:
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 
     def key_of(self, key: int | None, number: int) -> int | None:
-        """Return the key of operation `number`. By default, a compressor that draws gets a key made from the number.
+        """Return the key of operation `number`. By default, a compressor that draws gets the number.
 
         Raise ValueError if the given key is not an int.
         """
         if key is None and self.draws:
-            channel = self.channels[-1]
-            key = number if self.positions_drawn else mix_key(number, channel.ranks[channel.rank])
+            key = number
         if key is not None and type(key) is not int:
             raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
         return key
@@ -127,7 +125,7 @@ def make_request(
         algorithm, first=first, second=sums, numel=share, dtype=dtype, ranks=channel.size, can_shard=can_shard
     )
     if chosen == "sharded":
-        _check_state(state, has_residual, sums)
+        _check_state(state, has_residual)
     made = plan(
         chosen,
         reason=reason,
@@ -188,13 +186,9 @@ def _op_name(op: object) -> str:
     return name
 
 
-def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:
+def _check_state(state: ShardState | None, has_residual: bool) -> None:
     if state is None and has_residual:
         raise ValueError(
             "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
             "give state=thinwire.ShardState() and keep it beside the residual"
-        )
-    if state is not None and not second.contracts:
-        raise ValueError(
-            f"shard_compressor {format_spec(second)}, whose residual would grow without bound; use another rounding"
         )

@@ -56,7 +56,7 @@ class CompressedTensor:
     @property
     def layout(self) -> Layout:
         """Return the layout of the payload."""
-        return self.compressor.layout(self.numel, self.dtype)
+        return self.compressor.layout(self.numel, self.dtype).with_key(self.key)
 
     @property
     def nbytes(self) -> int:
@@ -123,25 +123,14 @@ class Compressor(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = False
     """Whether most elements are not sent, but kept in the residual."""
+    draws: ClassVar[bool] = False
+    """Whether `compress` draws random numbers, the same on all ranks, and therefore needs a `key`."""
     stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)
     """Counters of this object's calls. They are not part of its identity: `==` and `hash` ignore them."""
 
     @abstractmethod
     def _layout(self, numel: int, dtype: torch.dtype) -> Layout:
         """Return this compressor's own layout for `numel` >= 1 elements, even if a dense one is smaller."""
-
-    @property
-    def draws(self) -> bool:
-        """Return whether `compress` draws random numbers and therefore needs a `key`."""
-        return False
-
-    @property
-    def contracts(self) -> bool:
-        """Return whether the kept part is smaller than the input, so that a residual stays bounded.
-
-        If it is not, `check_input` raises ValueError for a residual, because it would grow without bound.
-        """
-        return True
 
     def for_sum(self, ranks: int) -> "Compressor":
         """Return the compressor for a sum over `ranks` ranks, which has more nonzero elements and more levels.
@@ -173,11 +162,12 @@ class Compressor(ABC):
         out       uint8 buffer of `nbytes` bytes for the payload; by default a new one is allocated.
 
         If tensor + residual contains NaN or Inf, the residual stays unchanged, the payload decodes to NaN, and
-        `.finite` of the result is False. On a GPU the CPU does not wait for this check. TopK and Quantize do everything
-        in one pass there. If they find a NaN or Inf, they restore the residual up to the rounding of the addition.
-        Where the tensor or the sent value was so large that the rounding erased the residual, it becomes 0.
+        `.finite` of the result is False. With a residual on a GPU, this check waits for the device.
         """
-        return self._encode(tensor, residual=residual, key=key, out=out, commits=True, is_counted=True)
+        ct = self.encode(tensor, residual, key=key, out=out, counted=True)
+        if residual is not None:
+            self.commit(ct, tensor, residual)
+        return ct
 
     def decompress(
         self, ct: CompressedTensor, out: Tensor | None = None, weight: float = 1.0, *, payloads: Tensor | None = None
@@ -200,6 +190,7 @@ class Compressor(ABC):
         """
         return self._decode(ct, out=out, weight=weight, payloads=payloads, add=True)
 
+    @torch.no_grad()
     def encode(
         self,
         tensor: Tensor,
@@ -209,14 +200,34 @@ class Compressor(ABC):
         out: Tensor | None = None,
         counted: bool = False,
     ) -> CompressedTensor:
-        """Do the first half of `compress`: write the payload, and only read the residual.
+        """Do the first half of `compress`: write the payload, and only read the residual. It does not wait for a GPU.
 
         Use it together with `commit` if more must be known before anything may change, such as whether the gradients of
         all ranks are finite.
 
         counted   whether the call is counted in `stats`, as `compress` is.
         """
-        return self._encode(tensor, residual=residual, key=key, out=out, commits=False, is_counted=counted)
+        started = time.perf_counter()
+        self.check_input(tensor, residual, key)
+        layout = self.layout(tensor.numel(), tensor.dtype)
+        payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
+        _check_buffer("out", given=payload, shape=(layout.nbytes,), dtype=torch.uint8, device=tensor.device)
+        _check_apart("out", given=payload, other_name="tensor", other=tensor)
+        if residual is not None:
+            _check_apart("out", given=payload, other_name="residual", other=residual)
+        name, kernel = kernels.select(layout, tensor.device)
+        ct = CompressedTensor(
+            compressor=self,
+            numel=layout.numel,
+            dtype=layout.dtype,
+            key=self.draw_key(key),
+            payload=payload,
+            kernels=name,
+        )
+        finite = True if not ct.numel else kernel.encode(tensor, residual, ct.layout, payload)
+        if counted:
+            self._count(ct, tensor=tensor, seconds=time.perf_counter() - started, finite=finite)
+        return ct
 
     def commit(self, ct: CompressedTensor, tensor: Tensor, residual: Tensor, *, finite: bool | None = None) -> None:
         """Do the second half of `compress`: residual <- tensor + residual - decompress(ct).
@@ -233,7 +244,7 @@ class Compressor(ABC):
         if ct.numel and (ct.finite if finite is None else finite):
             _, kernel = kernels.select(ct.layout, tensor.device)
             with torch.no_grad():
-                kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
+                kernel.commit(tensor, residual, ct.layout, ct.payload)
 
     @torch.no_grad()
     def apply(
@@ -267,53 +278,18 @@ class Compressor(ABC):
         if not ct.numel:
             return
         _, kernel = kernels.select(ct.layout, out.device)
-        fused, weight = kernels.fused(kernel, ct.layout, out), float(weight)
-        if fused is not None and residual is not None and isinstance(gradient, Tensor):
-            fused.apply(
-                gradient, residual, ct.layout, ct.key, payloads=payloads, own=own, weight=weight, update=update, out=out
-            )
+        apply, weight = kernels.fused(kernel, out), float(weight)
+        if apply is not None and residual is not None and isinstance(gradient, Tensor):
+            apply(gradient, residual, ct.layout, payloads=payloads, own=own, weight=weight, update=update, out=out)
             return
         if update is not None:
             update.advance(gradient, residual)
             if residual is not None:
-                kernel.decode(payloads[own : own + 1], ct.layout, ct.key, residual, weight=-1.0, add=True)
+                kernel.decode(payloads[own : own + 1], ct.layout, residual, weight=-1.0, add=True)
         elif residual is not None:
             assert isinstance(gradient, Tensor)
-            kernel.commit(gradient, residual, ct.layout, ct.key, payloads[own])
-        kernel.decode(payloads, ct.layout, ct.key, out, weight=weight, add=False)
-
-    @torch.no_grad()
-    def _encode(
-        self,
-        tensor: Tensor,
-        residual: Tensor | None,
-        key: int | None,
-        out: Tensor | None,
-        *,
-        commits: bool,
-        is_counted: bool,
-    ) -> CompressedTensor:
-        started = time.perf_counter()
-        self.check_input(tensor, residual, key)
-        layout = self.layout(tensor.numel(), tensor.dtype)
-        payload = out if out is not None else torch.empty(layout.nbytes, dtype=torch.uint8, device=tensor.device)
-        _check_buffer("out", given=payload, shape=(layout.nbytes,), dtype=torch.uint8, device=tensor.device)
-        _check_apart("out", given=payload, other_name="tensor", other=tensor)
-        if residual is not None:
-            _check_apart("out", given=payload, other_name="residual", other=residual)
-        name, kernel = kernels.select(layout, tensor.device)
-        ct = CompressedTensor(
-            compressor=self,
-            numel=layout.numel,
-            dtype=layout.dtype,
-            key=self.draw_key(key),
-            payload=payload,
-            kernels=name,
-        )
-        finite = True if not ct.numel else _write(ct, kernel=kernel, tensor=tensor, residual=residual, commits=commits)
-        if is_counted:
-            self._count(ct, tensor=tensor, seconds=time.perf_counter() - started, finite=finite)
-        return ct
+            kernel.commit(gradient, residual, ct.layout, payloads[own])
+        kernel.decode(payloads, ct.layout, out, weight=weight, add=False)
 
     def _count(self, ct: CompressedTensor, tensor: Tensor, seconds: float, finite: bool | Tensor) -> None:
         self.stats.add(tensor.nbytes, ct.nbytes, seconds=seconds, finite=finite, kernels=ct.kernels)
@@ -331,7 +307,7 @@ class Compressor(ABC):
         if ct.numel:
             _, kernel = kernels.select(ct.layout, out.device)
             with torch.no_grad():
-                kernel.decode(payloads, ct.layout, ct.key, out, weight=float(weight), add=add)
+                kernel.decode(payloads, ct.layout, out, weight=float(weight), add=add)
         return out
 
     def _check_out(self, ct: CompressedTensor, out: Tensor, payloads: Tensor | None) -> Tensor:
@@ -380,38 +356,11 @@ class Compressor(ABC):
         if not tensor.is_contiguous():
             raise ValueError("tensor is not contiguous; call .contiguous() first, or flatten it")
         if residual is not None:
-            if not self.contracts:
-                raise ValueError(
-                    f"{format_spec(self)} with a residual, which would grow without bound: its error is larger than "
-                    "what comes in; use another rounding or more bits, or give no residual"
-                )
             wide = residual_dtype(tensor.dtype)
             _check_buffer("residual", given=residual, shape=tuple(tensor.shape), dtype=wide, device=tensor.device)
             _check_apart("residual", given=residual, other_name="tensor", other=tensor)
         if self.draws and key is None:
             raise ValueError(f"{format_spec(self)} draws random numbers; give compress a key, such as the step number")
-
-
-def _write(
-    ct: CompressedTensor, kernel: kernels.Kernel, tensor: Tensor, residual: Tensor | None, *, commits: bool
-) -> bool | Tensor:
-    """Write the payload and, if `commits`, the residual. Return whether the input is finite.
-
-    Asynchronous kernels return an int32 tensor on the device instead, which is 1 if the input is not finite.
-    """
-    on_device = kernels.on_device(kernel)
-    if on_device is None:
-        finite = kernel.encode(tensor, residual, ct.layout, ct.key, ct.payload)
-        if finite and commits and residual is not None:
-            kernel.commit(tensor, residual, ct.layout, ct.key, ct.payload)
-        return finite
-    if commits and residual is not None:
-        flag = torch.empty(1, dtype=torch.int32, device=tensor.device)  # `compress` sets it to 0 first
-        on_device.compress(tensor, residual, ct.layout, ct.key, ct.payload, flag)
-    else:
-        flag = torch.zeros(1, dtype=torch.int32, device=tensor.device)
-        on_device.encode_flagged(tensor, residual=residual, layout=ct.layout, key=ct.key, payload=ct.payload, flag=flag)
-    return flag
 
 
 @lru_cache(maxsize=4096)

@@ -31,15 +31,11 @@ class RandomK(Compressor):
     _: KW_ONLY
     seed: int = 0
     sparse = True
+    draws = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", parse_ratio(self.ratio))
         check_seed(self.seed)
-
-    @property
-    def draws(self) -> bool:
-        """Return True: the positions are drawn at random."""
-        return True
 
     def draw_key(self, key: int | None) -> int:
         """Return the mix of seed and key that the positions are drawn from."""

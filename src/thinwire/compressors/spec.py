@@ -23,6 +23,9 @@ REGISTRY: dict[str, type[Named]] = {}
 
 C = TypeVar("C", bound=Named)
 
+ROUNDING_WENT = "leave it out: stochastic rounding was removed, and a residual keeps what rounding to nearest loses"
+"""The advice in errors for the option `rounding`."""
+
 Ratio = Fraction | float | str
 """A share as the user writes it, such as 0.01, "1%" or "1/64". `parse_ratio` converts it to an exact fraction."""
 
@@ -62,6 +65,8 @@ def parse_spec(spec: str) -> Named:
     values: dict[str, Any] = {}
     for item in rest.split(",") if colon else []:
         key, equals, text = item.partition("=")
+        if key == "rounding":
+            raise ValueError(f"{item!r} in {spec!r}: {ROUNDING_WENT}")
         if not equals or key not in fields:
             known = ", ".join(fields) or "none"
             raise ValueError(

@@ -37,7 +37,7 @@ class Statistics:
     bytes_sent: int = 0
     """Bytes of all payloads, without frame headers and without the overhead of a collective."""
     seconds: float = 0.0
-    """Seconds spent compressing. On a GPU this is the time to launch the kernels."""
+    """Seconds spent encoding. On a GPU this is the time to launch the kernels."""
     kernels: dict[str, int] = field(default_factory=dict)
     """Number of calls for each backend."""
     _nonfinite: int = 0

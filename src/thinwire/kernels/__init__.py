@@ -7,28 +7,29 @@ overflows, gives the *mark*: a payload in which every stored float is NaN.
 `reference` is plain torch on any device, and the specification that the other backends are tested against. `cpu` uses
 Numba, `cuda` uses Triton. The default is the backend of the tensor's device. It is `reference` for other devices and
 for GPUs that Triton does not support. The function `force` and the environment variable THINWIRE_KERNELS override the
-default, and a forced backend that cannot run raises an error. `cuda` has no float64 and no very long blocks. There
-`reference` runs, and a warning is logged if `cuda` was forced. The backend of each call is recorded in
-`CompressedTensor.kernels` and in the compressor's statistics.
+default, and a forced backend that cannot run raises an error. RandomK and chunks above 16,384 have only the reference
+kernels. `cuda` has no float64 and no very long blocks. There `reference` runs, and a warning is logged if another
+backend was forced. The backend of each call is recorded in `CompressedTensor.kernels` and in the compressor's
+statistics.
 
-The kernels of `cuda` run asynchronously: with `encode_flagged` and `compress`, the CPU does not wait for the check for
-NaN and Inf.
+The kernels of `cuda` run asynchronously: the CPU does not wait for the check for NaN and Inf, whose result is a flag on
+the device.
 """
 
 import importlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .joined import Flat
 from .layout import DenseLayout, Layout, QuantizeLayout, RandomKLayout, TopKLayout
 
 ENVIRONMENT_VARIABLE = "THINWIRE_KERNELS"
@@ -38,97 +39,20 @@ _log = logging.getLogger("thinwire")
 class Kernel(Protocol):
     """The functions of every kernel module."""
 
-    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor) -> bool:
-        """Write the payload of tensor + residual, and return whether the sum is finite."""
+    def encode(self, tensor: Tensor, residual: Tensor | None, layout: Layout, payload: Tensor) -> bool | Tensor:
+        """Write the payload of tensor + residual, and return whether the sum is finite.
 
-    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor) -> None:
+        An asynchronous kernel returns an int32 tensor on the device instead, which is 1 if the sum is not finite.
+        """
+
+    def commit(self, tensor: Tensor, residual: Tensor, layout: Layout, payload: Tensor) -> None:
         """Compute residual <- tensor + residual - decode(payload)."""
 
-    def decode(self, payloads: Tensor, layout: Layout, key: int, out: Tensor, weight: float, add: bool) -> None:
+    def decode(self, payloads: Tensor, layout: Layout, out: Tensor, weight: float, add: bool) -> None:
         """Compute out <- (out if add else 0) + weight * each payload."""
 
 
-class Update(Protocol):
-    """An optimizer's update, computed from the gradient before it is sent. `updates` implements it."""
-
-    def write(self, gradient: Flat, out: Tensor) -> None:
-        """Write the update to `out`. The gradient is only read."""
-
-    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
-        """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
-
-
-class FastKernel(Kernel, Protocol):
-    """Functions that a kernel may have besides: `check`; `encode_flagged`, `compress`; `can_apply`, `apply`.
-
-    flag   int32 tensor on the device. Afterwards it is 1 if the input was not finite, else 0. `encode_flagged` requires
-           it to be 0 before.
-    """
-
-    def check(self, payload: Tensor, layout: Layout) -> None:
-        """Raise ValueError for a payload that no compressor could have made."""
-
-    def encode_flagged(
-        self, tensor: Tensor, residual: Tensor | None, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Write the payload of tensor + residual, and set the flag if the sum is not finite."""
-
-    def compress(
-        self, tensor: Tensor, residual: Tensor, layout: Layout, key: int, payload: Tensor, flag: Tensor
-    ) -> None:
-        """Encode and commit."""
-
-    def can_apply(self, layout: Layout, out: Tensor) -> bool:
-        """Return whether `apply` has a pass for this layout and result."""
-
-    def apply(
-        self,
-        gradient: Tensor,
-        residual: Tensor,
-        layout: Layout,
-        key: int,
-        payloads: Tensor,
-        own: int,
-        weight: float,
-        update: Update | None,
-        out: Tensor,
-    ) -> None:
-        """Compute residual += (update or gradient) - payloads[own], and decode all payloads into `out`, in one pass.
-
-        The update's moments advance. The gradient is only read, unless it is also `out`.
-        """
-
-
-class AdamKernel(Protocol):
-    """The arithmetic of Adam; `reference.adam` defines it. `update` is an `AdamUpdate`.
-
-    The last two functions are those of `cuda` alone: they read their numbers from GPU memory, so that a recording uses
-    those of the current step.
-    """
-
-    def write(self, update: Update, gradient: Tensor, out: Tensor) -> None:
-        """Write the update to `out`."""
-
-    def advance(self, update: Update, gradient: Tensor, residual: Tensor | None) -> None:
-        """Advance the moments, and add the update to the residual."""
-
-    def step(self, parameters: list[Tensor], updates: list[Tensor], keep: float, rates: list[float]) -> None:
-        """Compute p <- keep p - rate u for every parameter p and its update u."""
-
-    def numbers_of(
-        self, *, beta1: float, factor: float, scale: float, floor: float, limit: float, rate: float, beta2: float
-    ) -> tuple[float, ...]:
-        """Return the numbers that `AdamUpdate.on_device` holds."""
-
-    def step_by_numbers(
-        self, parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]
-    ) -> None:
-        """Compute p <- keep p - rate u, with `keep` and `rates` in GPU memory."""
-
-
-_STEMS: dict[type[Layout], str] = {
-    DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize", RandomKLayout: "randomk",
-}  # fmt: skip
+_STEMS: dict[type[Layout], str] = {DenseLayout: "dense", TopKLayout: "topk", QuantizeLayout: "quantize"}
 # Module names, imported on first use: `import thinwire` must not load Numba or Triton.
 _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
     backend: {layout: f"thinwire.kernels.{backend}.{stem}" for layout, stem in _STEMS.items()}
@@ -136,8 +60,11 @@ _MODULES: dict[str, dict[type[Layout], str | Kernel]] = {
 }
 # On a CPU, torch's copy runs at memory bandwidth as it is.
 _MODULES["cpu"][DenseLayout] = _MODULES["reference"][DenseLayout]
+_MODULES["reference"][RandomKLayout] = "thinwire.kernels.reference.randomk"
 _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": None}  # None: any device
 
+_LARGEST_CHUNK = 1 << 14
+"""Largest chunk of TopK that fits into the registers of one program of `cuda`. Longer ones are not worth a kernel."""
 _LARGEST_BLOCK = 8192
 """Largest block of Quantize that fits into the registers of one program of `cuda`."""
 _OLDEST_GPU = (8, 0)
@@ -177,42 +104,37 @@ def force(backend: str | None) -> Iterator[None]:
 
 def select(layout: Layout, device: torch.device) -> tuple[str, Kernel]:
     """Return the name of the backend and its kernel for this layout on this device."""
-    backend = _backend(device, layout.dtype, layout.block if isinstance(layout, QuantizeLayout) else 0)
+    backend = _backend(device, layout.dtype, layout)
     if _forced() is None and type(layout) not in _MODULES[backend]:
         backend = "reference"
     return backend, _load(backend, type(layout), device)
 
 
-def on_device(kernel: Kernel) -> FastKernel | None:
-    """Return the kernel if it runs asynchronously on a device, else None."""
-    return cast(FastKernel, kernel) if hasattr(kernel, "encode_flagged") else None
+def fused(kernel: Kernel, out: Tensor) -> Callable[..., None] | None:
+    """Return the function `apply` of a kernel, or None if it has none, or none for a result of 16 bits.
 
-
-def fused(kernel: Kernel, layout: Layout, out: Tensor) -> FastKernel | None:
-    """Return the kernel if it can commit and decode into `out` in one pass, else None."""
-    fast = cast(FastKernel, kernel)
-    return fast if hasattr(kernel, "apply") and fast.can_apply(layout, out) else None
-
-
-def is_recordable(kernel: Kernel, layout: Layout) -> bool:
-    """Return whether a CUDA graph can hold this work: the CPU must not wait for the device or copy anything to it.
-
-    Top-k searches longer chunks in several passes, with constants that are copied from the CPU.
+    apply(gradient, residual, layout, payloads, own, weight, update, out) computes residual += (update or gradient) -
+    payloads[own], and decodes all payloads into `out`, in one pass. The update's moments advance. The gradient is only
+    read, unless it is also `out`.
     """
-    if on_device(kernel) is None:
-        return False
-    return not isinstance(layout, TopKLayout) or layout.record.n <= getattr(kernel, "LARGEST_CHUNK", 0)
+    return getattr(kernel, "apply", None) if out.dtype.itemsize >= 4 else None
 
 
-def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> AdamKernel:
-    """Return the kernels of `thinwire.AdamW` for moments of this dtype, from the backend that also compresses here."""
+def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType:
+    """Return the kernels of `thinwire.AdamW` for moments of this dtype, from the backend that also compresses here.
+
+    `reference.adam` defines their functions: write, advance and step.
+    """
     backend = _backend(device, dtype)
     _check_device(backend, device)
-    return cast(AdamKernel, importlib.import_module(f"thinwire.kernels.{backend}.adam"))
+    return importlib.import_module(f"thinwire.kernels.{backend}.adam")
 
 
-def adam_by_numbers(device: torch.device) -> AdamKernel | None:
-    """Return the kernels of `adam` if they can read their numbers from GPU memory, else None."""
+def adam_by_numbers(device: torch.device) -> ModuleType | None:
+    """Return the kernels of `adam` if they can read their numbers from GPU memory, as a recording needs, else None.
+
+    They have two more functions, numbers_of and step_by_numbers.
+    """
     kernel = adam(device)
     return kernel if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
 
@@ -228,26 +150,41 @@ def check(payload: Tensor, layout: Layout) -> None:
     for backend in ("cpu", "reference") if on_cpu else ("reference",):
         kernel = _load(backend, type(layout), payload.device)
         if hasattr(kernel, "check"):  # a layout from outside of thinwire need not have one
-            cast(FastKernel, kernel).check(payload, layout)
+            kernel.check(payload, layout)
             return
 
 
-def _backend(device: torch.device, dtype: torch.dtype, block: int = 0) -> str:
-    """Return the backend for tensors of this dtype; `block` is that of Quantize."""
+def _backend(device: torch.device, dtype: torch.dtype, layout: Layout | None = None) -> str:
+    """Return the backend for tensors of this dtype; `layout` is None for the update of an optimizer."""
     forced = _forced()
     backend = forced or _default(device)
-    if backend == "cuda" and (dtype == torch.float64 or block > _LARGEST_BLOCK):
-        if forced is not None:
-            _warn_of_replacement(str(dtype) if dtype == torch.float64 else f"blocks of {block} elements")
-        return "reference"
-    return backend
+    lacking = None if backend == "reference" else _lacking(backend, dtype, layout)
+    if lacking is None:
+        return backend
+    if forced is not None:
+        _warn_of_replacement(backend, lacking)
+    return "reference"
+
+
+def _lacking(backend: str, dtype: torch.dtype, layout: Layout | None) -> str | None:
+    """Return what a backend has no kernel for, although it has one for other layouts of this class or for others."""
+    if isinstance(layout, RandomKLayout):
+        return "RandomK"
+    if isinstance(layout, TopKLayout) and layout.record.n > _LARGEST_CHUNK:
+        return f"chunks of {layout.record.n} elements"
+    if backend == "cuda" and dtype == torch.float64:
+        return str(dtype)
+    if backend == "cuda" and isinstance(layout, QuantizeLayout) and layout.block > _LARGEST_BLOCK:
+        return f"blocks of {layout.block} elements"
+    return None
 
 
 @cache
-def _warn_of_replacement(what: str) -> None:
+def _warn_of_replacement(backend: str, what: str) -> None:
     _log.warning(
-        "backend 'cuda' was chosen, but has no kernel for %s: 'reference' runs, which is several times slower", what
-    )
+        "backend %r was chosen, but has no kernel for %s: 'reference' runs, which is several times slower",
+        backend, what,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ class Layout(ABC):
     numel: int
     dtype: torch.dtype
     summable: ClassVar[bool] = False
-    """Whether a payload is plain numbers of `dtype`, so that payloads with the same key can be added up."""
+    """Whether a payload is plain numbers of `dtype`, so that payloads can be added up."""
 
     @property
     @abstractmethod
@@ -57,6 +57,10 @@ class Layout(ABC):
     def granule(self) -> int:
         """Return the elements of one record. Parts of a multiple of it can be encoded alone to the same bytes."""
         return self.numel
+
+    def with_key(self, key: int) -> "Layout":
+        """Return the layout for random draws by this key: the same, unless it depends on draws."""
+        return self
 
     @property
     def limit(self) -> float:
@@ -195,7 +199,6 @@ class QuantizeLayout(Layout):
 
     bits: int
     block: int
-    stochastic: bool
 
     @property
     def granule(self) -> int:
@@ -231,7 +234,12 @@ class RandomKLayout(Layout):
     """
 
     k: int
-    summable = True  # payloads with the same key have the same positions
+    key: int = 0
+    summable = True  # all ranks draw by the same key, and so have the same positions
+
+    def with_key(self, key: int) -> "RandomKLayout":
+        """Return the layout whose positions this key draws."""
+        return replace(self, key=key)
 
     @property
     def nbytes(self) -> int:

@@ -72,7 +72,11 @@ def decide(specs: Sequence[str], step_seconds: Sequence[float]) -> Choice:
 
 
 def _short(spec: str) -> str:
-    """Return a spec with only its bits and ratio, such as "topk:ratio=1/64,bits=2"."""
+    """Return a spec with only its bits and ratio.
+
+    >>> _short("quantize:bits=8,block=256"), _short("topk:ratio=1/64,bits=2,chunk=4096")
+    ('quantize:bits=8', 'topk:ratio=1/64,bits=2')
+    """
     name, _, options = spec.partition(":")
     kept = [option for option in options.split(",") if option.partition("=")[0] in ("bits", "ratio")]
     return f"{name}:{','.join(kept)}" if kept else name

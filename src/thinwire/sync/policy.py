@@ -47,7 +47,7 @@ class Policy:
     >>> import thinwire
     >>> policy = Policy("topk:ratio=1/64,bits=2", overrides={"head.*": "quantize:bits=8"}, warmup=[(10, "none")])
     >>> [thinwire.format_spec(policy.compressor_of("head.weight", 10_000, step)) for step in (9, 10)]
-    ['none', 'quantize:bits=8,block=256,rounding=nearest,seed=0']
+    ['none', 'quantize:bits=8,block=256']
     """
 
     compressor: Spec

@@ -113,7 +113,7 @@ class Ranks:
 
     def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
         """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
-        if not self.error_feedback or not slice_.compressor.contracts:
+        if not self.error_feedback:
             return None, None
         state = self.unsent.state(slice_)
         return self.unsent.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state

@@ -69,7 +69,7 @@ class Step(StepRecord):
     """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
 
     def __post_init__(self) -> None:
-        self._rank, self._world_size = place(self.sync.group)
+        _, self._world_size = place(self.sync.group)
         self._nodes = compressing_ranks(self.sync.group)
         """Number of nodes; with one group, that of ranks."""
         clips = self.updates is not None and self.updates.max_norm is not None
@@ -305,8 +305,6 @@ class Step(StepRecord):
             key = None
             if slot.request.draws:
                 key = mix_key(self.number, slice_.seed)
-                if not isinstance(slice_.compressor.layout(source.numel(), source.dtype), RandomKLayout):
-                    key = mix_key(key, self._rank)  # each rank rounds by its own random draws
             reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
         return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
 
@@ -409,8 +407,8 @@ class Step(StepRecord):
         for name, part in slice_.parts(gradient):
             if name in self.updates.sampled and isinstance(part, Tensor) and part.numel():
                 count = min(part.numel(), max(_FEWEST_SAMPLES, ceil(part.numel() / _SAMPLED_SHARE)))
-                layout, key = RandomKLayout(part.numel(), part.dtype, count), zlib.crc32(name.encode())
-                positions, _ = positions_and_widths(layout, mix_key(self.number, key), part.device)
+                key = mix_key(self.number, zlib.crc32(name.encode()))
+                positions, _ = positions_and_widths(RandomKLayout(part.numel(), part.dtype, count, key), part.device)
                 sample = part[positions].to(residual_dtype(part.dtype))
                 self.samples[name] = sample * (self._clip / self.updates.scale)
 

@@ -121,8 +121,8 @@ class Workspace:
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
         layout = compressor.layout(source.numel(), source.dtype)
-        _, kernel = kernels.select(layout, source.device)
-        return self.new_recording() if kernels.is_recordable(kernel, layout) else None
+        backend, _ = kernels.select(layout, source.device)  # only the kernels of `cuda` never wait for the device
+        return self.new_recording() if backend == "cuda" else None
 
     def new_recording(self) -> Recording:
         """Return a recording that shares its memory with all others here, because they run one after the other."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...compressors import CompressedTensor, NoCompression
-from ...compressors.spec import mix_key
 from ...kernels.joined import Flat
 from ...kernels.layout import DenseLayout, Layout, residual_dtype
 from ...kernels.reference.dense import read_values
@@ -24,9 +23,6 @@ from ...kernels.updates import Update
 from ..cost import DENSE, Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
 from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts, is_unmarked
-
-_SECOND = 2
-"""Number that is mixed into the key of the second compression."""
 
 
 def sharded(stage: Stage) -> Exchanges:
@@ -78,8 +74,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
     layouts = [second.layout(stop - start, total.dtype) for start, stop in cut]
     everything = stage.buffer(sum(layout.nbytes for layout in layouts))
     sums = stage.buffers.parts_of(everything, lambda whole: whole.split([layout.nbytes for layout in layouts]))
-    key = mix_key(_SECOND, stage.key) if stage.key is not None else None
-    own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=key)
+    own = stage.encode(second, total, residual=stage.owner_residual, out=sums[stage.rank], key=stage.key)
     seen = yield from exchange_parts(stage.operation, sums)
 
     def commit(gradient: Flat | None, update: Update | None) -> None:

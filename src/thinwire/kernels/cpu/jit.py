@@ -274,12 +274,3 @@ def write_bfloat16(data: Any, at: int, bits: Any) -> None:
     """Write bfloat16 bits to data[at] and data[at + 1]."""
     data[at] = bits & np.uint32(0xFF)
     data[at + 1] = bits >> np.uint32(8)
-
-
-@kernel
-def draw(key: Any, counter: int) -> Any:
-    """Return 63 random bits (splitmix64), a pure function of (key, counter)."""
-    z = key + np.uint64(counter) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (z ^ z >> np.uint64(31)) >> np.uint64(1)

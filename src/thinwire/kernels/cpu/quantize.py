@@ -13,10 +13,8 @@ from . import checks, threads
 from .bits import pack, unpack
 from .jit import (
     INFINITY_BITS,
-    SMALLEST_SCALE,
     as_array,
     cut_bfloat16,
-    draw,
     from_bfloat16,
     from_magnitude_bits,
     kernel,
@@ -33,34 +31,33 @@ from .jit import (
 from .selection import total_at
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for elements, part in layout.parts(layout.numel):
         r_part = None if r is None else r[part.elements]
-        if not _encode_part(g[part.elements], r_part, elements, layout, key, part.elements.start, out[part.nbytes]):
+        if not _encode_part(g[part.elements], r_part, elements, layout, out[part.nbytes]):
             reference.mark(layout, payload)
             return False
     return True
 
 
-def _encode_part(g: Any, r: Any, elements: int, layout: QuantizeLayout, key: int, position: int, out: Any) -> bool:
+def _encode_part(g: Any, r: Any, elements: int, layout: QuantizeLayout, out: Any) -> bool:
     nbytes, width = layout.record_nbytes(elements), residual_dtype(layout.dtype).itemsize
 
     def share(first: int, last: int) -> bool:
         mine = slice(first * elements, last * elements)
         total, codes = np.empty(layout.block, f"f{width}"), np.empty(elements, np.uint8)
         finite = encode_records(
-            g[mine], None if r is None else r[mine], elements, layout.block, layout.bits, layout.stochastic,
-            np.uint64(key), position + mine.start, layout.limit, INFINITY_BITS[width],
-            total, codes, out[first * nbytes : last * nbytes],
+            g[mine], None if r is None else r[mine], elements, layout.block, layout.bits, layout.limit,
+            INFINITY_BITS[width], total, codes, out[first * nbytes : last * nbytes],
         )  # fmt: skip
         return bool(finite)
 
     return all(threads.run(share, threads.shares(g.size // elements, elements)))
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     g, r, data = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for elements, part in layout.parts(layout.numel):
@@ -68,7 +65,7 @@ def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, p
         _decode_part(data, part.nbytes.start, elements, layout, g_part, -1.0, True, r_part)
 
 
-def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: QuantizeLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for elements, part in layout.parts(stage_limit(out)):
@@ -106,8 +103,7 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
 
 @kernel
 def encode_records(
-    g: Any, r: Any, elements: int, block: int, bits: int, stochastic: bool,
-    key: Any, position: int, limit: float, infinity: int, total: Any, codes: Any, out: Any,
+    g: Any, r: Any, elements: int, block: int, bits: int, limit: float, infinity: int, total: Any, codes: Any, out: Any,
 ) -> bool:  # fmt: skip
     """Encode every record of g + r, which are only read. Return False at the first block that is not finite.
 
@@ -126,13 +122,9 @@ def encode_records(
             largest = add_block(g, r, first, size, limit, total)
             if largest >= infinity:
                 return False
-            scale = block_scale(total, size, largest, bits, stochastic, limit)
+            scale = block_scale(total, size, largest, bits, limit)
             write_bfloat16(target, 2 * b, scale)
-            step = from_bfloat16(scale)
-            if stochastic:
-                codes_stochastic(total, size, step, bits, key, position + first, code_bytes, start)
-            else:
-                codes_nearest(total, size, step, bits, code_bytes, start)
+            write_codes(total, size, from_bfloat16(scale), bits, code_bytes, start)
         if bits < 8:
             pack(codes, bits, target[2 * blocks :])
     return True
@@ -155,18 +147,11 @@ def add_block(g: Any, r: Any, first: int, size: int, limit: float, total: Any) -
 
 
 @kernel
-def block_scale(total: Any, size: int, largest_bits: Any, bits: int, stochastic: bool, limit: float) -> Any:
+def block_scale(total: Any, size: int, largest_bits: Any, bits: int, limit: float) -> Any:
     """Return the scale of the block as bfloat16 bits."""
     number = total.dtype.type
-    if stochastic or bits > 2:
-        largest = min(from_magnitude_bits(largest_bits), number(limit))
-        top = number(max(1, (1 << (bits - 1)) - 1))
-        scale = cut_bfloat16(largest / top)
-        if stochastic and number(from_bfloat16(scale)) * top < largest:
-            above = np.uint32(max(scale + np.uint32(1), np.uint32(SMALLEST_SCALE)))
-            if number(from_bfloat16(above)) * top <= limit:
-                return above
-        return scale
+    if bits > 2:
+        return cut_bfloat16(min(from_magnitude_bits(largest_bits), number(limit)) / number((1 << (bits - 1)) - 1))
     mean = sum_above(total, size, number(-1)) / size
     if bits == 1:
         return cut_bfloat16(mean)
@@ -195,7 +180,7 @@ def count_above(total: Any, size: int, threshold: Any) -> Any:
 
 
 @kernel
-def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start: int) -> None:
+def write_codes(total: Any, size: int, step: Any, bits: int, codes: Any, start: int) -> None:
     """Write the codes of one block, rounded to the nearest level."""
     number = total.dtype.type
     top, sign = number((1 << (bits - 1)) - 1), np.int32(1 << (bits - 1))
@@ -204,32 +189,6 @@ def codes_nearest(total: Any, size: int, step: Any, bits: int, codes: Any, start
         index = nearest_integer(min(abs(total[i]) * inverse, top))
         # Without the casts Numba widens to 64 bits, and the loop takes twice as long.
         codes[np.uintp(start + i)] = np.int32(np.int32(index) | np.int32(np.int32(sign_of(total[i])) & sign))
-
-
-@kernel
-def codes_stochastic(
-    total: Any, size: int, step: Any, bits: int, key: Any, position: int, codes: Any, start: int
-) -> None:
-    """Write the codes of one block, rounded up with the probability that preserves the mean.
-
-    One draw serves four elements, 15 bits each.
-    """
-    number = total.dtype.type
-    top = number((1 << (bits - 1)) - 1)
-    inverse = number(1) / number(step) if step > 0 else number(0)
-    for i in range(size):
-        place = position + i
-        random = draw(key, place >> 2) >> np.uint64(15 * (place & 3)) & np.uint64(0x7FFF)
-        uniform = (np.float32(random) + np.float32(0.5)) / np.float32(32768)
-        share = total[i] * inverse
-        if bits == 1:
-            share = min(max(share, number(-1)), number(1))
-            codes[np.uintp(start + i)] = uniform >= (share + number(1)) / number(2)
-        else:
-            magnitude = min(abs(share), top)
-            index = np.floor(magnitude)
-            rounded = np.int32(index) + np.int32(uniform < magnitude - index)
-            codes[np.uintp(start + i)] = rounded | (sign_of(total[i]) & np.int32(1 << (bits - 1)))
 
 
 @kernel

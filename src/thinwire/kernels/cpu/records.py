@@ -6,7 +6,6 @@ import numpy as np
 
 from .bits import pack, pack_low_bits
 from .jit import (
-    count_ones,
     cut_bfloat16,
     from_bfloat16,
     kernel,
@@ -112,43 +111,38 @@ def sum_below(values: Any, split: Any) -> float:
 
 
 @kernel
-def read_record(
-    data: Any, record: Any, first_byte: int, last_byte: int, rank: int, positions: Any, values: Any, out: Any
-) -> int:
-    """Read positions and values for the ones in these bytes of the bitmap. Return their number.
+def read_record(data: Any, record: Any, positions: Any, values: Any, out: Any) -> int:
+    """Read positions and values of a record. Return their number: k, or fewer if bytes are damaged.
 
-    `rank` ones come before them. Ones after the k-th are skipped. The elements of `out` at these positions are
-    prefetched, because they are too scattered for the hardware to foresee.
+    The elements of `out` at these positions are prefetched, because they are too scattered for the hardware to foresee.
     """
     if data.size < 8:  # of a very small tensor: `read_field` needs eight bytes
         padded = np.zeros(8, np.uint8)
         padded[: data.size] = data
         data = padded
     low_bits, bits = record.low_bits, record.bits
-    j = rank
-    for byte in range(first_byte, last_byte, 7):
-        ones = np.uint64(read_field(data, record.high_at + byte, 0, 8 * min(7, last_byte - byte)))
+    j, nbytes = 0, record.nbytes - record.high_at
+    for byte in range(0, nbytes, 7):
+        ones = np.uint64(read_field(data, record.high_at + byte, 0, 8 * min(7, nbytes - byte)))
         while ones != np.uint64(0) and j < record.k:
             high = 8 * byte + lowest_one(ones) - j
             ones &= ones - np.uint64(1)
             position = high << low_bits | read_field(data, record.low_at, j * low_bits, low_bits)
             prefetch_now(out, position)
-            positions[np.uintp(j - rank)] = position
+            positions[np.uintp(j)] = position
             j += 1
-    count = j - rank
     if bits == 32:
-        for i in range(count):
-            raw = read_field(data, 0, 32 * (rank + i), 32)
-            values[i] = np.uint32(raw).view(np.float32)
-        return count
+        for i in range(j):
+            values[i] = np.uint32(read_field(data, 0, 32 * i, 32)).view(np.float32)
+        return j
     low = read_bfloat16(data, 0)
     step = read_bfloat16(data, 2) if bits > 1 else np.float32(0)
     index_mask = (1 << (bits - 1)) - 1
-    for i in range(count):
-        code = read_field(data, record.codes_at, (rank + i) * bits, bits)
+    for i in range(j):
+        code = read_field(data, record.codes_at, i * bits, bits)
         level = low + np.float32(np.int32(code & index_mask)) * step
         values[i] = -level if code > index_mask else level
-    return count
+    return j
 
 
 @kernel
@@ -157,12 +151,3 @@ def add_elements(positions: Any, values: Any, count: int, weight: Any, out: Any)
     for j in range(count):
         if positions[j] < out.size:
             out[np.uintp(positions[j])] += weight * out.dtype.type(values[j])
-
-
-@kernel
-def count_bitmap(data: Any, first_byte: int, last_byte: int) -> int:
-    """Return the number of ones in data[first_byte:last_byte]."""
-    total = 0
-    for byte in range(first_byte, last_byte):
-        total += count_ones(np.uint64(data[byte]))
-    return total

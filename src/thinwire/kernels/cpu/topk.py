@@ -1,4 +1,4 @@
-"""TopK on the CPU: chunk by chunk here, over the whole tensor in `topk_global`.
+"""TopK on the CPU, chunk by chunk.
 
 `apply` updates moments and residual and decodes, chunk by chunk, while the elements are in the cache.
 """
@@ -12,27 +12,23 @@ from torch import Tensor
 from ..layout import Part, TopKLayout, TopKRecord, residual_dtype
 from ..reference import topk as reference
 from ..updates import AdamUpdate, Update
-from . import checks, threads, topk_global
+from . import checks, threads
 from .adam import advance_elements, numbers_of
 from .jit import INFINITY_BITS, as_array, kernel, stage_limit, staged, widen
 from .records import add_elements, read_record, write_record
 from .selection import fill_magnitudes, largest, select, smallest, total_at
 
-LARGEST_CHUNK = 1 << 16
-"""Largest record that fits the cache. `topk_global` handles larger ones, which only chunk=None makes."""
-
 GUESS_MARGIN = {4: 1 << 19, 8: 1 << 48}
 """Distance of the next guess below the last chunk's threshold, in units of `magnitude_bits`: 3 to 6 percent."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     g, r, out = as_array(tensor), None if residual is None else as_array(residual), payload.numpy()
     for record, part in layout.parts(layout.numel):
         g_part, r_part = g[part.elements], None if r is None else r[part.elements]
-        encode_part = topk_global.encode if record.n > LARGEST_CHUNK else _encode_part
         width = residual_dtype(layout.dtype).itemsize
-        if not encode_part(g_part, r_part, record, out[part.nbytes], width, layout.limit):
+        if not _encode_part(g_part, r_part, record, out[part.nbytes], width, layout.limit):
             reference.mark(layout, payload)
             return False
     return True
@@ -53,24 +49,15 @@ def _encode_part(g: Any, r: Any, record: TopKRecord, out: Any, width: int, limit
     return all(threads.run(share, threads.shares(g.size // record.n, record.n)))
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     g, r, payloads = as_array(tensor), as_array(residual), payload.unsqueeze(0).numpy()
     for record, part in layout.parts(layout.numel):
-        if record.n > LARGEST_CHUNK:
-            residual.add_(tensor)
-            topk_global.decode(payloads, part.nbytes.start, record, -1.0, r)
-        else:
-            _sum(payloads, part, record, None, g=g[part.elements], r=r[part.elements], out=r[part.elements])
-
-
-def can_apply(layout: TopKLayout, out: Tensor) -> bool:
-    """Return whether `apply` has a pass: not if `out` has 16 bits, nor if chunks do not fit the cache."""
-    return out.dtype.itemsize >= 4 and layout.record.n <= LARGEST_CHUNK
+        _sum(payloads, part, record, None, g=g[part.elements], r=r[part.elements], out=r[part.elements])
 
 
 def apply(
-    gradient: Tensor, residual: Tensor, layout: TopKLayout, key: int, payloads: Tensor, own: int, weight: float,
+    gradient: Tensor, residual: Tensor, layout: TopKLayout, payloads: Tensor, own: int, weight: float,
     update: Update | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Compute residual += encoded tensor - payloads[own], and out <- weight * each payload.
@@ -91,17 +78,12 @@ def apply(
         _sum(payloads.numpy(), part, record, weight, own=own, numbers=numbers, **mine)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     data = payloads.numpy()
     for record, part in layout.parts(stage_limit(out)):
         with staged(out.view(-1)[part.elements], keep=add) as target:
-            if record.n > LARGEST_CHUNK:
-                if not add:
-                    target.fill(0)
-                topk_global.decode(data, part.nbytes.start, record, weight, target)
-            else:
-                _sum(data, part, record, weight, add=add, out=target)
+            _sum(data, part, record, weight, add=add, out=target)
 
 
 def _sum(
@@ -109,17 +91,16 @@ def _sum(
     own: int = 0, numbers: Any = None, add: bool = False, **vectors: Any,
 ) -> None:  # fmt: skip
     """Call `add_chunks` or `sum_chunks` with the vectors of one part: g, r, m, v and out, as far as there are any."""
-    bitmap = record.nbytes - record.high_at
     factor = None if weight is None else vectors["out"].dtype.type(weight)
 
     def share(first: int, last: int) -> None:
         elements, start = slice(first * record.n, last * record.n), part.nbytes.start + first * record.nbytes
         mine = {name: vector[elements] for name, vector in vectors.items()}
         if add:
-            add_chunks(payloads, start, record, bitmap, factor, mine["out"])
+            add_chunks(payloads, start, record, factor, mine["out"])
             return
         moments = None if numbers is None else (mine["m"], mine["v"], numbers)
-        sum_chunks(payloads, own, start, record, bitmap, mine.get("g"), mine.get("r"), moments, factor, mine["out"])
+        sum_chunks(payloads, own, start, record, mine.get("g"), mine.get("r"), moments, factor, mine["out"])
 
     threads.run(share, threads.shares(part.rows, record.n))
 
@@ -170,7 +151,7 @@ def add_gradient(g: Any, out: Any) -> None:
 
 @kernel
 def sum_chunks(
-    payloads: Any, own: int, offset: int, record: Any, bitmap: int, g: Any, r: Any, moments: Any, weight: Any, out: Any
+    payloads: Any, own: int, offset: int, record: Any, g: Any, r: Any, moments: Any, weight: Any, out: Any
 ) -> None:
     """Compute r <- r + g - payloads[own], if there is an r, and out <- weight * each payload, if there is a weight.
 
@@ -193,7 +174,7 @@ def sum_chunks(
         start = offset + row * record.nbytes
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
-            count = read_record(data, record, 0, bitmap, 0, positions, values, chunk)
+            count = read_record(data, record, positions, values, chunk)
             if r is not None:  # noqa: SIM102 - after an `and`, Numba would compile this without an r, too
                 if p == own:
                     add_elements(positions, values, count, r.dtype.type(-1), kept)
@@ -202,7 +183,7 @@ def sum_chunks(
 
 
 @kernel
-def add_chunks(payloads: Any, offset: int, record: Any, bitmap: int, weight: Any, out: Any) -> None:
+def add_chunks(payloads: Any, offset: int, record: Any, weight: Any, out: Any) -> None:
     """Compute out += weight * each payload. One record is read while the elements for the last one are prefetched."""
     n = record.n
     positions, values = np.empty((2, record.k), np.int64), np.empty((2, record.k), np.float32)
@@ -212,7 +193,7 @@ def add_chunks(payloads: Any, offset: int, record: Any, bitmap: int, weight: Any
         start = offset + row * record.nbytes
         for p in range(payloads.shape[0]):
             data = payloads[p][start : start + record.nbytes]
-            count = read_record(data, record, 0, bitmap, 0, positions[turn], values[turn], chunk)
+            count = read_record(data, record, positions[turn], values[turn], chunk)
             turn = 1 - turn
             add_elements(positions[turn], values[turn], waiting, weight, waiting_chunk)
             waiting, waiting_chunk = count, chunk

@@ -1,14 +1,13 @@
-"""Triton kernels for CUDA tensors: exact, in one pass over memory, and without waiting for the device.
+"""Triton kernels for CUDA tensors: exact, each in one pass over memory, and without waiting for the device.
 
-A sparse compressor with a residual cannot be faster than `residual.add_(grad)`: two reads and a write, 12 bytes per
-element. Here a chunk of gradient and residual is read once into registers, and the sum is written to the residual at
-once. The elements to send are found, packed and subtracted while the next chunks are being read.
+Encoding reads gradient and residual once, 8 bytes per element: a chunk is read into registers, where the elements to
+send are found and packed while the next chunks are being read. Committing cannot be faster than `residual.add_(grad)`:
+two reads and a write, 12 bytes per element.
 
-The modules also have `encode_flagged` and `compress` (see `kernels.FastKernel`), which do not wait for the device. TopK
-and Quantize encode and commit in one pass.
+`encode` returns a flag on the device instead of a bool, so that the CPU need not wait for the check for NaN and Inf.
 
 Scratch memory comes from torch's caching allocator on the current stream, so a step that repeats allocates nothing.
-After it has run once, a step can be captured into a CUDA graph, except with `chunk=none`.
+After it has run once, a step can be captured into a CUDA graph.
 """
 
 try:

@@ -1,6 +1,6 @@
 """The mark, written on the device: the payload of an input that was not finite.
 
-`compress` does not wait for the device, so its kernels set a flag there if they find a NaN or Inf. A kernel of this
+`encode` does not wait for the device, so its kernels set a flag there if they find a NaN or Inf. A kernel of this
 module is launched after them. It only reads the flag, unless the flag is set. Then it overwrites every record with the
 bytes that the reference writes as the mark.
 """
@@ -54,12 +54,3 @@ def mark_records(payload_ptr, marked_ptr, flag_ptr, nbytes, full, record, tail_a
         source = tl.where(at < full, at % record, at - full + tail_at)
         tl.store(payload_ptr + at, tl.load(marked_ptr + source, mask=at < nbytes, other=0), mask=at < nbytes)
         first += tl.num_programs(0) * BLOCK
-
-
-@triton.jit
-def add_unless(out_ptr, g_ptr, flag_ptr, n, TILE: tl.constexpr):
-    """Compute out += g, unless the flag is set."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (at < n) & (tl.load(flag_ptr) == 0)
-    given = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, tl.load(out_ptr + at, mask=inside, other=0.0) + given, mask=inside)

@@ -7,7 +7,6 @@ Products and sums are rounded one after the other, as torch does (`launch` switc
 import triton
 import triton.language as tl
 
-MARK = tl.constexpr(0x7FC0)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 """The bits of infinity. Magnitudes are compared as integers; from this one on they are not finite."""
 
@@ -68,25 +67,3 @@ def signed_level(code, low, step, BITS: tl.constexpr):
     index = code & ((1 << (BITS - 1)) - 1)
     level = low + index.to(tl.float32) * step
     return tl.where((code >> (BITS - 1)) == 1, -level, level)
-
-
-@triton.jit
-def draw(key, counter):
-    """Return 63 random bits (splitmix64), a pure function of (key, counter). All arithmetic is modulo 2**64."""
-    z = counter.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) >> 1).to(tl.int64)
-
-
-_DROWNED = tl.constexpr(2.0**-22)
-
-
-@triton.jit
-def is_drowned(was, g, level):
-    """Return whether was = (r + g - level) + level - g, as it was rounded, contains little of the residual r.
-
-    This is the case if g, or the level that was sent for it, is four million times larger than `was`. Then `was` is the
-    rounding error of these sums: noise, which after a gradient of 1e20 would be 1e12.
-    """
-    return tl.abs(was) <= tl.maximum(tl.abs(g), tl.abs(level)) * _DROWNED

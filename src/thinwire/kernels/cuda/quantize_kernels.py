@@ -1,14 +1,13 @@
 """Quantize kernels, one pass each way. A program takes a few blocks of one record and keeps them in its registers.
 
-Memory: to compress, each element of gradient and residual is read once, and its code of `bits` bits and the new
-residual are written once: 13 bytes per element for 8 bits and float32. To decode, the codes of all payloads are read
+Memory: to encode, each element of gradient and residual is read once, and its code of `bits` bits is written once: 9
+bytes per element for 8 bits and float32. To decode, the codes of all payloads are read
 and `out` is written once. The scales are stored before the codes of their record, two bytes for each block.
 
 The scale is the only number that depends on a whole block. It is a maximum (or a mean, for 1 and 2 bits): a single
 reduction, so memory bandwidth alone limits these kernels. `reference.quantize` defines the numbers.
 
-If a block is not finite, its program leaves the residual unchanged, sets the flag and writes NaN as the scales of all
-its blocks.
+If a block is not finite, its program sets the flag, and the payload is left to `marks`.
 """
 
 import triton
@@ -16,12 +15,9 @@ import triton.language as tl
 
 from .numbers import (
     INFINITY_BITS,
-    MARK,
     cut_bfloat16,
-    draw,
     from_bfloat16,
     inverse,
-    is_drowned,
     magnitude_bits,
     nearest_integer,
     read_bfloat16,
@@ -29,21 +25,16 @@ from .numbers import (
 )
 
 _PER_RECORD = tl.constexpr(16)
-_SMALLEST_SCALE = tl.constexpr(0x0080)
 
 
 @triton.jit
-def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+def scales_of(values, present, BITS: tl.constexpr):
     """Return one bfloat16 scale, as bits, for each row."""
     magnitudes = tl.where(present, tl.abs(values), 0.0)
-    if STOCHASTIC or BITS > 2:
-        top: tl.constexpr = 1.0 * max(1, (1 << (BITS - 1)) - 1)
+    if BITS > 2:
+        top: tl.constexpr = 1.0 * ((1 << (BITS - 1)) - 1)
         largest = tl.max(magnitudes, axis=1)
         scale = cut_bfloat16(tl.div_rn(largest, 0.0 * largest + top))
-        if STOCHASTIC:
-            above = tl.maximum(scale + 1, _SMALLEST_SCALE)
-            fits = (from_bfloat16(scale) * top < largest) & (from_bfloat16(above) * top <= limit)
-            scale = tl.where(fits, above, scale)
     else:
         number = tl.maximum(tl.sum(present.to(tl.int32), axis=1), 1).to(tl.float64)
         mean = tl.sum(magnitudes.to(tl.float64), axis=1) / number
@@ -57,25 +48,11 @@ def scales_of(values, present, limit, BITS: tl.constexpr, STOCHASTIC: tl.constex
 
 
 @triton.jit
-def codes_of(
-    values, step, key, position, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the codes of rows of values. `position` is that of the first value in the tensor, a multiple of 4."""
+def codes_of(values, step, BITS: tl.constexpr):
+    """Return the codes of rows of values."""
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     sign = values.to(tl.int32, bitcast=True) >> 31 & 1
-    if STOCHASTIC:
-        # One draw serves four elements, 15 bits each.
-        quarter = tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        drawn = draw(key, (position >> 2) + quarter)[:, :, None] >> (15 * tl.arange(0, 4)[None, None, :]).to(tl.int64)
-        uniform = (tl.reshape(drawn & 0x7FFF, (ROWS, BLOCK)).to(tl.float32) + 0.5) * (1 / 32768)
-        ratio = values * inverse(step)[:, None]
-        if BITS == 1:
-            codes = (uniform >= (tl.minimum(tl.maximum(ratio, -1.0), 1.0) + 1.0) * 0.5).to(tl.int32)
-        else:
-            magnitude = tl.minimum(tl.abs(ratio), top * 1.0)
-            index = magnitude.to(tl.int32)
-            codes = (index + (uniform < magnitude - index.to(tl.float32)).to(tl.int32)) | (sign << (BITS - 1))
-    elif BITS == 1:
+    if BITS == 1:
         codes = sign
     else:
         share = tl.minimum(tl.abs(values) * inverse(step)[:, None], top * 1.0)
@@ -89,17 +66,14 @@ def level_of(codes, step, BITS: tl.constexpr):
     return signed_level(codes, step if BITS == 1 else 0.0 * step, 0.0 * step if BITS == 1 else step, BITS)
 
 
-@triton.jit(do_not_specialize=["blocks", "numel", "key", "limit"])
+@triton.jit(do_not_specialize=["blocks", "numel", "limit"])
 def encode_blocks(
-    g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, key, position, limit,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
+    g_ptr, r_ptr, out_ptr, flag_ptr, blocks, numel, limit,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_R: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Encode ROWS blocks of a record of `blocks` blocks. UPDATE: also write the new residual.
+    """Encode ROWS blocks of a record of `blocks` blocks.
 
     MASKED: this is the last record, of `numel` elements. Otherwise all records have 16 blocks.
-
-    `position` is the place of the first element of g in the tensor. The random draws depend on it.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -113,22 +87,14 @@ def encode_blocks(
         total = tl.load(g_ptr + elements).to(tl.float32)
         if HAS_R:
             total += tl.load(r_ptr + elements)
-    finite = tl.max(tl.max(magnitude_bits(total), axis=1), axis=0) < INFINITY_BITS
-    if not finite:
+    if tl.max(tl.max(magnitude_bits(total), axis=1), axis=0) >= INFINITY_BITS:
         tl.store(flag_ptr, 1)
     values = tl.minimum(tl.maximum(total, -limit), limit)
     present = inside if MASKED else elements >= 0
-    scale = tl.where(finite, scales_of(values, present, limit, BITS, STOCHASTIC), MARK)
-    step = from_bfloat16(scale)
-    codes = codes_of(values, step, key, position + first * BLOCK, BITS, STOCHASTIC, ROWS, BLOCK)
+    scale = scales_of(values, present, BITS)
+    codes = codes_of(values, from_bfloat16(scale), BITS)
     if MASKED:
         codes = tl.where(inside, codes, 0)
-    if UPDATE:
-        kept = total - level_of(codes, step[:, None], BITS)
-        if MASKED:
-            tl.store(r_ptr + elements, kept, mask=inside & finite)
-        else:
-            tl.store(r_ptr + elements, kept, mask=row[:, None] < tl.where(finite, ROWS, 0))
     if MASKED:
         record, codes_at, block = out_ptr, 2 * blocks, first
     else:
@@ -149,16 +115,15 @@ def encode_blocks(
         tl.store(target, codes.to(tl.uint8))
 
 
-@triton.jit
-def decode_tile(
-    tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
+@triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
+def decode_blocks(
+    payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS blocks of every payload; see `decode_blocks`."""
-    first = tile.to(tl.int64) * ROWS
+    """Compute out <- (0, out, or out + g) + weight * each payload, ROWS blocks in each program."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     elements = first * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    plain: tl.constexpr = not (MASKED or START == 3)  # a mask keeps loads and stores from being wide
     inside = elements < numel
     each: tl.constexpr = 8 // BITS
     if MASKED:
@@ -167,69 +132,32 @@ def decode_tile(
         nbytes: tl.constexpr = 2 * _PER_RECORD + _PER_RECORD * BLOCK * BITS // 8
         record, codes_at, block = payload_ptr + first // _PER_RECORD * nbytes, 2 * _PER_RECORD, first % _PER_RECORD
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    if START >= 1:
-        if plain:
-            total = tl.load(out_ptr + elements).to(tl.float32)
-        else:
+    if START >= 1:  # without a mask, which would keep loads and stores from being wide
+        if MASKED:
             total = tl.load(out_ptr + elements, mask=inside, other=0.0).to(tl.float32)
-    if START >= 2:
-        if plain:
-            given = tl.load(g_ptr + elements).to(tl.float32)
         else:
-            given = tl.load(g_ptr + elements, mask=inside, other=0.0).to(tl.float32)
-        if START == 2:
-            total += given
+            total = tl.load(out_ptr + elements).to(tl.float32)
+    if START == 2:
+        if MASKED:
+            total += tl.load(g_ptr + elements, mask=inside, other=0.0).to(tl.float32)
         else:
-            sent = tl.zeros((ROWS, BLOCK), tl.float32)
+            total += tl.load(g_ptr + elements).to(tl.float32)
     place = row[:, None] * (BLOCK // each) + tl.arange(0, BLOCK // each)[None, :]
     p = 0 * payloads
     while p < payloads:
         mine = record + p.to(tl.int64) * stride
         step = read_bfloat16(mine + 2 * (block + row), block + row < blocks)[:, None]
         source = mine + codes_at + block * (BLOCK // each) + place
-        if plain:
-            code = tl.load(source).to(tl.int32)
-        else:
+        if MASKED:
             code = tl.load(source, mask=first * BLOCK + place * each < numel, other=0).to(tl.int32)
+        else:
+            code = tl.load(source).to(tl.int32)
         if BITS < 8:
             code = (code[:, :, None] >> (BITS * tl.arange(0, each)[None, None, :])) & ((1 << BITS) - 1)
             code = tl.reshape(code, (ROWS, BLOCK))
-        level = level_of(code, step, BITS)
-        if START == 3:
-            inside = inside & (step == step)
-            level = tl.where(step == step, level, 0.0)
-            sent += level
-        total += level * weight
+        total += level_of(code, step, BITS) * weight
         p += 1
-    if START == 3:
-        total = tl.where(is_drowned(total - given, given, sent), 0.0, total - given)
-    if plain:
-        tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty))
-    else:
+    if MASKED:
         tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["payloads", "blocks", "numel", "weight"])
-def decode_blocks(
-    payload_ptr, g_ptr, out_ptr, flag_ptr, stride, payloads, blocks, numel, weight,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr, GUARDED: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Compute out <- (0, out, or out + g) + weight * each payload. START 3: out + payload - g, where that is finite.
-
-    GUARDED: runs only if the flag is set, and with fewer programs than tiles if there are many tiles.
-    """
-    tile = tl.program_id(0)
-    if GUARDED:
-        tiles = tl.where(tl.load(flag_ptr) != 0, tl.cdiv(numel, ROWS * BLOCK), 0)
-        while tile < tiles:
-            decode_tile(
-                tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
-                BITS, BLOCK, ROWS, START, MASKED,
-            )  # fmt: skip
-            tile += tl.num_programs(0)
     else:
-        decode_tile(
-            tile, payload_ptr, g_ptr, out_ptr, stride, payloads, blocks, numel, weight,
-            BITS, BLOCK, ROWS, START, MASKED,
-        )  # fmt: skip
+        tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty))

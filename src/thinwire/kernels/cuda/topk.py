@@ -1,10 +1,5 @@
-"""TopK on the GPU: chunk by chunk in one pass, over the whole tensor in `topk_global`.
+"""TopK on the GPU, in one pass: chunks of up to 16,384 elements fit into the registers of one block."""
 
-Chunks of up to 16,384 elements fit into the registers of one block (`topk_encode`, `topk_decode`). Longer records are
-handled one after the other, like `chunk=none`.
-"""
-
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +9,11 @@ from torch import Tensor
 
 from ..layout import TopKLayout, TopKRecord
 from ..reference import topk as reference
-from . import topk_decode, topk_global, topk_sum
-from .launch import GUARDS, REFERENCE_DTYPES, launch, waiting_for
+from . import topk_decode, topk_sum
+from .launch import REFERENCE_DTYPES, launch, new_flag
 from .marks import mark_if
 from .shared import SHARED_LIMIT
 from .topk_encode import encode_chunks
-
-LARGEST_CHUNK = 1 << 14
 
 _ELEMENTS_PER_LANE = 32
 _REGISTERS = 128
@@ -36,40 +29,30 @@ _WIDE_LIMIT = 1 << 26
 """Elements at a time when several payloads are summed into 16 bits, because the sum needs a float32 tensor."""
 
 
-def encode_flagged(
-    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor
-) -> None:
-    """Encode without waiting for the device. The flag, an int32 that was 0, becomes 1 if the input was not finite."""
-    _encode(tensor, residual, layout, payload, flag, update_residual=False)
-    _mark(layout, payload, flag)
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> Tensor:
+    """Write the payload of tensor + residual. Return a flag on the device: 1 if the sum is not finite."""
+    flag = new_flag(tensor)
+    flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
+    for record, part in layout.parts(layout.numel):
+        r = None if kept is None else kept[part.elements]
+        _encode_chunks(flat[part.elements], r, record, part.rows, layout.limit, payload[part.nbytes], flag)
+    rows = min(layout.rows, 1)
+    pattern = replace(layout, numel=rows * layout.record.n + (layout.tail.n if layout.tail else 0), rows=rows)
+    mark_if(flag, payload, reference, pattern, layout.record.nbytes, layout.rows)
+    return flag
 
 
-encode = waiting_for(encode_flagged)
-
-
-def compress(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor, flag: Tensor) -> None:
-    """Encode and commit in one pass. The flag is 1 afterwards if the input was not finite, else 0.
-
-    A chunk that is not finite leaves its residual unchanged. The other chunks have written theirs by then, so these are
-    restored, up to the rounding of an addition (`numbers.is_drowned`).
-    """
-    flag.zero_()
-    _encode(tensor, residual, layout, payload, flag, update_residual=True)
-    _finish(tensor, residual, layout, payload, flag)
-    _mark(layout, payload, flag)
-
-
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     for record, part in layout.parts(layout.numel):
         g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
         _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.ADD, -1.0, r)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     if out.dtype in REFERENCE_DTYPES:
-        return reference.decode(payloads, layout, key, out, weight, add)
+        return reference.decode(payloads, layout, out, weight, add)
     flat, start = out.view(-1), topk_decode.KEEP if add else topk_decode.ZERO
     for record, part in layout.parts(_WIDE_LIMIT if _narrow(payloads, out) else layout.numel):
         _decode(payloads, part.nbytes.start, record, None, start, weight, flat[part.elements])
@@ -83,31 +66,9 @@ def _narrow(payloads: Tensor, out: Tensor) -> bool:
 # Passes over a record -----------------------------------------------------------------------------------------------
 
 
-def _encode(
-    tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor, flag: Tensor, *, update_residual: bool
-) -> None:
-    flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
-    for record, part in layout.parts(layout.numel):
-        g, r = flat[part.elements], None if kept is None else kept[part.elements]
-        out = payload[part.nbytes]
-        if record.n <= LARGEST_CHUNK:
-            _encode_chunks(g, r, record, part.rows, layout.limit, out, flag, update_residual)
-        else:
-            for mine, nbytes in _long_records(record, part.rows):
-                r_row = None if r is None else r[mine]
-                topk_global.encode(g[mine], r_row, record, layout.limit, out[nbytes], flag)
-
-
-def _long_records(record: TopKRecord, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (elements, bytes) of each record, for records that are too long for `topk_encode`."""
-    for row in range(rows):
-        yield slice(row * record.n, (row + 1) * record.n), slice(row * record.nbytes, (row + 1) * record.nbytes)
-
-
 def _encode_chunks(
-    g: Tensor, r: Tensor | None, record: TopKRecord, rows: int, limit: float, out: Tensor, flag: Tensor,
-    update_residual: bool,
-) -> None:  # fmt: skip
+    g: Tensor, r: Tensor | None, record: TopKRecord, rows: int, limit: float, out: Tensor, flag: Tensor
+) -> None:
     size = max(16, triton.next_power_of_2(record.n))
     lanes = max(size // _ELEMENTS_PER_LANE, min(32, size // 4))
     k, bitmap = max(16, triton.next_power_of_2(record.k)), triton.next_power_of_2(record.nbytes - record.high_at)
@@ -118,7 +79,7 @@ def _encode_chunks(
     launch(
         encode_chunks, (programs,), g, g if r is None else r, out, scratch, flag, rows, per_program,
         record.n, record.k, record.low_bits, record.codes_at, record.low_at, record.high_at, record.nbytes, limit,
-        BITS=record.bits, HAS_R=r is not None, UPDATE=update_residual, MASKED=record.n < size,
+        BITS=record.bits, HAS_R=r is not None, MASKED=record.n < size,
         STEPS=size // (4 * lanes), LANES=lanes, FIELD=8 if record.k < 256 else 16,
         K=k, LOW_BYTES=triton.next_power_of_2(max(1, record.high_at - record.low_at)),
         LOW_FIELDS=triton.next_power_of_2(7 // record.low_bits + 2) if record.low_bits else 0,
@@ -126,24 +87,12 @@ def _encode_chunks(
     )  # fmt: skip
 
 
-def _finish(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
-    """Restore the residual that `_encode` has updated if the flag is set. Otherwise commit the long records."""
-    for record, part in layout.parts(layout.numel):
-        g, r = tensor.view(-1)[part.elements], residual.view(-1)[part.elements]
-        if record.n <= LARGEST_CHUNK:
-            _decode(payload.unsqueeze(0), part.nbytes.start, record, g, topk_decode.SUBTRACT, 1.0, r, flag)
-        else:
-            for mine, nbytes in _long_records(record, part.rows):
-                topk_global.commit(g[mine], r[mine], record, payload[part.nbytes][nbytes], flag)
-
-
 def _decode(
-    payloads: Tensor, offset: int, record: TopKRecord, g: Tensor | None, start: int, weight: float, out: Tensor,
-    flag: Tensor | None = None,
-) -> None:  # fmt: skip
+    payloads: Tensor, offset: int, record: TopKRecord, g: Tensor | None, start: int, weight: float, out: Tensor
+) -> None:
     """Compute out <- start + weight * the records that lie `offset` bytes into each payload.
 
-    `start` is ZERO, KEEP, ADD or SUBTRACT of `topk_decode`.
+    `start` is ZERO, KEEP or ADD of `topk_decode`.
     """
     rows, size = out.numel() // record.n, max(16, triton.next_power_of_2(record.n))
     bits = triton.next_power_of_2(8 * (record.nbytes - record.high_at))
@@ -162,19 +111,14 @@ def _decode(
         )  # fmt: skip
     if _narrow(payloads, out):
         total = out.to(torch.float32)
-        _decode(payloads, offset, record, g, start, weight, total, flag)
+        _decode(payloads, offset, record, g, start, weight, total)
         out.copy_(total)
         return
-    if record.n > LARGEST_CHUNK:
-        return topk_global.decode(payloads, offset, record, g, start, weight, out)
-    # A launch that only looks at the flag need not start a block for every chunk.
-    per_program = triton.cdiv(rows, GUARDS) if flag is not None else 1
     launch(
-        topk_decode.decode_chunks, (triton.cdiv(rows, per_program),), mine, out if g is None else g, out,
-        out if flag is None else flag, rows, per_program, payloads.stride(0), payloads.shape[0],
+        topk_decode.decode_chunks, (rows,), mine, out if g is None else g, out, payloads.stride(0), payloads.shape[0],
         record.n, record.k, record.low_bits, record.codes_at, record.low_at, record.high_at, record.nbytes, weight,
-        BITS=record.bits, GUARDED=flag is not None, START=start, MASKED=record.n < size, CHUNK=size,
-        WIDTH=min(size, 512), LOW_SPAN=(record.low_bits + 14) // 8, TILE=tile, ALIGNED=aligned, AT_ONCE=at_once,
+        BITS=record.bits, START=start, MASKED=record.n < size, CHUNK=size, WIDTH=min(size, 512),
+        LOW_SPAN=(record.low_bits + 14) // 8, TILE=tile, ALIGNED=aligned, AT_ONCE=at_once,
         num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
 
@@ -182,10 +126,3 @@ def _decode(
 def _sums_up(out: Tensor, record: TopKRecord, tile: int, at_once: int) -> bool:
     """Return whether the sums of a chunk fit into shared memory, which only a GPU has."""
     return out.is_cuda and topk_sum.shared_bytes(record.n, record.nbytes, tile, at_once) <= SHARED_LIMIT
-
-
-def _mark(layout: TopKLayout, payload: Tensor, flag: Tensor) -> None:
-    """Overwrite the payload with the mark if the flag is set."""
-    rows = min(layout.rows, 1)
-    pattern = replace(layout, numel=rows * layout.record.n + (layout.tail.n if layout.tail else 0), rows=rows)
-    mark_if(flag, payload, reference, pattern, layout.record.nbytes, layout.rows)

@@ -1,4 +1,4 @@
-"""TopK decoding: out <- (0, or out, or out ± g) + weight * each payload, in one launch.
+"""TopK decoding: out <- (0, or out, or out + g) + weight * each payload, in one launch.
 
 Positions are stored as a bitmap and low bits (Elias-Fano). The j-th one of the bitmap stands for the j-th element. The
 upper part of its position is the index of the bit minus j. The lower part and the code are the j-th fields. Payloads
@@ -18,17 +18,13 @@ Elements of a damaged payload that lie outside the chunk are skipped.
 import triton
 import triton.language as tl
 
-from .numbers import from_bfloat16, is_drowned, read_bfloat16, signed_level
+from .numbers import from_bfloat16, read_bfloat16, signed_level
 
 SIZES = [
-    "rows", "per_program", "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes",
-    "weight", "base",
+    "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes", "weight",
 ]  # fmt: skip
-ZERO, KEEP, ADD, SUBTRACT = 0, 1, 2, 3
-"""The start of a sum of payloads: 0, out, or out + g. SUBTRACT: the start is out, and g is subtracted at the end."""
-
-
-# In global memory --------------------------------------------------------------------------------------------------
+ZERO, KEEP, ADD = 0, 1, 2
+"""The start of a sum of payloads: 0, out, or out + g."""
 
 
 @triton.jit
@@ -45,7 +41,7 @@ def read_field(record, at, bit, bits, limit, mask, SPAN: tl.constexpr):
 @triton.jit
 def read_elements(
     record, live, first, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
-    BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, POSITION: tl.constexpr,
+    BITS: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return (positions, value bits, ranks after them) for the ones in TILE bits of some bitmaps, from `first` on.
 
@@ -54,12 +50,12 @@ def read_elements(
 
     record, live, rank   [1, payloads]: the address of each record, whether it exists, and the ones before `first`.
     """
-    place = first + tl.arange(0, TILE)[:, None].to(POSITION)
+    place = first + tl.arange(0, TILE)[:, None]
     byte = high_at + (place >> 3)
-    bit = (tl.load(record + byte, mask=live & (byte < nbytes), other=0).to(tl.int32) >> (place & 7).to(tl.int32)) & 1
-    j = rank + tl.cumsum(bit, axis=0).to(POSITION) - bit
+    bit = (tl.load(record + byte, mask=live & (byte < nbytes), other=0).to(tl.int32) >> (place & 7)) & 1
+    j = rank + tl.cumsum(bit, axis=0) - bit
     there = (bit == 1) & (j < k)
-    low = read_field(record, low_at, j * low_bits, low_bits, nbytes, there, LOW_SPAN).to(POSITION)
+    low = read_field(record, low_at, j * low_bits, low_bits, nbytes, there, LOW_SPAN).to(tl.int32)
     position = ((place - j) << low_bits) | low
     position = tl.where(there & (position < n), position, -1)
     if BITS == 32:
@@ -85,24 +81,17 @@ def column_of(values, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_elements(out, g, positions, value_bits, weight, read, START: tl.constexpr):
-    """Compute out += weight * values. `out` is not read where it is known to be zero.
-
-    START 3: where the residual was lost in rounding (`is_drowned`), the result is g, which `fill` then subtracts.
-    """
+def add_elements(out, positions, value_bits, weight, read):
+    """Compute out += weight * values. `out` is not read where it is known to be zero."""
     there = positions >= 0
     values = tl.load(out + positions, mask=there & read, other=0.0).to(tl.float32)
-    sent = value_bits.to(tl.float32, bitcast=True) * weight
-    values += sent
-    if START == 3:
-        given = tl.load(g + positions, mask=there, other=0.0).to(tl.float32)
-        values = tl.where(is_drowned(values - given, given, sent), given, values)
+    values += value_bits.to(tl.float32, bitcast=True) * weight
     tl.store(out + positions, values.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Compute out <- 0, out + g or out - g for one chunk."""
+    """Compute out <- 0 or out + g for one chunk."""
     elements = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if START == 0:
         total = tl.zeros((CHUNK // WIDTH, WIDTH), tl.float32)
@@ -113,10 +102,7 @@ def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constex
         else:
             total = tl.load(out + elements)
             given = tl.load(g + elements).to(tl.float32)
-        if START == 2:
-            total += given
-        else:
-            total = tl.where(is_drowned(total - given, given, given), 0.0, total - given)
+        total += given
     if MASKED:
         tl.store(out + elements, total.to(out.dtype.element_ty), mask=elements < n)
     else:
@@ -124,113 +110,41 @@ def fill(out, g, n, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def is_marked(record, BITS: tl.constexpr):
-    """Return whether a record begins with NaN."""
-    at: tl.constexpr = 2 if BITS == 32 else 0
-    high_half = tl.load(record + at).to(tl.int32) | (tl.load(record + at + 1).to(tl.int32) << 8)
-    return (high_half & 0x7FFF) > 0x7F80
-
-
-@triton.jit
-def add_columns(out, g, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr):
+def add_columns(out, positions, values, weight, before, START: tl.constexpr, AT_ONCE: tl.constexpr):
     """Add one payload after the other, with a barrier in between. `before` payloads have been added already."""
     for i in tl.static_range(AT_ONCE):
         read = (START > 0) | (before + i > 0)
-        add_elements(out, g, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read, START)
+        add_elements(out, column_of(positions, i, AT_ONCE), column_of(values, i, AT_ONCE), weight, read)
         tl.debug_barrier()
-
-
-@triton.jit
-def decode_chunk(
-    payload_ptr, g_ptr, out_ptr, row,
-    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Decode the records of one row, of all payloads."""
-    out = out_ptr + row * CHUNK
-    first = payload_ptr + row * nbytes
-    skip = row < 0
-    if START == 3:  # a marked record has been taken back already, by the kernel that marked it
-        skip = is_marked(first, BITS)
-    if not skip:
-        if (START == 0) or (START == 2):
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
-            tl.debug_barrier()
-        p = 0 * payloads
-        while p < payloads:
-            which = p + tl.arange(0, AT_ONCE)[None, :]
-            rank = tl.zeros((1, AT_ONCE), tl.int32)
-            place = 0 * p
-            while place < 8 * (nbytes - high_at):
-                positions, values, rank = read_elements(
-                    first + which.to(tl.int64) * stride, which < payloads, place, rank,
-                    n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED, tl.int32,
-                )  # fmt: skip
-                add_columns(out, g_ptr + row * CHUNK, positions, values, weight, p, START, AT_ONCE)
-                place += TILE
-            p += AT_ONCE
-        if START == 3:
-            fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def decode_chunks(
-    payload_ptr, g_ptr, out_ptr, flag_ptr, rows, per_program,
-    stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, GUARDED: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
+    payload_ptr, g_ptr, out_ptr, stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
+    BITS: tl.constexpr, START: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LOW_SPAN: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out <- (0, out, out + g or out - g) + weight * each payload, chunk by chunk.
+    """Compute out <- (0, out or out + g) + weight * each payload, a chunk in each program.
 
     AT_ONCE: payloads that are read together, if one tile holds their bitmaps. Otherwise they are read tile by tile, one
     payload at a time.
     MASKED: n is below CHUNK, and there is one record. The chunk is filled in rows of WIDTH elements.
-    GUARDED: runs only if the flag is set.
     """
-    index = tl.program_id(0) * per_program
-    last = tl.minimum(index + per_program, rows)
-    if GUARDED:
-        last = tl.where(tl.load(flag_ptr) != 0, last, index)
-    while index < last:
-        decode_chunk(
-            payload_ptr, g_ptr, out_ptr, index.to(tl.int64),
-            stride, payloads, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-            BITS, START, MASKED, CHUNK, WIDTH, LOW_SPAN, TILE, ALIGNED, AT_ONCE,
-        )  # fmt: skip
-        index += 1
-
-
-# Long records --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=SIZES)
-def count_tiles(payload_ptr, ranks_ptr, base, high_at, nbytes, TILE: tl.constexpr):
-    """Count the ones in each TILE bits of a record's bitmap: the first step of reading a long record."""
-    tile = tl.program_id(0)
-    byte = high_at.to(tl.int64) + tile.to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
-    bits = tl.load(payload_ptr + base + byte, mask=byte < nbytes, other=0).to(tl.int32)
-    bits = bits - ((bits >> 1) & 0x55)
-    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
-    tl.store(ranks_ptr + tile + 1, tl.sum((bits + (bits >> 4)) & 0x0F, axis=0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=SIZES)
-def decode_tiles(
-    payload_ptr, ranks_ptr, flag_ptr, out_ptr, base, n, k, low_bits, codes_at, low_at, high_at, nbytes, weight,
-    BITS: tl.constexpr, GUARDED: tl.constexpr, LOW_SPAN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Compute out += weight * one long record. Each program takes TILE bits of its bitmap.
-
-    `ranks_ptr` points to the number of ones before each tile. GUARDED: does nothing if the flag is set.
-    """
-    if GUARDED:
-        n = tl.where(tl.load(flag_ptr) == 0, n, 0)
-    tile = tl.program_id(0).to(tl.int64)
-    record = payload_ptr + base + tl.zeros((1, 1), tl.int64)
-    rank = tl.load(ranks_ptr + tile) + tl.zeros((1, 1), tl.int64)
-    positions, values, rank = read_elements(
-        record, rank >= 0, tile * TILE, rank, n, k, low_bits, codes_at, low_at, high_at, nbytes,
-        BITS, LOW_SPAN, TILE, False, tl.int64,
-    )  # fmt: skip
-    add_elements(out_ptr, out_ptr, column_of(positions, 0, 1), column_of(values, 0, 1), weight, True, 1)
+    row = tl.program_id(0).to(tl.int64)
+    out, first = out_ptr + row * CHUNK, payload_ptr + row * nbytes
+    if START != 1:
+        fill(out, g_ptr + row * CHUNK, n, START, MASKED, CHUNK, WIDTH)
+        tl.debug_barrier()
+    p = 0 * payloads
+    while p < payloads:
+        which = p + tl.arange(0, AT_ONCE)[None, :]
+        rank = tl.zeros((1, AT_ONCE), tl.int32)
+        place = 0 * p
+        while place < 8 * (nbytes - high_at):
+            positions, values, rank = read_elements(
+                first + which.to(tl.int64) * stride, which < payloads, place, rank,
+                n, k, low_bits, codes_at, low_at, high_at, nbytes, BITS, LOW_SPAN, TILE, ALIGNED,
+            )  # fmt: skip
+            add_columns(out, positions, values, weight, p, START, AT_ONCE)
+            place += TILE
+        p += AT_ONCE

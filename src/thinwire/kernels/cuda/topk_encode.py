@@ -1,19 +1,17 @@
-"""TopK encoding in one pass: gradient + residual -> the k largest of each chunk -> packed records and new residual.
+"""TopK encoding in one pass: gradient + residual -> the k largest of each chunk -> packed records.
 
 Memory: a program takes a few chunks, one after the other. A chunk is [steps, lanes, 4] elements. Each lane reads 16
 bytes at a time and keeps its elements in registers, so that sums over `steps` and the 4 need no other lane. For 4,096
-float32 elements, 16 KiB are read twice (gradient, residual) and written once, 12 bytes per element; with a bfloat16
-gradient 10. The record of 84 bytes is negligible, and the scratch stays in the cache.
+float32 elements, 16 KiB of gradient and as many of residual are read, 8 bytes per element; with a bfloat16 gradient 6.
+The record of 84 bytes is negligible, and the scratch stays in the cache.
 
 Each chunk takes these steps:
- 1. x = g + r is written to the residual before anything else, so that the write overlaps with the computation.
-    (A chunk that is not finite is not written. It sets the flag, and its record begins with a NaN.)
+ 1. x = g + r is computed. (A chunk that is not finite sets the flag, and its record is left to `marks`.)
  2. `find_threshold` finds the k-th largest magnitude in the registers.
  3. Each chosen element gets its slot, the number of chosen elements at lower positions. The counts of all steps are
     fields of one 64-bit number: one scan over lanes serves all, and one multiplication adds up the steps.
  4. The chosen positions are written to the scratch, from where k lanes read them: now they are dense and in order.
- 5. These k lanes load the values, which are still in the cache, compute scales and codes, correct their elements of
-    the residual, and write the record.
+ 5. These k lanes load the values, which are still in the cache, compute scales and codes, and write the record.
 
 Triton has no addressable shared memory. The scratch is global memory, about 1 KiB per program. The block that wrote it
 reads it, with barriers in between.
@@ -24,13 +22,11 @@ import triton.language as tl
 
 from .numbers import (
     INFINITY_BITS,
-    MARK,
     cut_bfloat16,
     from_bfloat16,
     inverse,
     magnitude_bits,
     nearest_integer,
-    signed_level,
 )
 from .selection import find_threshold, just_below, largest, reaches, slots_of
 
@@ -107,11 +103,11 @@ SIZES = [
 def encode_chunks(
     g_ptr, r_ptr, out_ptr, scratch_ptr, flag_ptr,
     rows, per_program, n, k, low_bits, codes_at, low_at, high_at, nbytes, limit,
-    BITS: tl.constexpr, HAS_R: tl.constexpr, UPDATE: tl.constexpr, MASKED: tl.constexpr,
+    BITS: tl.constexpr, HAS_R: tl.constexpr, MASKED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, FIELD: tl.constexpr,
     K: tl.constexpr, LOW_BYTES: tl.constexpr, LOW_FIELDS: tl.constexpr, BITMAP: tl.constexpr,
 ):  # fmt: skip
-    """Encode chunks of g + r into records. UPDATE: also write the new residual.
+    """Encode chunks of g + r into records.
 
     K, LOW_BYTES and BITMAP are k and the sizes in bytes of the last two fields, rounded up to powers of two.
     MASKED: n is below STEPS * LANES * 4, and there is one row.
@@ -144,18 +140,10 @@ def encode_chunks(
         top = largest(bits)
         if top >= INFINITY_BITS:
             tl.store(flag_ptr, 1)
-            leading: tl.constexpr = MARK << (16 if BITS == 32 else 0)
-            for i in tl.static_range(4 if BITS == 32 else 2):
-                tl.store(out + i, (leading >> (8 * i)) & 0xFF)
         else:
             magnitudes = bits.to(tl.float32, bitcast=True)
             if MASKED:
                 magnitudes = tl.where(lanes + places < n, magnitudes, -1.0)
-            if UPDATE:
-                if MASKED:
-                    tl.store(r + elements, total, mask=elements < n)
-                else:
-                    tl.store(r + elements, total)
             magnitudes, guess = find_threshold(magnitudes, n, k, top, guess, LANES, STEPS)
             below = just_below(guess)
             slots = slots_of(reaches(magnitudes, below), LANES, STEPS, FIELD)
@@ -166,29 +154,22 @@ def encode_chunks(
 
             sent = slot < k
             position = tl.load(scratch + slot, mask=sent, other=row) - row
-            if UPDATE:
-                value = tl.load(r + position, mask=sent, other=0.0)
-            else:
-                value = tl.load(g + position, mask=sent, other=0.0).to(tl.float32)
-                if HAS_R:
-                    value += tl.load(r + position, mask=sent, other=0.0)
+            value = tl.load(g + position, mask=sent, other=0.0).to(tl.float32)
+            if HAS_R:
+                value += tl.load(r + position, mask=sent, other=0.0)
             high = (position >> low_bits) + slot
             tl.store(bitmap.to(tl.pointer_type(tl.int8)) + high, tl.full((K,), 1, tl.int8), mask=sent)
             cut = tl.minimum(tl.maximum(value, -limit), limit)
             if BITS == 32:
                 write_bytes(out, cut.to(tl.int32, bitcast=True), k, K, 4)
-                level = cut
             else:
                 low, step, codes = quantize(cut, sent, k, BITS)
-                level = signed_level(codes, from_bfloat16(low), from_bfloat16(step), BITS)
                 tl.store(out, (low & 0xFF).to(tl.uint8))
                 tl.store(out + 1, (low >> 8).to(tl.uint8))
                 if BITS > 1:
                     tl.store(out + 2, (step & 0xFF).to(tl.uint8))
                     tl.store(out + 3, (step >> 8).to(tl.uint8))
                 write_codes(out + codes_at, tl.where(sent, codes, 0), k, BITS, K)
-            if UPDATE:
-                tl.store(r + position, value - level, mask=sent)
             if LOW_FIELDS > 0:
                 write_low_bits(out + low_at, scratch, row, k, low_bits, high_at - low_at, LOW_BYTES, LOW_FIELDS)
             tl.debug_barrier()

@@ -27,7 +27,7 @@ def read_values(payload: Tensor, dtype: torch.dtype) -> Tensor:
     return (payload if aligned else payload.clone()).view(dtype)
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: DenseLayout, payload: Tensor) -> bool:
     """Write tensor + residual to the payload. If the sum is not finite, write the mark and return False."""
     flat, kept = tensor.view(-1), None if residual is None else residual.view(-1)
     wide = residual_dtype(layout.dtype)
@@ -56,15 +56,15 @@ def mark(layout: Layout, payload: Tensor) -> None:
     payload.copy_(nan.view(torch.uint8))
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: DenseLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     flat, kept = tensor.view(-1), residual.view(-1)
     for part in _segments(layout, residual.dtype):
         kept[part].add_(flat[part])
-    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
+    decode(payload.unsqueeze(0), layout=layout, out=residual, weight=-1.0, add=True)
 
 
-def decode(payloads: Tensor, layout: DenseLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: DenseLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     wide = residual_dtype(out.dtype)

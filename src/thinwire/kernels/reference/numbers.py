@@ -2,7 +2,7 @@
 
 A value of `bits` bits is a sign (the highest bit) and the index i of a level. It represents ±(low + i * step), where
 `low` and `step` are the record's scales. Scales are stored as bfloat16 and cut towards zero, so that no level exceeds
-the input (`quantize` rounds them up for stochastic rounding). With 8 significant bits, i * step is exact in float32, so
+the input. With 8 significant bits, i * step is exact in float32, so
 every backend decodes the same bits.
 """
 
@@ -34,10 +34,21 @@ def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
     """Return the means of the chosen elements along the last dimension; 0 where none is chosen.
 
     The sum is in float64 if the device supports it. There the sum of equal numbers is exact, so that cutting the mean
-    loses nothing, and backends that add in another order get the same result.
+    loses nothing, and backends that add in another order get the same result. Halves are added to each other until one
+    number is left, because the order of `Tensor.sum` depends on the device.
     """
-    dtype = torch.float32 if magnitudes.device.type == "mps" else torch.float64
-    return torch.where(chosen, magnitudes, 0).sum(-1, dtype=dtype) / chosen.sum(-1).clamp(min=1)
+    total = torch.where(chosen, magnitudes, 0)
+    total = total if magnitudes.device.type == "mps" else total.to(torch.float64)
+    while (size := total.shape[-1]) > 1:
+        half = size // 2
+        rest = total[..., 2 * half :]
+        total = torch.cat([total[..., :half] + total[..., half : 2 * half], rest], -1)
+    return total.sum(-1) / chosen.sum(-1).clamp(min=1)
+
+
+def divided(values: Tensor, by: float) -> Tensor:
+    """Return values / by, rounded correctly: for a plain number, torch multiplies by its inverse on a GPU."""
+    return values / torch.full_like(values, by)
 
 
 _UNPACKED_AT_ONCE = 1 << 15

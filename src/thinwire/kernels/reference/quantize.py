@@ -1,12 +1,8 @@
 """Every element in a few bits, with one scale for each block.
 
-Nearest rounding: 8 and 4 bits use evenly spaced levels up to the largest magnitude of the block. 2 bits use {-s, 0, s},
+8 and 4 bits are the nearest of evenly spaced levels up to the largest magnitude of the block. 2 bits use {-s, 0, s},
 where s is the mean of the magnitudes above 3/4 of the mean magnitude; for a normal distribution this s has the least
 error. 1 bit is the sign times the mean magnitude.
-
-Stochastic rounding is unbiased. 8, 4 and 2 bits are rounded to one of the two neighbouring levels, and 1 bit to plus or
-minus the largest magnitude, with probabilities that preserve the mean. The scale is rounded up there, so that nothing
-saturates.
 """
 
 import torch
@@ -19,7 +15,7 @@ _BATCH_ELEMENTS = 1 << 20
 """Approximate number of elements in a batch of records. Batches limit the memory of unpacked bits."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
@@ -29,14 +25,7 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, key:
         values = _blocks(total[elements].clamp(-layout.limit, layout.limit).view(rows, width), layout.block)
         scales = to_scales(values, layout)
         step = numbers.from_bfloat16_bits(scales)
-        if layout.stochastic:
-            start = torch.arange(elements.start, elements.stop, device=tensor.device).view(rows, width)
-            codes = _codes_stochastic(
-                values, step=step, bits=layout.bits, uniform=_uniform(key, _blocks(start, layout.block))
-            )
-        else:
-            codes = _codes_nearest(values, step, layout.bits)
-        codes = codes.view(rows, -1)[:, :width]
+        codes = _codes(values, step, layout.bits).view(rows, -1)[:, :width]
         payload[nbytes] = torch.cat(
             [numbers.pack(scales.view(rows, -1), 16), numbers.pack(codes, layout.bits)], 1
         ).view(-1)
@@ -52,13 +41,13 @@ def mark(layout: QuantizeLayout, payload: Tensor) -> None:
         record[:, : layout.scales_nbytes(width)] = numbers.pack(scales, 16)
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: QuantizeLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
+    decode(payload.unsqueeze(0), layout=layout, out=residual, weight=-1.0, add=True)
 
 
-def decode(payloads: Tensor, layout: QuantizeLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: QuantizeLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     for width, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
@@ -92,10 +81,8 @@ def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
     magnitudes = values.abs().nan_to_num(0.0)
     present = ~torch.isnan(values)
     largest = magnitudes.amax(-1)
-    if layout.stochastic:
-        return _scale_upwards(largest, layout)
     if layout.bits > 2:
-        return numbers.to_bfloat16_bits(largest / _top(layout.bits))
+        return numbers.to_bfloat16_bits(numbers.divided(largest, _top(layout.bits)))
     mean = numbers.mean_of(magnitudes, present)
     if layout.bits == 1:
         return numbers.to_bfloat16_bits(mean)
@@ -103,45 +90,18 @@ def to_scales(values: Tensor, layout: QuantizeLayout) -> Tensor:
     return numbers.to_bfloat16_bits(numbers.mean_of(magnitudes, present & (magnitudes > threshold)))
 
 
-def _scale_upwards(largest: Tensor, layout: QuantizeLayout) -> Tensor:
-    """Return the smallest scale with a level for the largest element, unless that level would overflow the dtype."""
-    top = _top(layout.bits)
-    down = numbers.to_bfloat16_bits(largest / top)
-    reach = numbers.from_bfloat16_bits(down).to(largest.dtype) * top
-    up = (down + 1).clamp(min=numbers.SMALLEST_SCALE)
-    fits = numbers.from_bfloat16_bits(up).to(largest.dtype) * top <= layout.limit
-    return torch.where((reach < largest) & fits, up, down)
-
-
 def _top(bits: int) -> int:
     """Return the index of the highest level, or 1 for 1-bit values, which have a single magnitude."""
     return max(1, (1 << (bits - 1)) - 1)
 
 
-def _codes_nearest(values: Tensor, step: Tensor, bits: int) -> Tensor:
+def _codes(values: Tensor, step: Tensor, bits: int) -> Tensor:
     if bits == 1:
         return numbers.sign_bit(values, bits)
     index = numbers.nearest_level(
         values.abs().nan_to_num(0.0), low=torch.zeros_like(step), step=step, levels=_top(bits) + 1
     )
     return index | numbers.sign_bit(values, bits)
-
-
-def _codes_stochastic(values: Tensor, step: Tensor, bits: int, uniform: Tensor) -> Tensor:
-    """Return codes. A value at fraction f between two levels is rounded up if `uniform`, in [0, 1), is below f."""
-    ratio = values.nan_to_num(0.0) * numbers.inverse(step, values.dtype).unsqueeze(-1)
-    if bits == 1:
-        return (uniform >= (ratio.clamp(-1, 1) + 1) / 2).to(torch.int64)
-    magnitude = ratio.abs().clamp(max=_top(bits))
-    index = magnitude.floor()
-    index = index + (uniform < magnitude - index)
-    return index.to(torch.int64) | numbers.sign_bit(values, bits)
-
-
-def _uniform(key: int, positions: Tensor) -> Tensor:
-    """Return a number in (0, 1) with 15 random bits for each element. One draw serves four elements."""
-    bits = numbers.draw(key, positions >> 2) >> (15 * (positions & 3))
-    return ((bits & 0x7FFF).to(torch.float32) + 0.5) / 32768
 
 
 def _levels(codes: Tensor, bits: int, step: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The k elements of largest magnitude in each chunk; of equal magnitudes, the lowest position.
 
+All devices compute the same bits, also for the chunks that no other backend has a kernel for.
+
 Values of 32 bits are float32. 1 bit is the sign, times the mean of the kept magnitudes. 2 bits are the sign and one of
 two levels: the mean of the magnitudes below that mean, and the mean of the others. 4, 8 and 16 bits are the sign and
 one of 2^(bits-1) evenly spaced levels from the smallest kept magnitude to the largest. Positions are stored in
@@ -16,7 +18,7 @@ _BATCH_ELEMENTS = 1 << 22
 """Approximate number of elements in a batch of records. Batches limit the memory of masks and sums."""
 
 
-def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, key: int, payload: Tensor) -> bool:
+def encode(tensor: Tensor, residual: Tensor | None, layout: TopKLayout, payload: Tensor) -> bool:
     """Write the payload of tensor + residual. If the sum is not finite, write the mark and return False."""
     total = numbers.add_residual(tensor, residual)
     if not numbers.is_finite(total):
@@ -38,13 +40,13 @@ def mark(layout: TopKLayout, payload: Tensor) -> None:
         payload[nbytes] = pack_record(positions, values, record, is_marked=True).view(-1)
 
 
-def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, key: int, payload: Tensor) -> None:
+def commit(tensor: Tensor, residual: Tensor, layout: TopKLayout, payload: Tensor) -> None:
     """Compute residual <- tensor + residual - decode(payload)."""
     residual.add_(tensor)
-    decode(payload.unsqueeze(0), layout=layout, key=key, out=residual, weight=-1.0, add=True)
+    decode(payload.unsqueeze(0), layout=layout, out=residual, weight=-1.0, add=True)
 
 
-def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: float, add: bool) -> None:
+def decode(payloads: Tensor, layout: TopKLayout, out: Tensor, weight: float, add: bool) -> None:
     """Compute out <- (out if add else 0) + weight * each payload."""
     flat = out.view(-1)
     for record, (rows, elements, nbytes) in layout.parts(_BATCH_ELEMENTS):
@@ -54,23 +56,13 @@ def decode(payloads: Tensor, layout: TopKLayout, key: int, out: Tensor, weight: 
             total.zero_()
         for payload in payloads:
             positions, values = unpack_record(payload[nbytes].view(rows, record.nbytes), record)
-            outside = positions >= record.n  # passed over: these bytes may not have been checked
-            values = torch.where(outside, 0, values.to(total.dtype) * weight)
-            _add_at(total, torch.where(outside, 0, positions), values)
+            # Positions outside are skipped, because these bytes may not have been checked. `index_put_` adds in order,
+            # but `scatter_add_` by atomics on a GPU, which also flush denormal numbers to 0.
+            inside = positions < record.n
+            places = (positions + record.n * torch.arange(rows, device=out.device).unsqueeze(1))[inside]
+            total.view(-1).index_put_((places,), values[inside].to(total.dtype) * weight, accumulate=True)
         if total is not part:
             part.copy_(total)
-
-
-def _add_at(total: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Add values at positions.
-
-    CUDA adds with atomics, which flush denormal float32 to 0. So float32 is added in float64 there, where these numbers
-    are not denormal and the sums round to the same float32.
-    """
-    if total.is_cuda and total.dtype == torch.float32:
-        total.copy_(total.double().scatter_add_(1, positions, values.double()))
-    else:
-        total.scatter_add_(1, positions, values)
 
 
 def check(payload: Tensor, layout: TopKLayout) -> None:
@@ -87,7 +79,10 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
 
 
 def select(magnitudes: Tensor, k: int) -> Tensor:
-    """Return the ascending positions of the k largest values of each row; of equal values, the lowest positions."""
+    """Return the ascending positions of the k largest values of each row; of equal values, the lowest positions.
+
+    `Tensor.topk` only finds the k-th largest value, because its choice among equal ones depends on the device.
+    """
     threshold = magnitudes.topk(k, dim=1).values[:, -1:]
     above, ties = magnitudes > threshold, magnitudes == threshold
     wanted = k - above.sum(1, keepdim=True)
@@ -114,7 +109,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         levels = 1 << (bits - 1)
         low = numbers.to_bfloat16_bits(magnitudes.amin(1))
         low_value = numbers.from_bfloat16_bits(low)
-        step = numbers.to_bfloat16_bits((magnitudes.amax(1) - low_value) / (levels - 1))
+        step = numbers.to_bfloat16_bits(numbers.divided(magnitudes.amax(1) - low_value, levels - 1))
         index = numbers.nearest_level(magnitudes, low=low_value, step=numbers.from_bfloat16_bits(step), levels=levels)
         scales = torch.stack([low, step], 1)
     return scales, index | numbers.sign_bit(values, bits)
