@@ -297,7 +297,6 @@ def test_the_default_is_what_the_repository_keeps(
     monkeypatch.chdir(root)
     for page, files in (
         ("links", []),
-        ("local-steps", ["recipe-local-h200"]),
         ("training", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
     ):
         assert results(*(f"benchmarks/results/{file}.jsonl" for file in files)) == 0
