@@ -33,7 +33,7 @@ def run(*arguments: str, program: tuple[str, ...] = (COMMAND,)) -> subprocess.Co
         ["train", "--help"],
         ["train", "--recipe", "text-gpt", "--help"],
         ["train", "--recipe", "nonsense"],
-        ["train", "--config", "/nonexistent/run.yaml"],
+        ["train", "--config", "/nonexistent/run.toml"],
         ["report", "--help"],
     ],
 )

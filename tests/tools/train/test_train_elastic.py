@@ -32,8 +32,8 @@ from support.training_runs import (
 )
 from thinwire.testing import Kill, RankPool
 from thinwire.testing.processes import HOST, loopback_store
+from thinwire.tools.train.config import defaults
 from thinwire.tools.train.fresh_store import join_start, name_start
-from thinwire.tools.train.options import defaults
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, resume="auto", steps=20, keep=100)

@@ -34,9 +34,8 @@ from support.training_runs import (
     train_rank,
 )
 from thinwire.testing import LOST, Kill, RaiseError, RankPool
-from thinwire.tools.train.config import Config
+from thinwire.tools.train.config import Config, defaults
 from thinwire.tools.train.folder import locked
-from thinwire.tools.train.options import defaults
 
 RUN = Path("run")
 LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)

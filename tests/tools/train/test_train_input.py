@@ -26,9 +26,8 @@ from support.training_runs import (
 )
 from thinwire.testing import RankPool
 from thinwire.tools import cli
-from thinwire.tools.train.config import Config, newest_run
+from thinwire.tools.train.config import Config, defaults, load_config, newest_run
 from thinwire.tools.train.folder import choose_folder, locked
-from thinwire.tools.train.options import defaults, load_config
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)

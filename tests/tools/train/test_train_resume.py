@@ -31,8 +31,7 @@ from support.training_runs import (
 )
 from thinwire.testing import RankPool
 from thinwire.tools.train.cifar import RECORD, TEST, TRAIN
-from thinwire.tools.train.config import Config
-from thinwire.tools.train.options import defaults, load_config
+from thinwire.tools.train.config import Config, defaults, load_config
 
 RUN = Path("run")
 CUT = changed(SMALL, out=RUN, steps=16, checkpoint_every=1, keep=100, eval_every=8)

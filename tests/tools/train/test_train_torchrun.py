@@ -28,7 +28,7 @@ from support.training_runs import (
 )
 from thinwire.testing import Kill, RaiseError, RankPool
 from thinwire.tools.record import cores
-from thinwire.tools.train.options import defaults
+from thinwire.tools.train.config import defaults
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, steps=20)

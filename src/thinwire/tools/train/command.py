@@ -15,8 +15,7 @@ from thinwire.tools import fork_server
 from thinwire.tools.links.network import prepare
 from thinwire.tools.units import parse_link
 
-from .config import Config
-from .options import defaults
+from .config import Config, defaults
 from .place import Place
 
 
@@ -27,7 +26,7 @@ class Options(Config):
     __doc__ = Config.__doc__
 
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Options as JSON or YAML, such as the config.json of a run; those on the command line override them."""
+    """Options as JSON or TOML, such as the config.json of a run; those on the command line override them."""
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from thinwire.tools.files import replace_text
 
-from .config import CONFIG_FILE, RUNS, Config
+from .config import CONFIG_FILE, METRICS_FILE, RUNS, Config
 
-METRICS_FILE = "metrics.jsonl"
 _LOCK_FILE = ".lock"
 
 

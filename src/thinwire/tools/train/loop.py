@@ -18,13 +18,12 @@ from thinwire.tools import loopback
 from thinwire.tools.loopback import Counter
 
 from .checkpoints import Checkpoints, Loaded, write_file
-from .config import Config
+from .config import Config, load_config
 from .control import Control
 from .data import Data
 from .folder import write_config
 from .learner import Learner
 from .metrics import Metrics
-from .options import load_config
 from .place import Place
 from .schedule import schedule
 from .view import PHASES, Result, View

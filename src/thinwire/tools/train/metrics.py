@@ -30,8 +30,7 @@ from typing import Any
 from thinwire.tools.files import replace_text
 from thinwire.tools.record import Writer, conditions
 
-from .config import Config
-from .folder import METRICS_FILE
+from .config import METRICS_FILE, Config
 
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
