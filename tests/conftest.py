@@ -17,7 +17,7 @@ from thinwire import kernels
 from thinwire.testing import RankPool
 from thinwire.testing.processes import server
 from thinwire.tools.train import FASHION_FOLDER
-from thinwire.tools.train.idx import FASHION_PACKAGE
+from thinwire.tools.train.image_files import FASHION_PACKAGE
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what runs in the background like that, and the commands under test would inherit it.

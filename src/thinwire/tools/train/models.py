@@ -25,6 +25,11 @@ class _Config:
     name: ClassVar[str]
     model: ClassVar[type[_Model]]
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image, which is channels, height and width; for text it is empty."""
+        return ()
+
     def build(self, seed: int) -> nn.Module:
         """Return a new model with weights that depend only on the seed."""
         with torch.device("meta"):  # without memory, or its layers would draw from the global generator
@@ -42,11 +47,6 @@ class _Config:
             else:
                 model._fill(name, parameter, generator)
         return model
-
-
-def _check_classes(width: int, classes: int) -> None:
-    if width < 1 or classes < 2:
-        raise ValueError(f"width {width} and {classes} classes, expected 1 and 2 or more")
 
 
 class Block(nn.Module):
@@ -116,9 +116,6 @@ class GPTConfig(_Config):
     """1 if layers and norms have biases, as in GPT-2; 0 if not, as in later models."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}, expected 1 or more")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} with {self.heads} heads, expected a multiple of the heads")
 
@@ -163,15 +160,12 @@ class CNNConfig(_Config):
     """Channels of the images: 1 if they are grey, 3 if they have colours."""
 
     def __post_init__(self) -> None:
-        _check_classes(self.width, self.classes)
-        if self.channels < 1:
-            raise ValueError(f"{self.channels} channels, expected 1 or more")
-        if self.size < 4 or self.size % 4:
+        if self.size % 4:
             raise ValueError(f"images of {self.size} pixels, expected a multiple of 4")
 
     @property
-    def inputs(self) -> tuple[int, int, int]:
-        """Return the shape of an image: channels, height and width."""
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image."""
         return self.channels, self.size, self.size
 
 
@@ -228,23 +222,19 @@ class ResNet18Config(_Config):
     """Options of the ResNet-18."""
 
     name, model = "resnet18", ResNet18
-    inputs: ClassVar = (3, 32, 32)
-    """Shape of an image: channels, height and width."""
 
     width: int = 64
     """Channels of the first stage; the next ones have 2, 4 and 8 times as many."""
     classes: int = 10
 
-    def __post_init__(self) -> None:
-        _check_classes(self.width, self.classes)
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image."""
+        return 3, 32, 32
 
 
 ModelConfig = GPTConfig | CNNConfig | ResNet18Config
 CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTConfig, CNNConfig, ResNet18Config)}
-
-
-_DIGITS = 6
-"""Digits that a number in the spec of a model may have: no memory holds a model with more."""
 
 
 def model_config(spec: str) -> ModelConfig:
@@ -260,10 +250,10 @@ def model_config(spec: str) -> ModelConfig:
     options = {}
     for part in rest.split(",") if rest else []:
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in known or not value.isdecimal() or len(value) > _DIGITS:
+        options[key] = int(value) if value.isdecimal() and len(value) <= 6 else -1
+        if key not in known or options[key] < (key != "bias"):
             raise ValueError(
-                f"{part!r:.80} in {spec!r:.80}, expected key=value with a whole number below {10**_DIGITS:,} and one "
-                f"of {', '.join(known)}"
+                f"{part!r:.80} in {spec!r:.80}, expected key=value with one of {', '.join(known)}, and a whole number "
+                "from 1 to 999,999"
             )
-        options[key] = int(value)
     return CONFIGS[name](**options)
