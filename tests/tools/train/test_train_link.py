@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.training_runs import SMALL, TORCHRUN, Done, arguments, changed, lines, run
+from support.training_runs import SMALL, Done, arguments, changed, lines, run
 
 CONFIG = changed(SMALL, link="20mbit", compare_dense=True, checkpoint_every=0, out=Path("run"))
 
@@ -57,28 +57,3 @@ def test_without_tools_or_rights_there_is_a_relay(tmp_path: Path) -> None:
     assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
     dense = last_line(tmp_path / "run" / "dense")
     assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--link", "fast"], "rate 'fast', expected bits per second"),
-        (["--link", "1gbit,fast"], "link '1gbit,fast', expected a rate, or a rate and a round-trip time"),
-        (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
-        (["--link", "1gbit", "--recipe", "text-gpt", "--workers", "4", "--shard", "2"], "--link with --shard 2"),
-        (["--link", "1gbit", "--recipe", "mnist-cnn", "--download"], "ranks behind links reach no other network"),
-    ],
-)
-def test_wrong_links_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
-    done = run(tmp_path, *given)
-    assert done.code == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1
-    assert not list(tmp_path.glob("run*"))
-
-
-def test_torchrun_has_links_of_its_own(tmp_path: Path) -> None:
-    start = (*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "thinwire", "train")
-    done = run(tmp_path, "--link", "1gbit", program=start)
-    assert done.code != 0
-    assert "under torchrun" in done.err

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.tools.record import cores
-from thinwire.tools.train.device import pick_backend, pick_device
+from thinwire.tools.train.control import pick_backend, pick_device
 from thinwire.tools.train.models import VOCABULARY, GPTConfig, ModelConfig, model_config
 from thinwire.tools.train.place import Place
 

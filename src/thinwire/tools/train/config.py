@@ -72,8 +72,8 @@ class Config:
     namespaces, or a relay if there are none."""
     shard: int = 1
     """Ranks of each replica, over which FSDP shards a gpt; what is compressed is sent between replicas. 1: DDP."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto: CUDA if there is one, else MPS, else the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is one, else the CPU."""
     seed: int = 0
     """Seed of the weights and of the sample order."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None

@@ -43,7 +43,7 @@ class Metrics:
 
     def __init__(self, folder: Path, config: Config, first_step: int, more: Mapping[str, object]) -> None:
         path = folder / METRICS_FILE
-        _cut(path, first_step)
+        _cut(path, first_step, config.steps)
         self._lines = Writer(path, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
         modes = {"wandb": os.environ.get("WANDB_MODE", "online"), "wandb-offline": "offline"}
@@ -113,7 +113,7 @@ def _open_wandb(folder: Path, config: Config, mode: str) -> Sink:
     return lambda scalars, step: run.log(dict(scalars), step=step), run.finish
 
 
-def _cut(path: Path, first_step: int) -> None:
+def _cut(path: Path, first_step: int, last_step: int) -> None:
     """Remove the lines that will be written again: those of later steps, and a line that was cut off by a crash."""
     if not path.exists():
         return
@@ -125,8 +125,9 @@ def _cut(path: Path, first_step: int) -> None:
             line = None
         if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice", "end"):
             step = line.get("step", line.get("first_step"))
-            # A run that goes on has not finished; that it was stopped before stays.
-            if isinstance(step, int) and step <= first_step and line.get("reason") != "finished":
+            # A run that goes on has not finished, and evaluates its last step again; that it was stopped before stays.
+            comes_again = line.get("reason") == "finished" or (line["kind"] == "evaluation" and step == last_step)
+            if isinstance(step, int) and step <= first_step and not comes_again:
                 kept.append(text)
     replace_text(path, "".join(kept))
 

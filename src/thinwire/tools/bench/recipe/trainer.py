@@ -15,7 +15,7 @@ from thinwire.collectives import cost
 from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket, shaped
 from thinwire.tools.train.data import evaluate_batch
-from thinwire.tools.train.schedule import schedule
+from thinwire.tools.train.learner import schedule
 from thinwire.tools.workers import Workers
 
 from ..harness import Progress, Row
