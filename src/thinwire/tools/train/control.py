@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,13 +93,6 @@ def _has_not_come(rank: int, seconds: float) -> RuntimeError:
     )
 
 
-class StepMessage(NamedTuple):
-    """The mean of the losses of all ranks, and whether any rank received a signal to stop."""
-
-    loss: float
-    stops: bool
-
-
 class Control:
     """Messages of one rank, over a gloo group of their own, whatever the backend of the model's tensors is."""
 
@@ -115,13 +108,13 @@ class Control:
         self._under_way.append((values, dist.all_reduce(values, group=self._group, async_op=True)))
         self._bytes_sent += ring(values.nbytes, self._size)
 
-    def read_messages(self, leave: int = 0) -> list[StepMessage]:
-        """Wait for all messages but the last `leave`, and return them in the order in which they were sent."""
+    def read_messages(self, leave: int = 0) -> list[tuple[float, bool]]:
+        """Wait for all messages but the last `leave`, and return the mean loss of each, and whether any rank stops."""
         found = []
         while len(self._under_way) > leave:
             values, work = self._under_way.popleft()
             work.wait()
-            found.append(StepMessage(float(values[0]), bool(values[1] > 0)))
+            found.append((float(values[0]), bool(values[1] > 0)))
         return found
 
     def take_bytes_sent(self) -> int:

@@ -6,7 +6,8 @@ in every epoch, but the same in any batch.
 """
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar
@@ -58,7 +59,6 @@ class _Images:
         yield from map(self._made, self._test_images.split(size), self._test_labels.split(size))
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
-        """Return training images after augmentation; here they are unchanged."""
         return images
 
     def _made(self, images: Tensor, labels: Tensor) -> Batch:
@@ -102,34 +102,32 @@ class Digits(_Images):
         return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
 
 
-class MNIST(_Images):
+class _FromFiles(_Images):
+    read: ClassVar[Callable[[Path], Parts]]
+
+    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
+        super().__init__(type(self).read(folder), device)
+
+
+class MNIST(_FromFiles):
     """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation."""
 
-    mean, std = (0.1307,), (0.3081,)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(read_mnist(folder), device)
+    mean, std, read = (0.1307,), (0.3081,), partial(read_mnist, name="MNIST")
 
 
-class FashionMNIST(_Images):
+class FashionMNIST(_FromFiles):
     """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation."""
 
-    mean, std = (0.2860,), (0.3530,)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(read_mnist(folder, "Fashion-MNIST"), device)
+    mean, std, read = (0.2860,), (0.3530,), partial(read_mnist, name="Fashion-MNIST")
 
 
-class CIFAR10(_Images):
+class CIFAR10(_FromFiles):
     """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation.
 
     Training images are shifted by up to 4 pixels each way, with black around them, and mirrored with probability 1/2.
     """
 
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(read_cifar(folder), device)
+    mean, std, read = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), partial(read_cifar)
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
         count, channels, side, _ = images.shape

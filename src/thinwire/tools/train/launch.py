@@ -7,12 +7,11 @@ Errors that follow from it on other ranks, such as a closed connection, are not 
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -180,35 +179,13 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
     """Print the error of this rank, unless another rank has printed one."""
     if is_consequence(error):
         time.sleep(_CONSEQUENCE_SECONDS)
-    try:
-        first = store.add(_FAILED, 1) == 1
-        lost = False
-    except RuntimeError:  # the store ended with the rank that hosted it, usually rank 0
-        first, lost = _is_first_of_node(), True
-    if not first:
-        return
+    with suppress(RuntimeError):  # the store ended with the rank that hosted it: then each rank prints its own
+        if store.add(_FAILED, 1) > 1:
+            return
     if not is_consequence(error) and not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
-    text = " ".join(str(error).split()) if str(error) else repr(error)
+    text = " ".join(str(error).split()) or repr(error)
     print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr, flush=True)
-    if lost:
-        time.sleep(_CONSEQUENCE_SECONDS)  # keeps the claim while the other ranks of the node fail
-
-
-def _is_first_of_node() -> bool:
-    """Return whether this rank is the first of its node that asks, so that one rank reports where the store is lost.
-
-    It binds a name that the system frees when the process ends; on other systems than Linux each rank is the first.
-    """
-    if sys.platform != "linux":
-        return True
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
-    except OSError:
-        return False
-    claim.detach()  # stays open
-    return True
 
 
 def _fetch(config: Config) -> None:

@@ -82,10 +82,8 @@ class Training:
         if self._checkpoints.leads:
             replace_text(self._folder / CONFIG_FILE, json.dumps(config.record(), indent=2) + "\n")
         parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
-        self._metrics: Metrics | None = None
-        if place.rank == 0:
-            facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device), **facts}
-            self._metrics = Metrics(self._folder, config, first_step=self._counts.step, more=facts)
+        facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device), **facts}
+        self._metrics = Metrics(self._folder if place.rank == 0 else None, config, self._counts.step, facts)
         self._view.say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self._learner.describe_compressor()}, "
             f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {self._folder}"
@@ -112,8 +110,7 @@ class Training:
                 self._end("failed")
             raise
         finally:
-            if self._metrics is not None:
-                self._metrics.close()
+            self._metrics.close()
             self._view.close()
 
     def _train(self, should_stop: Callable[[], bool]) -> Result:
@@ -132,15 +129,18 @@ class Training:
             evaluates, saves = last or _due(counts.step, config.eval_every), _due(counts.step, config.checkpoint_every)
             later = 0 if evaluates or saves else min(delay(config), _MOST_UNDER_WAY)
             messages = self._control.read_messages(leave=later)
-            stops = any(message.stops for message in messages)
+            stops = any(is_stop for _, is_stop in messages)
             if stops:
                 messages += self._control.read_messages()
             counts.samples += config.batch * self._place.world_size
-            self._count(time.perf_counter() - started)
+            seconds, blocked = time.perf_counter() - started, self._count_exchange()
+            parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
+            for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
+                counts.split[phase] += part
             self._show_choice()
-            for number, message in enumerate(messages, start=1):
-                self._check_loss(message.loss, is_last=last and number == len(messages))
-                losses.append(message.loss)
+            for number, (loss, _) in enumerate(messages, start=1):
+                self._check_loss(loss, is_last=last and number == len(messages))
+                losses.append(loss)
             self._view.advance(counts.step)
             if losses and (first or last or stops or _due(counts.step, config.log_every)):
                 self._log(losses, logged)
@@ -170,12 +170,8 @@ class Training:
     def _end(self, reason: str, **more: Any) -> dict[str, Any]:
         self._counts.bytes_sent += self._control.take_bytes_sent()  # of the last checkpoint
         line = {**self._so_far(), **self._after_warmup(), "reason": reason, **more}
-        self._write("end", line)
+        self._metrics.write("end", line)
         return line
-
-    def _write(self, kind: str, line: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(kind, line)
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Continue from a checkpoint; raise DamagedError if this run has not written it."""
@@ -191,13 +187,6 @@ class Training:
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
         self._counts = Counts(**counts)
-
-    def _count(self, seconds: float) -> None:
-        """Add the time and the bytes of the last step to the totals."""
-        blocked = self._count_exchange()
-        parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
-        for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
-            self._counts.split[phase] += part
 
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
@@ -222,7 +211,7 @@ class Training:
         """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
         choice = self._learner.sync.choice
         if choice is not None and choice is not self._choice:
-            self._write("choice", {**self._so_far(), **choice.record()})
+            self._metrics.write("choice", {**self._so_far(), **choice.record()})
             self._view.say(choice.describe())
         self._choice = choice
 
@@ -260,7 +249,7 @@ class Training:
             **self._after_warmup(),
         }
         self._events = {}
-        self._write("step", line)
+        self._metrics.write("step", line)
         self._view.step(line)
 
     def _evaluate(self) -> None:
@@ -274,7 +263,7 @@ class Training:
                     totals = [total + part for total, part in zip(totals, self._learner.evaluate(batch), strict=True)]
         loss, right, count = self._control.total(totals)
         self._score = {"loss": loss / count, "accuracy": right / count}
-        self._write("evaluation", {**self._so_far(), **self._score})
+        self._metrics.write("evaluation", {**self._so_far(), **self._score})
         self._view.evaluation(self._counts.step, **self._score)
 
     def _save(self, *, is_extra: bool = False) -> None:

@@ -39,12 +39,14 @@ Sink = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
 
 
 class Metrics:
-    """Writes the metrics of a run. Only rank 0 has one."""
+    """Writes the metrics of a run, on rank 0. On other ranks the folder is None, and nothing is written."""
 
-    def __init__(self, folder: Path, config: Config, first_step: int, more: Mapping[str, object]) -> None:
-        path = folder / METRICS_FILE
-        _cut(path, first_step, config.steps)
-        self._lines = Writer(path, append=True)
+    def __init__(self, folder: Path | None, config: Config, first_step: int, more: Mapping[str, object]) -> None:
+        self._lines, self._sinks = Writer(None), list[Sink]()
+        if folder is None:
+            return
+        _cut(folder / METRICS_FILE, first_step, config.steps)
+        self._lines = Writer(folder / METRICS_FILE, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
         modes = {"wandb": os.environ.get("WANDB_MODE", "online"), "wandb-offline": "offline"}
         self._sinks = [
