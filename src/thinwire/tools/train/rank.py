@@ -30,7 +30,6 @@ from thinwire.tools.loopback import Counter, is_counted
 
 from .config import CONFIG_FILE, METRICS_FILE, RUNS, Config, load_config
 from .control import Control, pick_device
-from .data import Data
 from .images import load_data
 from .learner import rehearse
 from .loop import Training
@@ -58,8 +57,7 @@ class Rank:
         if counter is None and place.local_world_size == world_size and is_counted():
             counter = Counter("lo", times=world_size)
         self._config, self._counter = config, counter
-        self._signals: list[int] = []
-        """Those that have come."""
+        self._signals: list[int] = []  # that have come
         self._device = pick_device(config.device, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -73,30 +71,28 @@ class Rank:
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
             out = self._choose_folder(control, stack)
             config = replace(config, out=out)
+            dense = replace(config, compressor="none", local_steps=0, compare_dense=False, out=out / "dense")
             compile_seconds = self._compile_kernels(control)
-            results = [self._train(config, control, data, compile_seconds)]
-            if config.compare_dense and results[0].finished:
-                dense = replace(config, compressor="none", local_steps=0, compare_dense=False, out=out / "dense")
-                results.append(self._train(dense, control, data, compile_seconds))
+            results = list[Result]()
+            for each in (config, dense) if config.compare_dense else (config,):
+                if self._place.local_rank == 0 and each.out is not None:
+                    each.out.mkdir(parents=True, exist_ok=True)
+                control.gather(None)
+                training = Training(
+                    each,
+                    place=self._place,
+                    control=control,
+                    device=self._device,
+                    data=data,
+                    counter=self._counter,
+                    facts={"compile_seconds": compile_seconds},
+                )
+                results.append(training.run(should_stop=lambda: bool(self._signals)))
+                if not results[-1].finished:
+                    break
             if self._place.rank == 0:
                 self._show(results, out)
-            return all(result.finished for result in results)
-
-    def _train(self, config: Config, control: Control, data: Data, compile_seconds: float) -> Result:
-        assert config.out is not None
-        if self._place.local_rank == 0:
-            config.out.mkdir(parents=True, exist_ok=True)
-        control.gather(None)
-        training = Training(
-            config,
-            place=self._place,
-            control=control,
-            device=self._device,
-            data=data,
-            counter=self._counter,
-            facts={"compile_seconds": compile_seconds},
-        )
-        return training.run(should_stop=lambda: bool(self._signals))
+            return results[-1].finished
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
@@ -144,7 +140,7 @@ class Rank:
             report.write([folder], folder / "report.html")
         except (ValueError, OSError) as error:  # training is done, and its files are written
             print(f"the report could not be made: {error}", file=sys.stderr)
-        if all(result.finished for result in results):
+        if results[-1].finished:
             print_results(results, self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:

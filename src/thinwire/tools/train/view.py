@@ -19,16 +19,11 @@ class Result:
     """The end of a training."""
 
     name: str
-    finished: bool
-    """False if a signal stopped it."""
-    end: Mapping[str, Any]
-    """The last line of metrics.jsonl."""
-    score: Mapping[str, Any]
-    """Loss and accuracy of the last evaluation; empty if there was none."""
-    interface_bytes: int | None
-    """Bytes counted on the interface, per rank; None if they were not counted."""
-    split: Mapping[str, float]
-    """Seconds per step, by phase."""
+    finished: bool  # False if a signal stopped it
+    end: Mapping[str, Any]  # the last line of metrics.jsonl
+    score: Mapping[str, Any]  # loss and accuracy of the last evaluation, if there was one
+    interface_bytes: int | None  # per rank, if they are counted
+    split: Mapping[str, float]  # seconds per step, by phase
 
 
 class View:
