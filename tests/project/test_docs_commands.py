@@ -96,7 +96,7 @@ def check_thinwire(words: list[str]) -> None:
     if "--config" in rest:  # any file will do
         file = Path(rest[rest.index("--config") + 1])
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("{}")
+        file.write_text("{}" if file.suffix == ".json" else "")
     options = cli._parse(name, get_type_hints(command)["options"], rest)
     if name == "train":
         checks.check(options)
