@@ -7,7 +7,7 @@ Lines of metrics.jsonl, after the conditions that they were measured under (whic
                  events (what sent further bytes since the last line: warm-up, refresh of the second moments,
                  evaluation, checkpoint, resume); of the first step after a start, and every log_every steps
     evaluation   loss and accuracy on validation data
-    choice       the choice of --compressor auto for each bucket, its measurements and the reason; once
+    choice       the choice of --compressor auto, its measurements (candidates, step_seconds) and the reason; once
     end          reason: finished, stopped by a signal, or failed; a resume from this step keeps it
     step, end    reduction_after_warmup: that of the steps after the warm-up, since the start or the last resume
     end          ranks: what each rank has sent in exchanges since then (bytes_between_nodes, bytes_inside_nodes, and
