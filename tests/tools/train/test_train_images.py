@@ -332,11 +332,11 @@ def test_data_by_its_name_and_a_model_that_fits(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     for spec, name, message in (
-        ("cnn:size=8", "mnist", "model cnn does not fit mnist, which needs images of 1 x 28 x 28: use cnn:size=28"),
-        ("cnn:size=32", "cifar10", "3 x 32 x 32: use resnet18"),
-        ("cnn:size=28", "digits", "use cnn:size=8, or other data"),
-        ("resnet18", "text", "model resnet18 does not fit text, which needs a model of text: use gpt"),
-        ("gpt", "mnist", "model gpt does not fit mnist"),
+        ("cnn:size=8", "mnist", "model cnn takes 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28"),
+        ("cnn:size=32", "cifar10", "3 x 32 x 32: use model resnet18"),
+        ("cnn:size=28", "digits", "use model cnn:size=8, or other data"),
+        ("resnet18", "text", "model resnet18 takes 3 x 32 x 32, and text has bytes: use model gpt"),
+        ("gpt", "mnist", "model gpt takes bytes, and mnist has 1 x 28 x 28: use model cnn:size=28"),
         ("cnn:classes=5", "digits", "model cnn with classes=5, but digits has 10 classes"),
         ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"),
     ):

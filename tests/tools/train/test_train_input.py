@@ -50,7 +50,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"compressor": "zip"}, "compressor 'zip' in 'zip' is unknown"),
     ({"compressor": "topk:ratio=2"}, "ratio='2' in 'topk:ratio=2'"),
     ({"model": "bert"}, "model 'bert' in 'bert' is unknown"),
-    ({"model": "cnn:size=28"}, "model cnn does not fit digits"),
+    ({"model": "cnn:size=28"}, "model cnn takes 1 x 28 x 28, and digits has 1 x 8 x 8"),
     ({"log_to": ("everywhere",)}, "--log-to everywhere, expected some of"),
     ({"log_to": ("none", "auto")}, "none cannot be combined with others"),
     ({"out": Path(__file__)}, f"--out {__file__} is a file"),

@@ -166,15 +166,15 @@ def check_fit(config: ModelConfig, name: str) -> None:
     >>> check_fit(model_config("cnn:size=8"), "mnist")
     Traceback (most recent call last):
         ...
-    ValueError: model cnn does not fit mnist, which needs images of 1 x 28 x 28: use cnn:size=28, or other data
+    ValueError: model cnn takes 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or other data
     """
     if name not in FITTING:
         raise ValueError(f"data {name!r} is unknown, expected one of {', '.join(FITTING)}")
-    expected = model_config(FITTING[name]).inputs
-    if config.inputs != expected:
-        needs = f"images of {' x '.join(map(str, expected))}" if expected else "a model of text"
+    shapes = config.inputs, model_config(FITTING[name]).inputs
+    if shapes[0] != shapes[1]:
+        takes, has = (" x ".join(map(str, shape)) or "bytes" for shape in shapes)
         raise ValueError(
-            f"model {config.name} does not fit {name}, which needs {needs}: use {FITTING[name]}, or other data"
+            f"model {config.name} takes {takes}, and {name} has {has}: use model {FITTING[name]}, or other data"
         )
     classes = getattr(config, "classes", CLASSES)
     if classes < CLASSES:
