@@ -18,7 +18,6 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,17 +43,6 @@ _UNREADABLE = (
 """What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read."""
-
-    step: int
-    shared: State
-    own: list[State]
-    """States of the old ranks that this rank continues from; only its own if the world size is the same."""
-    same_world: bool
-
-
 class Checkpoints:
     """Saves and loads the checkpoints of a run. Every method is collective: all ranks call it."""
 
@@ -72,28 +60,25 @@ class Checkpoints:
         written = self._together(lambda: {name: write_file(hidden / name, state) for name, state in files.items()})
         self._together(lambda: self._publish(hidden, step, written), led=True)
 
-    def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
-        """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
+    def load(self, use: Callable[[int, State, list[State], bool], None]) -> int | None:
+        """Continue from the newest checkpoint that is intact on all ranks, and report damaged ones.
 
-        use   continues from a checkpoint. It may raise any of `_UNREADABLE` if the content is not what a run writes;
-              then the checkpoint before it is used.
+        use   continues from (step, shared, own, same_world): `own` has the states of the old ranks that this rank
+              continues from, only its own if the world size is the same. It may raise any of `_UNREADABLE` if the
+              content is not what a run writes; then the checkpoint before it is used.
 
-        Raises ValueError if there are checkpoints but none can be used.
+        Returns the step, or None if there is no checkpoint. Raises ValueError if there are some but none can be used.
         """
-        found = self._control.gather({step: self._format_of(step) for step in self._steps()})
-        if any(1 in formats.values() for formats in found):
-            raise ValueError(
-                f"the checkpoints in {self._folder} have format 1, and this version of thinwire reads format {FORMAT}: "
-                "finish the run with the version that began it, or start anew with another --out"
-            )
+        found = self._control.gather(sorted(self._steps()))
         fault = "not every rank has the same"
-        for step in sorted(set.intersection(*map(set, found)), reverse=True):
-            loaded, faults = self._attempt(step, partial(self._read, step))
+        common: set[int] = set.intersection(*map(set, found))
+        for step in sorted(common, reverse=True):
+            read, faults = self._attempt(step, partial(self._read, step))
             if not faults:
-                _, faults = self._attempt(step, partial(use, loaded))
+                _, faults = self._attempt(step, partial(use, step, *read))
             if not faults:
                 self._together(partial(self._set_aside, step), led=True)
-                return loaded  # type: ignore[no-any-return]
+                return step
             fault = faults[0]
             self._say(f"checkpoint {self._of(step).name} is damaged and not used: {fault}")
         if any(found):
@@ -150,13 +135,6 @@ class Checkpoints:
 
     # Reading.
 
-    def _format_of(self, step: int) -> object:
-        """Return the format in a manifest, or None if it cannot be read; then `_read` says why."""
-        try:
-            return json.loads((self._of(step) / _MANIFEST).read_text(encoding="utf-8"))["format"]
-        except (*_UNREADABLE, ValueError):
-            return None
-
     def _attempt(self, step: int, action: Callable[[], Any]) -> tuple[Any, list[str]]:
         """Run an action that reads a checkpoint on every rank; return the result here, and the faults of all ranks."""
         result, fault = None, None
@@ -168,26 +146,34 @@ class Checkpoints:
             fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:300]})"
         return result, [each for each in self._control.gather(fault) if each]
 
-    def _read(self, step: int) -> Loaded:
-        """Read the files of a checkpoint that this rank needs; raise DamagedError if one is missing or damaged."""
+    def _read(self, step: int) -> tuple[State, list[State], bool]:
+        """Read the files that this rank needs, for `use`; raise DamagedError if one is missing or damaged.
+
+        Raises ValueError, which ends the run on all ranks, if the format is older.
+        """
         folder = self._of(step)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            files, world_size = manifest["files"], manifest["world_size"]
-            if manifest["format"] != FORMAT or type(world_size) is not int or not isinstance(files, dict):
+            files, world_size, version = manifest["files"], manifest["world_size"], manifest["format"]
+            if version not in (1, FORMAT) or type(world_size) is not int or not isinstance(files, dict):
                 raise TypeError
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
         except FileNotFoundError:
             raise DamagedError(f"{_MANIFEST} is missing") from None
         except (*_UNREADABLE, ValueError):
             raise DamagedError(f"{_MANIFEST} cannot be read as a manifest") from None
+        if version == 1:
+            raise ValueError(
+                f"{folder} has format 1, and this version of thinwire reads format {FORMAT}: finish the run with the "
+                "version that began it, or start anew with another --out"
+            )
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
             _check_file(folder / names[-1], files.get(names[-1]))
         _check_file(folder / _SHARED, files.get(_SHARED))
         shared, *own = [_load_state(folder / name) for name in names]
-        return Loaded(step=step, shared=shared, own=own, same_world=world_size == self._place.world_size)
+        return shared, own, world_size == self._place.world_size
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
@@ -198,7 +184,7 @@ class Checkpoints:
 
     def _choose_leaders(self) -> bool:
         """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""
-        path = self._folder.parent / f".disk-{self._control.from_first(os.urandom(8).hex())}"
+        path = self._folder.parent / f".disk-{self._control.gather(os.urandom(8).hex())[0]}"
         if self._place.rank == 0:
             path.touch()
         self._control.gather(None)

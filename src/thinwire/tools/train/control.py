@@ -136,12 +136,3 @@ class Control:
         self._bytes_sent += ring(tensor.nbytes, self._size)
         dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()
-
-    def from_first(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        if dist.get_rank() == 0:
-            sends = (self._size - 1).bit_length()  # gloo broadcasts along a binomial tree
-            self._bytes_sent += sends * (_LENGTH_BYTES + len(pickle.dumps(values[0])))
-        return values[0]

@@ -17,7 +17,7 @@ from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 from thinwire.tools.files import replace_text
 from thinwire.tools.loopback import Counter
 
-from .checkpoints import Checkpoints, Loaded, write_file
+from .checkpoints import Checkpoints, State, write_file
 from .config import CONFIG_FILE, Config
 from .control import Control
 from .data import Data
@@ -89,7 +89,7 @@ class Training:
             f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {self._folder}"
         )
         if loaded is not None:
-            self._view.say(f"resuming from step {loaded.step}")
+            self._view.say(f"resuming from step {loaded}")
         self._counter = counter if loaded is None else None
         self._interface_bytes = 0 if self._counter is None else self._counter.sent_bytes()
         self._seen = SyncStats()
@@ -98,7 +98,7 @@ class Training:
         """What has sent further bytes since the last line of metrics, in order and once."""
         self._last_loss, self._not_finite = 0.0, 0
         self._choice = self._learner.sync.choice
-        self._saved = -1 if loaded is None else loaded.step
+        self._saved = -1 if loaded is None else loaded
         self._clock = time.perf_counter()
 
     def run(self, should_stop: Callable[[], bool]) -> Result:
@@ -173,17 +173,15 @@ class Training:
         self._metrics.write("end", line)
         return line
 
-    def _go_on_from(self, loaded: Loaded) -> None:
+    def _go_on_from(self, step: int, shared: State, own: list[State], same_world: bool) -> None:
         """Continue from a checkpoint; raise DamagedError if this run has not written it."""
-        counts = loaded.shared["counts"]
-        if not _fits(counts, vars(Counts())) or counts["step"] != loaded.step:
+        counts = shared["counts"]
+        if not _fits(counts, vars(Counts())) or counts["step"] != step:
             raise DamagedError("its counts are not those of its step")
-        if loaded.step > self._config.steps:
-            raise ValueError(
-                f"--steps {self._config.steps}, but the run has done {loaded.step}: give more, or another --out"
-            )
+        if step > self._config.steps:
+            raise ValueError(f"--steps {self._config.steps}, but the run has done {step}: give more, or another --out")
         try:
-            self._learner.load(loaded.shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
+            self._learner.load(shared["learner"], [state["learner"] for state in own], same_world)
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
         self._counts = Counts(**counts)

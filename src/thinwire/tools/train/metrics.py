@@ -20,7 +20,6 @@ bytes_dense, the bytes that a dense ring all-reduce would have sent.
 import importlib
 import importlib.util
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,7 @@ class Metrics:
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
         """Write a line to metrics.jsonl, with null for NaN, and its numbers to other sinks under the name kind/name."""
-        self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
+        self._lines.write({"kind": kind, **json.loads(json.dumps(line), parse_constant=lambda _: None)})
         scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
         for write, _ in self._sinks:
             write(scalars, int(line["step"]))
@@ -132,14 +131,6 @@ def _cut(path: Path, first_step: int, last_step: int) -> None:
             if isinstance(step, int) and step <= first_step and not comes_again:
                 kept.append(text)
     replace_text(path, "".join(kept))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return {name: _plain(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Rank:
             except (ValueError, OSError) as error:
                 fault = str(error)
         chosen: Path
-        chosen, fault = control.from_first((folder, fault))
+        chosen, fault = control.gather((folder, fault))[0]
         if fault is not None:
             raise ValueError(fault)
         return chosen
