@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from thinwire.tools.train.cifar import CLASSES, FOLDER, TEST, TRAIN, read_cifar
+from thinwire.tools.train.image_files import CIFAR_FOLDER, CIFAR_TEST, CIFAR_TRAIN, CLASSES, read_cifar
 
 LABELS = {"train": "train_lables.json", "test": "test_lables.json"}
 """The spelling is the package's."""
@@ -29,15 +29,17 @@ MEAN = (0.4914, 0.4822, 0.4465)
 
 def convert(package: Path, folder: Path) -> None:
     """Write the six files, each of which is records of a label and then all red, all green and all blue values."""
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    (folder / CIFAR_FOLDER).mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
         labels = {part: np.array(json.load(_open(archive, name)), dtype=np.uint8) for part, name in LABELS.items()}
-        of_files = dict(zip(TRAIN, np.split(labels["train"], len(TRAIN)), strict=True)) | {TEST: labels["test"]}
+        of_files = dict(zip(CIFAR_TRAIN, np.split(labels["train"], len(CIFAR_TRAIN)), strict=True)) | {
+            CIFAR_TEST: labels["test"]
+        }
         for name, own in of_files.items():
             with Image.open(_open(archive, f"{Path(name).stem}.png")) as image:
                 colours = np.asarray(image.convert("RGB")).transpose(0, 2, 1)
             records = np.concatenate([own[:, None], colours.reshape(len(own), -1)], axis=1)
-            (folder / FOLDER / name).write_bytes(records.tobytes())
+            (folder / CIFAR_FOLDER / name).write_bytes(records.tobytes())
 
 
 def _open(archive: tarfile.TarFile, name: str) -> IO[bytes]:
@@ -56,7 +58,7 @@ def check(folder: Path) -> str:
     mean = (parts["train"][0].double().mean(dim=(0, 2, 3)) / 255).tolist()
     if any(round(found, 4) != known for found, known in zip(mean, MEAN, strict=True)):
         raise ValueError(f"the mean of the colours is {mean}, expected {MEAN}: not CIFAR-10")
-    return f"{folder / FOLDER}: {', '.join(f'{len(labels):,} {part}' for part, (_, labels) in parts.items())}"
+    return f"{folder / CIFAR_FOLDER}: {', '.join(f'{len(labels):,} {part}' for part, (_, labels) in parts.items())}"
 
 
 if __name__ == "__main__":

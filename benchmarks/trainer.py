@@ -16,7 +16,7 @@ from thinwire.collectives.local import LocalGroup
 from thinwire.sync.buckets import Bucket, shaped
 from thinwire.testing.pool import Workers
 from thinwire.tools.train.data import evaluate_batch
-from thinwire.tools.train.schedule import schedule
+from thinwire.tools.train.learner import schedule
 
 from .gradients import Gradients, Threads, cross_entropy, precision
 from .harness import Progress, Row

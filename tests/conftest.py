@@ -16,7 +16,7 @@ from support.cases import BACKENDS
 from thinwire import kernels
 from thinwire.testing import RankPool, pool, server
 from thinwire.tools.train import FASHION_FOLDER
-from thinwire.tools.train.idx import FASHION_PACKAGE
+from thinwire.tools.train.image_files import FASHION_PACKAGE
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what runs in the background like that, and the commands under test would inherit it.

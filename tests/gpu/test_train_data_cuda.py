@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from test_no_waiting import no_waiting
 
-from thinwire.tools.train import cifar, idx
 from thinwire.tools.train.data import Data, Text
+from thinwire.tools.train.image_files import CIFAR_FILES, RECORD, mnist_files
 from thinwire.tools.train.images import CIFAR10, MNIST, Digits, FashionMNIST
 
 try:
@@ -36,11 +36,11 @@ def write_files(folder: Path) -> None:
     """Noise in the form of both MNISTs, and of CIFAR-10."""
     torch.manual_seed(0)
     for part, count in (("train", COUNT), ("t10k", TESTS)):
-        images, labels = idx.files(part)
+        images, labels = mnist_files(part)
         (folder / images).write_bytes(struct.pack(">4I", 0x803, count, 28, 28) + random_bytes(count * 784))
         (folder / labels).write_bytes(struct.pack(">2I", 0x801, count) + random_bytes(count, 10))
-    for name in (*cifar.TRAIN, cifar.TEST):
-        records = [random_bytes(1, 10) + random_bytes(cifar.RECORD - 1) for _ in range(COUNT // 5)]
+    for name in CIFAR_FILES:
+        records = [random_bytes(1, 10) + random_bytes(RECORD - 1) for _ in range(COUNT // 5)]
         (folder / name).write_bytes(b"".join(records))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from thinwire.tools.train.cifar import read_cifar
+from thinwire.tools.train.image_files import read_cifar
 
 Image = pytest.importorskip("PIL.Image")
 COUNT = 20

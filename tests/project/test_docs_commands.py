@@ -113,7 +113,7 @@ def check_options(program: str, known: Mapping[str, cli.Command], words: list[st
     if "--config" in rest:  # any file will do
         file = Path(rest[rest.index("--config") + 1])
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("{}")
+        file.write_text("{}" if file.suffix == ".json" else "")
     return name, cli._parse(f"{program} {name}", get_type_hints(command)["options"], rest)
 
 

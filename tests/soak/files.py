@@ -15,7 +15,7 @@ from soak.trainings import RUN, STEPS, temporary, whole
 from support.training_runs import assert_same_weights, newest, sign, train
 from thinwire.tools import report
 from thinwire.tools.train.checks import check
-from thinwire.tools.train.options import defaults, load_config
+from thinwire.tools.train.config import defaults, load_config
 
 DEEP = json.loads("[" * 200 + "]" * 200)
 ODD = (None, True, -1, 0, 1.5, 10**9, 10**30, -(10**30), 1e308, float("nan"), "words", "", "\u2028", [], {}, [[]], DEEP)

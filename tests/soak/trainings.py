@@ -17,8 +17,7 @@ from support.disks import small_disk
 from support.training_faults import FullDisk, InSteps, SignalInStep
 from support.training_runs import checkpoints, logged_steps, train
 from thinwire.testing import LOST
-from thinwire.tools.train.config import Config
-from thinwire.tools.train.options import defaults
+from thinwire.tools.train.config import Config, defaults
 
 STEPS, RUN = 20, Path("run")
 FEW = runs.changed(runs.SMALL, out=RUN, steps=STEPS, keep=3)

@@ -9,7 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from torch import Tensor
 from support.signals import signal_me
 from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import Fault, inject
-from thinwire.tools.train import loop
+from thinwire.tools.train import loop, rank
 from thinwire.tools.train.images import Digits
 from thinwire.tools.train.learner import Learner
-from thinwire.tools.train.rank import Rank
 
 Patch = Callable[[Any, str, Any], object]
 
@@ -221,19 +220,17 @@ class Hold:
     steps: Collection[int]
 
     def install(self, patch: Patch) -> None:
-        stop, factor, stopped = Rank._stop, loop.schedule, False
+        listen, factor, came = rank.on_signals, loop.schedule, list[int]()
 
-        def note(rank: Rank) -> None:
-            nonlocal stopped
-            stopped = True
-            stop(rank)
+        def note(handle: Callable[[int], None]) -> AbstractContextManager[None]:
+            return listen(lambda number: (came.append(number), handle(number))[1])
 
         def wait(step: int, steps: int) -> float:
             deadline = time.monotonic() + 200
-            while step + 1 in self.steps and not (stopped or Path(f"go-{step + 1}").exists()):
+            while step + 1 in self.steps and not (came or Path(f"go-{step + 1}").exists()):
                 assert time.monotonic() < deadline, f"nobody said go to step {step + 1}"
                 time.sleep(0.01)
             return factor(step, steps)
 
-        patch(Rank, "_stop", note)
+        patch(rank, "on_signals", note)
         patch(loop, "schedule", wait)

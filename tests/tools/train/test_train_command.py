@@ -35,8 +35,9 @@ from thinwire.collectives.cost import ring
 from thinwire.compressors import format_spec
 from thinwire.sync.policy import default_compressor
 from thinwire.testing import RankPool
+from thinwire.tools import cli
 from thinwire.tools.train.command import Options
-from thinwire.tools.train.config import FILE_ONLY
+from thinwire.tools.train.config import FILE_ONLY, RECIPES
 from thinwire.tools.train.models import model_config
 from thinwire.tools.train.view import PHASES
 
@@ -59,52 +60,53 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(cwd, cwd / "runs" / "digits-cnn", done)
 
 
-@pytest.fixture(scope="module", params=["topk", "dense"])
-def folder(ran: Ran, request: pytest.FixtureRequest) -> Path:
-    return ran.folder / "dense" if request.param == "dense" else ran.folder
+def test_the_folder_holds_the_run(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        common = {"checkpoints", "config.json", "metrics.jsonl", "weights.pt", *(["tensorboard"] * HAS_TENSORBOARD)}
+        own = {"dense", "report.html"} if folder == ran.folder else set()
+        assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == common | own
+        assert checkpoints(folder) == [25, 30]
+        left = [
+            path for path in folder.rglob("*") if "partial" in path.name or "new" in path.name or "disk" in path.name
+        ]
+        assert not left, "nothing that was only needed on the way"
 
 
-def test_the_folder_holds_the_run(ran: Ran, folder: Path) -> None:
-    common = {"checkpoints", "config.json", "metrics.jsonl", "weights.pt", *(["tensorboard"] * HAS_TENSORBOARD)}
-    own = {"dense", "report.html"} if folder == ran.folder else set()
-    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == common | own
-    assert checkpoints(folder) == [25, 30]
-    left = [path for path in folder.rglob("*") if "partial" in path.name or "new" in path.name or "disk" in path.name]
-    assert not left, "nothing that was only needed on the way"
+def test_the_config_has_every_option_resolved(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        out = folder.relative_to(ran.cwd)
+        dense = {"compressor": "none", "compare_dense": False} if folder != ran.folder else {}
+        expected = changed(CONFIG, out=out, **dense).record()
+        assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(expected))
 
 
-def test_the_config_has_every_option_resolved(ran: Ran, folder: Path) -> None:
-    out = folder.relative_to(ran.cwd)
-    dense = {"compressor": "none", "compare_dense": False} if folder != ran.folder else {}
-    expected = changed(CONFIG, out=out, **dense).record()
-    assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(expected))
+def test_metrics_are_lines_of_known_kinds_in_order(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        kinds = [line["kind"] for line in lines(folder)]
+        assert kinds[0] == "conditions"
+        assert kinds[-1] == "end"
+        assert kinds.count("evaluation") == 3
+        assert kinds.count("step") == len(kinds) - 5
+        assert logged_steps(folder) == list(range(1, 31))
+        assert [line["step"] for line in lines(folder, "evaluation")] == [10, 20, 30]
+        assert lines(folder, "end")[0]["reason"] == "finished"
+        conditions = lines(folder)[0]
+        assert (conditions["world_size"], conditions["parameters"], conditions["first_step"]) == (2, PARAMETERS, 0)
+        assert conditions["config"] == json.loads((folder / "config.json").read_text())
+        assert all(json.dumps(line, allow_nan=False) for line in lines(folder))
 
 
-def test_metrics_are_lines_of_known_kinds_in_order(folder: Path) -> None:
-    kinds = [line["kind"] for line in lines(folder)]
-    assert kinds[0] == "conditions"
-    assert kinds[-1] == "end"
-    assert kinds.count("evaluation") == 3
-    assert kinds.count("step") == len(kinds) - 5
-    assert logged_steps(folder) == list(range(1, 31))
-    assert [line["step"] for line in lines(folder, "evaluation")] == [10, 20, 30]
-    assert lines(folder, "end")[0]["reason"] == "finished"
-    conditions = lines(folder)[0]
-    assert (conditions["world_size"], conditions["parameters"], conditions["first_step"]) == (2, PARAMETERS, 0)
-    assert conditions["config"] == json.loads((folder / "config.json").read_text())
-    assert all(json.dumps(line, allow_nan=False) for line in lines(folder))
-
-
-def test_metrics_say_what_sent_further_bytes(ran: Ran, folder: Path) -> None:
+def test_metrics_say_what_sent_further_bytes(ran: Ran) -> None:
     """Those of a checkpoint and an evaluation are counted with the step after it."""
-    expected: dict[int, list[str]] = {step: [] for step in range(1, 31)}
-    if folder == ran.folder:
-        expected |= {step: ["warm-up"] for step in range(1, 6)}
-    for step in (6, 11, 16, 21, 26):
-        expected[step] += ["evaluation"] * (step in (11, 21)) + ["checkpoint"]
-    if folder == ran.folder:
-        expected[16].append("refresh")
-    assert {line["step"]: line["events"] for line in lines(folder, "step")} == expected
+    for folder in (ran.folder, ran.folder / "dense"):
+        expected: dict[int, list[str]] = {step: [] for step in range(1, 31)}
+        if folder == ran.folder:
+            expected |= {step: ["warm-up"] for step in range(1, 6)}
+        for step in (6, 11, 16, 21, 26):
+            expected[step] += ["evaluation"] * (step in (11, 21)) + ["checkpoint"]
+        if folder == ran.folder:
+            expected[16].append("refresh")
+        assert {line["step"]: line["events"] for line in lines(folder, "step")} == expected
 
 
 def test_the_first_step_is_logged(ranks: RankPool, tmp_path: Path) -> None:
@@ -118,53 +120,61 @@ def test_the_first_step_is_logged(ranks: RankPool, tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "run", "end")] == [18]
 
 
-def test_times_of_a_step_add_up(folder: Path) -> None:
+def test_times_of_a_step_add_up(ran: Ran) -> None:
     """What is waited for is never more than the step; the phases add up to it, and the speed is computed from it."""
-    steps, before = lines(folder, "step"), 0.0
-    for line in steps:
-        assert set(line["split"]) == set(PHASES)
-        assert all(part >= 0 for part in line["split"].values())
-        whole = sum(line["split"].values())
-        assert 0 < whole <= line["seconds"] - before
-        assert line["samples_per_second"] * whole == pytest.approx(2 * CONFIG.batch)
-        before = line["seconds"]
-    assert lines(folder, "end")[0]["seconds"] >= before
+    for folder in (ran.folder, ran.folder / "dense"):
+        steps, before = lines(folder, "step"), 0.0
+        for line in steps:
+            assert set(line["split"]) == set(PHASES)
+            assert all(part >= 0 for part in line["split"].values())
+            whole = sum(line["split"].values())
+            assert 0 < whole <= line["seconds"] - before
+            assert line["samples_per_second"] * whole == pytest.approx(2 * CONFIG.batch)
+            before = line["seconds"]
+        assert lines(folder, "end")[0]["seconds"] >= before
 
 
-def test_bytes_are_counted(ran: Ran, folder: Path) -> None:
-    steps = lines(folder, "step")
-    dense = ring(4 * PARAMETERS, 2)
-    assert [line["bytes_dense"] for line in steps] == [step * dense for step in range(1, 31)]
-    sent = [line["bytes_sent"] for line in steps]
-    each = [after - before for before, after in zip([0, *sent], sent, strict=False)]
-    assert ["reduction_after_warmup" in line for line in steps] == [
-        step > (folder == ran.folder) * 5 for step in range(1, 31)
-    ]
-    pulse = ring(16, 2)
-    if folder != ran.folder:
-        assert sorted(each)[15] == dense + pulse
-        assert all(0 <= part - dense - pulse < 0.02 * dense for part in each), "and a little to agree, and to evaluate"
-    else:
-        assert all(pulse < part < dense for part in each)
-        later = lines(folder, "end")[0]["reduction_after_warmup"]
-        assert later == pytest.approx(25 * dense / sum(part - pulse for part in each[5:]), rel=0.05)
-        assert max(each[12:]) < min(each[:5]) < dense / 2, "few bytes after the warm-up of 5 steps, a quarter before"
+def test_bytes_are_counted(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        steps = lines(folder, "step")
+        dense = ring(4 * PARAMETERS, 2)
+        assert [line["bytes_dense"] for line in steps] == [step * dense for step in range(1, 31)]
+        sent = [line["bytes_sent"] for line in steps]
+        each = [after - before for before, after in zip([0, *sent], sent, strict=False)]
+        assert ["reduction_after_warmup" in line for line in steps] == [
+            step > (folder == ran.folder) * 5 for step in range(1, 31)
+        ]
+        pulse = ring(16, 2)
+        if folder != ran.folder:
+            assert sorted(each)[15] == dense + pulse
+            assert all(0 <= part - dense - pulse < 0.02 * dense for part in each), (
+                "and a little to agree, and to evaluate"
+            )
+        else:
+            assert all(pulse < part < dense for part in each)
+            later = lines(folder, "end")[0]["reduction_after_warmup"]
+            assert later == pytest.approx(25 * dense / sum(part - pulse for part in each[5:]), rel=0.05)
+            assert max(each[12:]) < min(each[:5]) < dense / 2, (
+                "few bytes after the warm-up of 5 steps, a quarter before"
+            )
 
 
-def test_it_learns(folder: Path) -> None:
-    losses = [line["loss"] for line in lines(folder, "step")]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    evaluations = lines(folder, "evaluation")
-    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
-    assert 0 < evaluations[-1]["accuracy"] <= 1
-    assert all(line["skipped"] == 0 for line in lines(folder, "step"))
+def test_it_learns(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        losses = [line["loss"] for line in lines(folder, "step")]
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+        evaluations = lines(folder, "evaluation")
+        assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+        assert 0 < evaluations[-1]["accuracy"] <= 1
+        assert all(line["skipped"] == 0 for line in lines(folder, "step"))
 
 
-def test_the_weights_are_those_of_the_model(folder: Path) -> None:
-    model = model_config(CONFIG.model).build(0)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(weights(folder))
-    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+def test_the_weights_are_those_of_the_model(ran: Ran) -> None:
+    for folder in (ran.folder, ran.folder / "dense"):
+        model = model_config(CONFIG.model).build(0)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(weights(folder))
+        assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_the_dense_reference_began_with_the_same_weights_and_data(ran: Ran) -> None:
@@ -250,43 +260,43 @@ def test_a_terminal_has_a_bar_that_lives(ran: Ran) -> None:
 # Options.
 
 
-def test_there_are_few_options_and_each_has_help(tmp_path: Path) -> None:
+def show_help(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *given, "--help"])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_there_are_few_options_and_each_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     """As a user sees them; what has its place in a file alone is not among them."""
     names = [field.name for field in dataclasses.fields(Options) if field.name not in FILE_ONLY]
     assert len(names) <= 25
-    done = run(tmp_path, "--help")
-    assert (done.code, done.err) == (0, "")
-    assert len(re.findall(r"^│ --[a-z]", done.out, re.MULTILINE)) == len(names)
-    shown = [line.strip("│ ") for line in done.out.splitlines()]
+    out = show_help(capsys)
+    assert len(re.findall(r"^(?:│ |  )--[a-z]", out, re.MULTILINE)) == len(names)
+    shown = [line.strip("│ ") for line in out.splitlines()]
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         at = next(n for n, line in enumerate(shown) if line.startswith(flag))
         text = " ".join(shown[at : at + 3]).removeprefix(flag)
         assert len(re.findall(r"[a-z]{2,}", text)) > 2, f"{flag} has no help"
-    assert not list(tmp_path.glob("[!.]*")), "help makes no folder"
 
 
-@pytest.mark.parametrize("given", [["--recipe", "text-gpt"], ["--recipe=text-gpt"]])
-def test_help_shows_the_defaults_of_the_recipe(tmp_path: Path, given: list[str]) -> None:
-    done = run(tmp_path, *given, "--help")
-    assert done.code == 0
-    text = "".join(done.out.replace("│", " ").split())  # lines are broken at commas too
-    for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "600", "text"):
-        assert f"(default:{default})" in text, default
+def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--recipe", "text-gpt"], ["--recipe=text-gpt"]):
+        text = "".join(show_help(capsys, *given).replace("│", " ").split())  # lines are broken at commas too
+        for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "600", "text"):
+            assert f"(default:{default})" in text, default
 
 
 # Recipes.
 
 
-def test_the_fashion_recipe_trains_on_the_real_images(fashion_package: Path, tmp_path: Path) -> None:
+def test_the_fashion_recipe_trains_on_the_real_images(fashion_package: Path, ranks: RankPool, tmp_path: Path) -> None:
     """A few steps of a small model: that the package's files reach the ranks, and that it learns."""
-    done = run(
-        tmp_path, "--recipe", "fashion-cnn", "--model", "cnn:width=4,size=28", "--steps", "40", "--warmup-steps", "5",
-        "--lr", "0.01", "--log-to", "none", "--device", "cpu",
+    config = changed(
+        RECIPES["fashion-cnn"], model="cnn:width=4,size=28", steps=40, warmup_steps=5, lr=0.01, log_to=("none",),
+        device="cpu",
     )  # fmt: skip
-    assert done.code == 0, done.err
-    folder = tmp_path / "runs" / "fashion-cnn"
-    assert lines(folder, "step")[-1]["step"] == 40
-    (evaluation,) = lines(folder, "evaluation")
+    assert train(ranks, 2, config, tmp_path).finished
+    (evaluation,) = lines(tmp_path / "runs" / "fashion-cnn", "evaluation")
     assert evaluation["accuracy"] > 0.4
-    assert json.loads((folder / "config.json").read_text())["data"] == "fashion-mnist"

@@ -1,10 +1,15 @@
-"""The data: the same for everyone, and never the validation's."""
+"""Data: samples and draws depend on seed and position alone, and training never sees those of the validation."""
+
+import gzip
+import lzma
+from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 import torch
 
-from thinwire.tools.train.data import Batch, Data, Text, sources
-from thinwire.tools.train.images import Digits
+from thinwire.tools.train.data import Batch, Data, Text, below, file_parts, normal, numbers, order, sources
+from thinwire.tools.train.images import Digits, load_data
 
 
 @pytest.fixture(scope="module", params=["text", "digits", "noisy digits"])
@@ -103,11 +108,123 @@ def test_the_text_is_python() -> None:
 
 def test_digits_are_small_numbers() -> None:
     inputs, targets = Digits().batch(0, 100, seed=0)
-    assert inputs.shape == (100, *Digits.inputs) == (100, 1, 8, 8)
+    assert inputs.shape == (100, 1, 8, 8)
     assert (float(inputs.min()), float(inputs.max())) == (0.0, 1.0)
-    assert set(targets.tolist()) == set(range(Digits.classes))
+    assert set(targets.tolist()) == set(range(10))
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="context 1000000000, but there are only"):
-        Text(1_000_000_000)
+# A file as a text ----------------------------------------------------------------------------------------------------
+
+TEXT = bytes(range(256)) * 100
+
+
+def test_a_file_is_a_text(tmp_path: Path) -> None:
+    for suffix, pack in ((".txt", bytes), (".xz", lzma.compress), (".gz", gzip.compress)):
+        path = tmp_path / f"text{suffix}"
+        path.write_bytes(pack(TEXT))
+        train, validation = file_parts(path)
+        assert train + validation == TEXT, suffix
+        assert len(validation) == len(TEXT) // 20
+        inputs, targets = load_data("text", path, 16).batch(0, 4, seed=0)
+        assert torch.equal((inputs + 1) % 256, targets), "each byte is one more than the last"
+    assert load_data("text", tmp_path, 16).length == Text(16).length, "a folder leaves the text as it is"
+
+
+def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    for name in ("damaged.xz", "damaged.gz"):
+        (tmp_path / name).write_bytes(b"no archive")
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            file_parts(tmp_path / name)
+    (tmp_path / "short.txt").write_bytes(TEXT[:100])
+    for context, file, length in ((16, tmp_path / "short.txt", "5"), (1_000_000_000, None, ".*")):
+        with pytest.raises(ValueError, match=f"context {context}, but there are only {length} bytes of text"):
+            Text(context, file=file)
+
+
+# Draws ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    epochs = order(3, 50, 0, 250).split(50)
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(50))
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 5
+    assert not torch.equal(order(4, 50, 0, 50), epochs[0])
+
+
+def test_pieces_of_the_stream_fit_together() -> None:
+    for length, sizes in ((1, (5, 8)), (7, (30, 2, 100)), (64, (1,)), (64, (5, 8))):
+        whole, start = order(0, length, 0, 400), 0
+        while start < 300:
+            for size in sizes:
+                assert torch.equal(order(0, length, start, size), whole[start : start + size]), (length, start, size)
+                start += size
+
+
+def test_the_place_is_all_there_is() -> None:
+    """Nobody has drawn what stands before, and other streams were drawn in between."""
+    far = order(5, 1000, 123_456_789, 1500)
+    for seed in range(4):
+        order(seed, 1000, 0, 1)
+    assert torch.equal(order(5, 1000, 123_456_789, 1500), far)
+
+
+def test_what_is_kept_cannot_be_changed() -> None:
+    first = order(6, 10, 0, 10)
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(order(6, 10, 0, 10), kept)
+
+
+def test_numbers_depend_on_seed_end_and_place() -> None:
+    places = torch.arange(100, 110)
+    drawn = numbers(1, "noise", places, 4)
+    assert torch.equal(torch.cat([numbers(1, "noise", part, 4) for part in places.split(3)]), drawn)
+    assert torch.equal(numbers(1, "noise", places.flip(0), 6)[:, :4].flip(0), drawn)
+    assert len(set(drawn.flatten().tolist())) == 40
+    for other in (numbers(2, "noise", places, 4), numbers(1, "shift", places, 4), numbers(1, "noise", places + 10, 4)):
+        assert not (other == drawn).any()
+
+
+def test_numbers_are_those_of_splitmix64() -> None:
+    """In whole numbers without a limit, as the paper has them."""
+    whole, golden = 1 << 64, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % whole
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % whole
+        return z ^ z >> 31
+
+    places = [0, 1, 5, 10**9, 2**40 + 3, 2**62]
+    for seed in (0, 7, 2**64):
+        key = int.from_bytes(blake2b(f"noise/{seed}".encode(), digest_size=8).digest(), "big")
+        rows = [mix(key ^ place * golden % whole) for place in places]
+        expected = [[mix((row + column * golden) % whole) >> 32 for column in range(1, 6)] for row in rows]
+        assert numbers(seed, "noise", torch.tensor(places), 5).tolist() == expected
+
+
+def test_drawing_leaves_the_places_alone() -> None:
+    places = torch.arange(10)
+    numbers(0, "noise", places, 3)
+    assert torch.equal(places, torch.arange(10))
+
+
+def test_numbers_are_spread_evenly() -> None:
+    places = torch.arange(20_000)
+    counts = below(9, 0, "shift", places, 2).flatten().bincount(minlength=9)
+    assert len(counts) == 9
+    assert (counts / 40_000 - 1 / 9).abs().max() < 0.01
+    drawn = normal(0, "noise", places, 8)
+    assert drawn.dtype == torch.float32
+    assert drawn.mean().item() == pytest.approx(0, abs=0.01)
+    assert drawn.std().item() == pytest.approx(1, abs=0.01)
+    assert (drawn.abs() < 1).float().mean().item() == pytest.approx(0.6827, abs=0.01)
+    for one, other in ((drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])):
+        assert (one * other).mean().item() == pytest.approx(
+            0, abs=0.02
+        )  # neighbours have nothing to do with each other
+
+
+def test_any_whole_number_is_a_seed() -> None:
+    seeds = [0, -1, 2**32, 2**64, 2**64 - 1, 10**30]
+    assert len({tuple(order(seed, 100, 0, 100).tolist()) for seed in seeds}) == len(seeds)

@@ -32,8 +32,8 @@ from support.training_runs import (
 )
 from thinwire.testing import Kill, RankPool
 from thinwire.testing.pool import HOST, loopback_store
-from thinwire.tools.train.fresh_store import join_start, name_start
-from thinwire.tools.train.options import defaults
+from thinwire.tools.train.config import defaults
+from thinwire.tools.train.control import join_start, name_start
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, resume="auto", steps=20, keep=100)
@@ -91,13 +91,12 @@ def test_each_start_of_the_ranks_has_keys_of_its_own() -> None:
     assert len({*names}) == 3
 
 
-@pytest.mark.parametrize("begun_before", [False, True])
-def test_a_rank_that_does_not_come_is_named(begun_before: bool) -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
     store: Any = HashStore()
-    if begun_before:
+    for _ in range(2):  # also where an earlier start left its name
+        with pytest.raises(RuntimeError, match=r"rank 0 has not come within 0\.1 s; .*DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            join_start(store, 1, 0.1)
         name_start(store, 1, LIMIT)
-    with pytest.raises(RuntimeError, match=r"rank 0 has not come within 0\.1 s; .*DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        join_start(store, 1, 0.1)
     with pytest.raises(RuntimeError, match=r"rank 1 has not come within 0\.1 s"):
         name_start(store, 2, 0.1)
 

@@ -34,9 +34,8 @@ from support.training_runs import (
     train_rank,
 )
 from thinwire.testing import LOST, Kill, RaiseError, RankPool
-from thinwire.tools.train.config import Config
-from thinwire.tools.train.folder import locked
-from thinwire.tools.train.options import defaults
+from thinwire.tools.train.config import Config, defaults
+from thinwire.tools.train.rank import locked
 
 RUN = Path("run")
 LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)
@@ -159,7 +158,7 @@ def test_signals_end_a_run_with_a_checkpoint(ranks: RankPool, tmp_path: Path) ->
     assert_as_if_nothing_was(ranks, 2, config, tmp_path)
 
 
-@pytest.mark.parametrize(("number", "whom"), [(signal.SIGTERM, "parent"), (signal.SIGINT, "all")])
+@pytest.mark.parametrize(("number", "whom"), [slow(signal.SIGTERM, "parent"), (signal.SIGINT, "all")])
 def test_a_signal_while_workers_start_just_ends(number: signal.Signals, whom: str, tmp_path: Path) -> None:
     """Nothing has happened yet, and nothing is shown: no error, and no traceback of a process that was loading."""
     with Job(tmp_path, *arguments(LONG)) as job:
@@ -218,9 +217,8 @@ def test_a_loss_that_was_never_finite_leaves_no_checkpoint(ranks: RankPool, tmp_
     assert not (tmp_path / RUN / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("compressor", [SMALL.compressor, slow("none")])
-def test_a_loss_that_is_never_finite_again_ends_the_run(compressor: str, ranks: RankPool, tmp_path: Path) -> None:
-    config = changed(SMALL, out=RUN, compressor=compressor, steps=60)
+def test_a_loss_that_is_never_finite_again_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    config = changed(SMALL, out=RUN, steps=60)
     ended = train(ranks, 2, config, tmp_path, NanBatches(2, range(13, 99)))
     assert ended.error == (
         "the loss has not been finite for 20 steps, up to step 32: try a lower --lr than 0.001; "
@@ -233,7 +231,7 @@ def test_a_loss_that_is_never_finite_again_ends_the_run(compressor: str, ranks: 
     assert_as_if_nothing_was(ranks, 2, config, tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("sgd")])
 def test_gradients_too_large_to_be_squared_end_the_run(optimizer: str, ranks: RankPool, tmp_path: Path) -> None:
     """On one rank of two: 20 such steps are skipped and counted, one more is an error."""
     config = changed(SMALL, out=RUN, optimizer=optimizer, warmup_steps=50, steps=60)
@@ -252,13 +250,13 @@ def test_gradients_too_large_to_be_squared_end_the_run(optimizer: str, ranks: Ra
 # Two at once.
 
 
-@pytest.mark.parametrize("resume", ["no", "auto"])
-def test_a_folder_in_use_is_refused(resume: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """And what is in it stays as it is."""
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / "config.json").write_text("of the other training")
     with locked(tmp_path / RUN):
-        ended = train(ranks, 2, changed(LONG, resume=resume), tmp_path)
-    assert ended.error == "run is in use by another training: wait for its end, or give another --out"
+        for resume in ("no", "auto"):
+            ended = train(ranks, 2, changed(LONG, resume=resume), tmp_path)
+            assert ended.error == "run is in use by another training: wait for its end, or give another --out"
     assert {path.name for path in (tmp_path / RUN).iterdir()} == {".lock", "config.json"}
     assert (tmp_path / RUN / "config.json").read_text() == "of the other training"

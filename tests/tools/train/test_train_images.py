@@ -1,5 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from files: what is in them comes out, and files that are anything else are refused
-by name."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from files: what is in them comes out, and other files are refused by name."""
 
 import gzip
 import io
@@ -15,11 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.tools.train import FASHION_FOLDER
-from thinwire.tools.train.cifar import ARCHIVE, FOLDER, LARGEST, RECORD, TEST, TRAIN
 from thinwire.tools.train.data import Data
-from thinwire.tools.train.idx import files
-from thinwire.tools.train.images import CIFAR10, MNIST, FashionMNIST, check_fit, load_data
-from thinwire.tools.train.images import IMAGES as IMAGE_SETS
+from thinwire.tools.train.image_files import (
+    CIFAR_ARCHIVE,
+    CIFAR_FILES,
+    CIFAR_FOLDER,
+    CIFAR_NBYTES,
+    CIFAR_TEST,
+    CIFAR_TRAIN,
+    MNIST_FILES,
+    RECORD,
+    mnist_files,
+)
+from thinwire.tools.train.images import CIFAR10, FITTING, MNIST, FashionMNIST, check_fit, load_data
 from thinwire.tools.train.models import model_config
 
 COUNT, TESTS = 40, 12
@@ -38,10 +45,10 @@ def idx(magic: int, *sizes: int, body: bytes) -> bytes:
     return struct.pack(f">{1 + len(sizes)}I", magic, *sizes) + body
 
 
-def mnist_files() -> dict[str, bytes]:
+def idx_files() -> dict[str, bytes]:
     made = {}
     for seed, (part, count) in enumerate((("train", COUNT), ("t10k", TESTS))):
-        images, labels = files(part)
+        images, labels = mnist_files(part)
         made[images] = idx(0x803, count, 28, 28, body=random_bytes(count * 784, seed))
         made[labels] = idx(0x801, count, body=bytes(number % 10 for number in range(count)))
     return made
@@ -60,22 +67,16 @@ def epoch_of(data: Data) -> list[tuple[int, Tensor]]:
     return list(zip(batch.targets.tolist(), batch.inputs, strict=True))
 
 
-MOMENTS: dict[type[MNIST] | type[FashionMNIST], tuple[float, float]] = {
-    MNIST: (0.1307, 0.3081),
-    FashionMNIST: (0.2860, 0.3530),
-}
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("kind", MOMENTS)
+@pytest.mark.parametrize(
+    ("kind", "mean", "std", "zipped"), [(MNIST, 0.1307, 0.3081, True), (FashionMNIST, 0.2860, 0.3530, False)]
+)
 def test_images_are_what_is_in_their_files(
-    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], zipped: bool
+    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], mean: float, std: float, zipped: bool
 ) -> None:
-    mean, std = MOMENTS[kind]
-    made = mnist_files()
+    made = idx_files()
     data = kind(put(tmp_path, made, zipped))
     assert data.length == COUNT
-    pixels = torch.frombuffer(bytearray(made[files("train")[0]][16:]), dtype=torch.uint8).view(COUNT, 1, 28, 28)
+    pixels = torch.frombuffer(bytearray(made[mnist_files("train")[0]][16:]), dtype=torch.uint8).view(COUNT, 1, 28, 28)
     seen = []
     for label, image in epoch_of(data):
         back = (image * std + mean) * 255
@@ -86,86 +87,77 @@ def test_images_are_what_is_in_their_files(
     inputs, targets = (torch.cat(parts) for parts in zip(*data.validation(5), strict=True))
     assert targets.tolist() == [number % 10 for number in range(TESTS)]
     assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
-    assert inputs.shape == (TESTS, *kind.inputs)
-    tests = torch.frombuffer(bytearray(made[files("t10k")[0]][16:]), dtype=torch.uint8).view(TESTS, 1, 28, 28)
+    tests = torch.frombuffer(bytearray(made[mnist_files("t10k")[0]][16:]), dtype=torch.uint8).view(TESTS, 1, 28, 28)
     assert torch.allclose((inputs * std + mean) * 255, tests.float(), atol=1e-2)
 
 
-IMAGES, LABELS = files("train")
+IMAGES, LABELS = mnist_files("train")
 BAD_IDX: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "labels for images": (IMAGES, lambda _: mnist_files()[LABELS], "magic 0x00000801, expected 0x00000803"),
-    "images for labels": (LABELS, lambda _: mnist_files()[IMAGES], "magic 0x00000803, expected 0x00000801"),
+    "labels for images": (IMAGES, lambda _: idx_files()[LABELS], "header 0000080100000028"),
+    "images for labels": (LABELS, lambda _: idx_files()[IMAGES], "header 0000080300000028"),
     "other pixels": (
         IMAGES,
         lambda _: idx(0x803, 1, 32, 28, body=bytes(32 * 28)),
-        "samples of 32 x 28 pixels, expected 28 x 28 pixels",
+        "000000200000001c, expected one of 3",
     ),
     "cut off": (IMAGES, lambda good: good[:-1], "31,359 bytes after the header, expected 31,360 for 40 samples"),
-    "a byte too many": (IMAGES, lambda good: good + b"\0", "more bytes after the header, expected 31,360"),
-    "a label too many": (LABELS, lambda good: good + b"\0", "more bytes after the header, expected 40 for 40"),
-    "no header": (IMAGES, lambda _: b"\0\0\x08", "3 bytes, expected a header of 16"),
-    "empty": (LABELS, lambda _: b"", "0 bytes, expected a header of 8"),
-    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "0 samples, expected 1 to 1,000,000"),
-    "too many samples": (
-        IMAGES,
-        lambda _: idx(0x803, 2**32 - 1, 28, 28, body=b""),
-        "4,294,967,295 samples, expected 1 to 1,000,000",
-    ),
+    "a byte too many": (IMAGES, lambda good: good + b"\0", "31,361 bytes after the header, expected 31,360"),
+    "no header": (IMAGES, lambda _: b"\0\0\x08", "header 000008, expected"),
+    "empty": (LABELS, lambda _: b"", "header , expected"),
+    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "expected 0 for 0 samples, at least 1"),
+    "too many samples": (LABELS, lambda _: idx(0x801, 2_000_000, body=bytes(2_000_000)), "more than 1,000,008 bytes"),
     "other counts": (LABELS, lambda _: idx(0x801, 39, body=bytes(39)), "39 labels, expected 40, the images in train-"),
     "a label of 10": (LABELS, lambda good: good[:-1] + b"\x0a", "label 10, expected 0 to 9"),
 }
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("kind", MOMENTS)
-@pytest.mark.parametrize("what", BAD_IDX)
-def test_a_bad_idx_file_is_named(
-    tmp_path: Path, what: str, kind: type[MNIST] | type[FashionMNIST], zipped: bool
-) -> None:
-    name, spoil, message = BAD_IDX[what]
-    made = mnist_files()
-    folder = put(tmp_path, {**made, name: spoil(made[name])}, zipped)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        kind(folder)
-    assert str(caught.value).startswith(str(tmp_path / name))
+def test_a_bad_idx_file_is_named(tmp_path: Path) -> None:
+    for number, (what, (name, spoil, message)) in enumerate(BAD_IDX.items()):
+        made, zipped = idx_files(), number % 2 == 1
+        folder = put(tmp_path / what, {**made, name: spoil(made[name])}, zipped)
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            (MNIST if number % 3 else FashionMNIST)(folder)
+        assert str(caught.value).startswith(str(folder / name)), what
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda zipped: zipped[:-9], lambda zipped: b"PK" + zipped[2:], lambda zipped: zipped[:40] + b"?" + zipped[41:]],
-    ids=["cut off", "not gzip", "changed"],
-)
-def test_a_bad_gzip_file_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
-    path = put(tmp_path, mnist_files(), zipped=True) / f"{IMAGES}.gz"
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path}: .*expected a whole gzip file"):
-        MNIST(tmp_path)
+def test_a_bad_gzip_file_is_named(tmp_path: Path) -> None:
+    path = put(tmp_path, idx_files(), zipped=True) / f"{IMAGES}.gz"
+    good = path.read_bytes()
+    for bad in (good[:-9], b"PK" + good[2:], good[:40] + b"?" + good[41:], good[:-8] + bytes(8)):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=f"{path}: .*expected a whole gzip file"):
+            MNIST(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*files("train"), *files("t10k")])
-def test_a_folder_with_some_of_fashion_names_what_it_lacks(tmp_path: Path, name: str) -> None:
-    (put(tmp_path, mnist_files()) / name).unlink()
-    with pytest.raises(ValueError, match=f"^{tmp_path} has no {name}") as caught:
-        FashionMNIST(tmp_path)
-    assert f"apt-get install dataset-fashion-mnist puts it into {FASHION_FOLDER}, or put" in str(caught.value)
+def test_a_folder_without_a_file_says_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_bytes(b"")
+    lacking = [put(tmp_path / name, {k: v for k, v in idx_files().items() if k != name}) for name in MNIST_FILES]
+    for folder in (tmp_path / "nowhere", tmp_path / "a file", tmp_path, *lacking):
+        first = folder.name if folder in lacking else IMAGES
+        with pytest.raises(
+            ValueError, match=rf"^{folder} has no {first}\[\.gz\] of MNIST; .*{MNIST_FILES[3]} there.*--download$"
+        ):
+            load_data("mnist", folder)
+        with pytest.raises(ValueError, match=f"^{folder} has no {first}.* of Fashion-MNIST") as caught:
+            load_data("fashion-mnist", folder)
+        assert f"apt-get install dataset-fashion-mnist puts them into {FASHION_FOLDER}: name " in str(caught.value)
+        assert "--download" not in str(caught.value)
+        if folder not in lacking:
+            with pytest.raises(ValueError, match=f"^{folder} has no {CIFAR_ARCHIVE}; .*{CIFAR_TEST}; .*--download$"):
+                load_data("cifar10", folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "first", "given", "expected"),
-    [
+def test_files_of_the_other_set_are_refused(tmp_path: Path) -> None:
+    """Their names are the same."""
+    for kind, first, given, expected in (
         (FashionMNIST, "50419213143536172869", "MNIST", "Fashion-MNIST"),
         (MNIST, "90030272550955791064", "Fashion-MNIST", "MNIST"),
-    ],
-)
-def test_files_of_the_other_set_are_refused(
-    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], first: str, given: str, expected: str
-) -> None:
-    """Their names are the same."""
-    labels = bytes(map(int, first)) + bytes(COUNT - 20)
-    folder = put(tmp_path, {**mnist_files(), LABELS: idx(0x801, COUNT, body=labels)})
-    message = f"{folder / LABELS}: the labels of {given}, expected those of {expected}, .* by --data-dir$"
-    with pytest.raises(ValueError, match=message):
-        kind(folder)
+    ):
+        labels = bytes(map(int, first)) + bytes(COUNT - 20)
+        folder = put(tmp_path, {**idx_files(), LABELS: idx(0x801, COUNT, body=labels)})
+        message = f"{folder / LABELS}: the labels of {given}, expected those of {expected}, .* by --data-dir$"
+        with pytest.raises(ValueError, match=message):
+            kind(folder)
 
 
 def test_the_real_fashion(fashion_package: Path) -> None:
@@ -177,8 +169,6 @@ def test_the_real_fashion(fashion_package: Path) -> None:
     assert inputs.std().item() == pytest.approx(1, abs=1e-3)
     (tests,) = data.validation(10_000)
     assert tests.targets.bincount().tolist() == [1000] * 10
-    with pytest.raises(ValueError, match="the labels of Fashion-MNIST, expected those of MNIST"):
-        MNIST(fashion_package)
 
 
 # CIFAR-10 -----------------------------------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def test_the_real_fashion(fashion_package: Path) -> None:
 
 def cifar_files(count: int = 8) -> dict[str, bytes]:
     made = {}
-    for seed, name in enumerate((*TRAIN, TEST)):
+    for seed, name in enumerate(CIFAR_FILES):
         pixels = random_bytes(count * 3072, seed)
         made[name] = b"".join(
             bytes([(seed + number) % 10]) + pixels[number * 3072 : (number + 1) * 3072] for number in range(count)
@@ -203,7 +193,7 @@ def archive(path: Path, contents: dict[str, bytes]) -> None:
 
 
 def in_folder(contents: dict[str, bytes]) -> dict[str, bytes]:
-    return {f"{FOLDER}/{name}": content for name, content in contents.items()}
+    return {f"{CIFAR_FOLDER}/{name}": content for name, content in contents.items()}
 
 
 @pytest.fixture
@@ -215,18 +205,17 @@ def test_cifar_is_the_same_from_anywhere(tmp_path: Path) -> None:
     made = cifar_files()
     plain, nested, packed = (tmp_path / name for name in ("plain", "nested", "packed"))
     put(plain, made)
-    put(nested / FOLDER, made)
+    put(nested / CIFAR_FOLDER, made)
     packed.mkdir()
-    extra = {f"{FOLDER}/readme.html": b"text", "../outside": b"evil", "/tmp/thinwire-outside": b"evil"}
-    archive(packed / ARCHIVE, {**extra, **in_folder(made)})
+    extra = {f"{CIFAR_FOLDER}/readme.html": b"text", "../outside": b"evil"}
+    archive(packed / CIFAR_ARCHIVE, {**extra, **in_folder(made)})
     sets = [CIFAR10(folder) for folder in (plain, nested, packed)]
     for other in sets[1:]:
         assert other.length == 40
         assert all(map(torch.equal, sets[0].batch(3, 60, seed=1), other.batch(3, 60, seed=1)))
         assert all(map(torch.equal, next(sets[0].validation(8)), next(other.validation(8))))
-    assert sorted(path.name for path in packed.iterdir()) == [ARCHIVE]  # nothing was unpacked
+    assert sorted(path.name for path in packed.iterdir()) == [CIFAR_ARCHIVE]  # nothing was unpacked
     assert not (tmp_path / "outside").exists()
-    assert not Path("/tmp/thinwire-outside").exists()
 
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
@@ -244,17 +233,16 @@ def records(name: str) -> tuple[Tensor, Tensor]:
 
 def test_cifar_s_validation_is_what_is_in_its_file(cifar: CIFAR10) -> None:
     inputs, targets = (torch.cat(parts) for parts in zip(*cifar.validation(3), strict=True))
-    pixels, labels = records(TEST)
+    pixels, labels = records(CIFAR_TEST)
     assert torch.equal(pixels_of(inputs), pixels)
     assert torch.equal(targets, labels.long())
-    assert inputs.dtype == torch.float32
     red = (pixels[0, 0].float() / 255 - 0.4914) / 0.2470
     assert torch.allclose(inputs[0, 0], red, atol=1e-5)
 
 
 def test_training_images_are_shifted_and_mirrored(cifar: CIFAR10) -> None:
     """Every image is one of the 9 x 9 x 2 that its original can become, and all shifts come."""
-    images, labels = (torch.cat(parts) for parts in zip(*map(records, TRAIN), strict=True))
+    images, labels = (torch.cat(parts) for parts in zip(*map(records, CIFAR_TRAIN), strict=True))
     padded = F.pad(images, (4, 4, 4, 4))
     variants: dict[bytes, tuple[int, int, int, bool]] = {}
     for which, image in enumerate(padded):
@@ -283,179 +271,74 @@ def test_the_ranks_together_see_the_same_images_in_any_world(cifar: CIFAR10) -> 
     assert not torch.equal(cifar.batch(30, 64, seed=1).inputs, whole.inputs)
 
 
-BAD_RECORDS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "cut off": (lambda good: good[:-1], "24,583 bytes, expected records of 3,073"),
-    "a byte too many": (lambda good: good + b"\0", "24,585 bytes, expected records of 3,073"),
-    "empty": (lambda good: b"", "0 bytes, expected records of 3,073"),
-    "too many records": (lambda good: bytes(LARGEST + RECORD), "more than 30,730,000 bytes, expected at most 10,000"),
-    "a label of 10": (lambda good: b"\x0a" + good[1:], "label 10, expected 0 to 9"),
-}
+def test_bad_records_are_named(tmp_path: Path) -> None:
+    for what, spoil, message in (
+        ("cut off", lambda good: good[:-1], "24,583 bytes, expected 1 to 10,000 records of 3,073"),
+        ("empty", lambda good: b"", "0 bytes, expected 1 to 10,000 records"),
+        ("too many records", lambda good: bytes(CIFAR_NBYTES + RECORD), "expected|more than 30,730,000 bytes"),
+        ("a label of 10", lambda good: b"\x0a" + good[1:], "label 10, expected 0 to 9"),
+    ):
+        made = cifar_files()
+        made["data_batch_3.bin"] = spoil(made["data_batch_3.bin"])
+        plain, packed = put(tmp_path / what, made), put(tmp_path / f"{what} packed", {})
+        archive(packed / CIFAR_ARCHIVE, in_folder(made))
+        in_archive = f"{CIFAR_FOLDER}/data_batch_3.bin in {packed / CIFAR_ARCHIVE}"
+        for folder, where in ((plain, f"{plain}/data_batch_3.bin"), (packed, in_archive)):
+            with pytest.raises(ValueError, match=f"^{where}: .*{message}"):
+                CIFAR10(folder)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("what", BAD_RECORDS)
-def test_bad_records_are_named(tmp_path: Path, what: str, packed: bool) -> None:
-    spoil, message = BAD_RECORDS[what]
-    made = cifar_files()
-    made["data_batch_3.bin"] = spoil(made["data_batch_3.bin"])
-    if packed:
-        archive(tmp_path / ARCHIVE, in_folder(made))
-    else:
-        put(tmp_path, made)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+def test_an_archive_that_is_none_is_named(tmp_path: Path) -> None:
+    path, made = tmp_path / CIFAR_ARCHIVE, in_folder(cifar_files())
+    archive(path, made)
+    good = path.read_bytes()
+    for bad, message in (
+        (good[: len(good) // 2], "cut off, expected a whole gzip file"),
+        (b"PK" + good[2:], "expected a whole gzip file"),
+        (good[:5000] + bytes(100) + good[5100:], "expected a whole gzip file"),
+        (gzip.compress(b"no archive" * 100), "expected CIFAR-10's binary version"),
+        (gzip.compress(bytes(250_000_000), 1), "more than 185,428,576 bytes"),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+            CIFAR10(tmp_path)
+    archive(path, {name: content for name, content in made.items() if CIFAR_TEST not in name})
+    with pytest.raises(ValueError, match=f"^{path}: .*{CIFAR_TEST}.* not found.*, expected CIFAR-10's binary version"):
         CIFAR10(tmp_path)
-    assert str(caught.value).startswith(
-        f"{FOLDER}/data_batch_3.bin in {tmp_path / ARCHIVE}: " if packed else f"{tmp_path / 'data_batch_3.bin'}: "
-    )
-
-
-def test_an_archive_that_lacks_a_file(tmp_path: Path) -> None:
-    made = in_folder(cifar_files())
-    del made[f"{FOLDER}/{TEST}"]
-    archive(tmp_path / ARCHIVE, made)
-    with pytest.raises(ValueError, match=f"{ARCHIVE}: without {FOLDER}/{TEST}, expected CIFAR-10's binary version"):
-        CIFAR10(tmp_path)
-
-
-def test_an_archive_with_a_file_twice(tmp_path: Path) -> None:
-    made = in_folder(cifar_files())
-    with tarfile.open(tmp_path / ARCHIVE, "w:gz") as tar:
-        for name in (*made, f"{FOLDER}/{TEST}"):
-            member = tarfile.TarInfo(name)
-            member.size = len(made[name])
-            tar.addfile(member, io.BytesIO(made[name]))
-    with pytest.raises(ValueError, match=f"{FOLDER}/{TEST} in .*{ARCHIVE}: found twice, expected once"):
-        CIFAR10(tmp_path)
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
-def test_an_archive_with_a_link_for_a_file(tmp_path: Path, kind: bytes) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(RECORD))
-    with tarfile.open(tmp_path / ARCHIVE, "w:gz") as tar:
-        member = tarfile.TarInfo(f"{FOLDER}/{TRAIN[0]}")
-        member.type, member.linkname = kind, str(secret)
-        tar.addfile(member)
-    with pytest.raises(ValueError, match=f"{TRAIN[0]} in .*: not a plain file"):
-        CIFAR10(tmp_path)
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE):
+        with tarfile.open(path, "w:gz") as tar:
+            member = tarfile.TarInfo(f"{CIFAR_FOLDER}/{CIFAR_TRAIN[0]}")
+            member.type, member.linkname = kind, str(secret)
+            tar.addfile(member)
+        with pytest.raises(ValueError, match=f"{CIFAR_TRAIN[0]} is not a plain file"):
+            CIFAR10(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda packed: packed[: len(packed) // 2],
-        lambda packed: b"PK" + packed[2:],
-        lambda packed: packed[:5000] + bytes(100) + packed[5100:],
-        lambda packed: gzip.compress(b"no archive" * 100),
-    ],
-    ids=["cut off", "not gzip", "changed", "not tar"],
-)
-def test_an_archive_that_is_none(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / ARCHIVE
-    archive(path, in_folder(cifar_files()))
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"^{path}: .*, expected a whole .tar.gz"):
-        CIFAR10(tmp_path)
+# Names, and models that fit ------------------------------------------------------------------------------------------
 
 
-def test_an_archive_that_unpacks_without_end(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / ARCHIVE, "w:gz", compresslevel=1) as tar:
-        member = tarfile.TarInfo("zeros")
-        member.size = 250_000_000
-        tar.addfile(member, Zeros())  # type: ignore[arg-type]
-    assert (tmp_path / ARCHIVE).stat().st_size < 2_000_000
-    with pytest.raises(ValueError, match=f"{ARCHIVE}: unpacks to more than CIFAR-10, which is 184,380,000 bytes"):
-        CIFAR10(tmp_path)
-
-
-class Zeros:
-    def read(self, size: int) -> bytes:
-        return bytes(size)
-
-
-# Folders without data, names, and models that fit -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("mnist", [IMAGES, LABELS, *files("t10k")]), ("cifar10", [ARCHIVE, *TRAIN, TEST])]
-)
-@pytest.mark.parametrize("kind", ["missing", "empty", "a file"])
-def test_a_folder_without_the_data(tmp_path: Path, name: str, expected: list[str], kind: str) -> None:
-    folder = tmp_path / "data"
-    if kind == "empty":
-        folder.mkdir()
-    elif kind == "a file":
-        folder.write_bytes(b"")
-    with pytest.raises(ValueError, match="or add --download") as caught:
-        load_data(name, folder)
-    assert all(text in str(caught.value) for text in [str(folder), *expected])
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "a file"])
-def test_fashion_that_is_nowhere(tmp_path: Path, kind: str) -> None:
-    """It is not downloaded, so the error says how to get it. A folder that was named is not replaced by another."""
-    folder = tmp_path / "data"
-    if kind == "empty":
-        folder.mkdir()
-    elif kind == "a file":
-        folder.write_bytes(b"")
-    with pytest.raises(ValueError, match=f"^{folder} has no .* of Fashion-MNIST") as caught:
-        load_data("fashion-mnist", folder)
-    for text in ["apt-get install dataset-fashion-mnist", *files("train"), *files("t10k"), "--data-dir"]:
-        assert text in str(caught.value)
-    assert "--download" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_one_missing_file_is_named(tmp_path: Path) -> None:
-    made = mnist_files()
-    del made[files("t10k")[1]]
-    with pytest.raises(ValueError, match=f"{tmp_path} has no {files('t10k')[1]}"):
-        load_data("mnist", put(tmp_path, made))
-
-
-def test_data_by_its_name(tmp_path: Path) -> None:
-    put(tmp_path, mnist_files())
-    put(tmp_path, cifar_files())
-    for name in ("text", *IMAGE_SETS):
-        data = load_data(name, tmp_path, 16 if name == "text" else None)
-        specs = {"text": "gpt:context=16", "digits": "cnn", "cifar10": "resnet18"}
-        config = model_config(specs.get(name, "cnn:size=28"))
+def test_data_by_its_name_and_a_model_that_fits(tmp_path: Path) -> None:
+    put(tmp_path, {**idx_files(), **cifar_files()})
+    for name, spec in FITTING.items():
+        config = model_config(spec)
         check_fit(config, name)
-        inputs, targets = data.batch(0, 4, seed=0)
-        assert inputs.shape[1:] == ((16,) if name == "text" else getattr(config, "inputs"))  # noqa: B009
+        inputs, targets = load_data(name, tmp_path, 16 if name == "text" else None).batch(0, 4, seed=0)
+        assert inputs.shape[1:] == (config.inputs or (16,))
         assert len(targets) == 4
+    check_fit(model_config("cnn:channels=3,size=32"), "cifar10")
 
 
-@pytest.mark.parametrize(
-    ("spec", "name", "message"),
-    [
-        ("cnn:size=8", "mnist", "1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or data digits"),
-        ("cnn:size=32", "cifar10", "3 x 32 x 32: use model resnet18 or cnn:channels=3,size=32, or other data"),
-        ("cnn:size=28", "digits", "use model cnn:size=8, or data mnist or fashion-mnist"),
-        ("cnn:size=8", "fashion-mnist", "fashion-mnist has 1 x 28 x 28: use model cnn:size=28, or data digits"),
-        ("resnet18", "digits", "model resnet18 takes images of 3 x 32 x 32, and digits has 1 x 8 x 8"),
-        ("resnet18", "text", "model resnet18 takes images, and text has none: use model gpt, or data cifar10"),
-        ("gpt", "mnist", "model gpt takes text, and mnist has images: use model cnn:size=28, or data text"),
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    for spec, name, message in (
+        ("cnn:size=8", "mnist", "model cnn takes 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28"),
+        ("cnn:size=32", "cifar10", "3 x 32 x 32: use model resnet18"),
+        ("cnn:size=28", "digits", "use model cnn:size=8, or other data"),
+        ("resnet18", "text", "model resnet18 takes 3 x 32 x 32, and text has bytes: use model gpt"),
+        ("gpt", "mnist", "model gpt takes bytes, and mnist has 1 x 28 x 28: use model cnn:size=28"),
         ("cnn:classes=5", "digits", "model cnn with classes=5, but digits has 10 classes"),
         ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_refused(spec: str, name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_fit(model_config(spec), name)
-
-
-@pytest.mark.parametrize(
-    ("spec", "name"),
-    [
-        ("gpt", "text"),
-        ("cnn", "digits"),
-        ("cnn:size=28", "mnist"),
-        ("cnn:size=28", "fashion-mnist"),
-        ("cnn:channels=3,size=32", "cifar10"),
-    ],
-)
-def test_a_model_that_fits(spec: str, name: str) -> None:
-    check_fit(model_config(spec), name)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check_fit(model_config(spec), name)

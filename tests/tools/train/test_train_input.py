@@ -1,8 +1,9 @@
 """What cannot be trained is an error of one line, and leaves nothing behind."""
 
 import json
+import math
 import os
-import resource
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,147 +14,124 @@ from support.disks import small_disk
 from support.training_faults import FullDisk, InSteps
 from support.training_runs import (
     SMALL,
-    Done,
-    arguments,
-    assert_one_line,
     assert_same_weights,
     changed,
     checkpoints,
     logged_steps,
-    planted,
     run,
     train,
 )
 from thinwire.testing import RankPool
 from thinwire.tools import cli
-from thinwire.tools.train.config import Config, newest_run
-from thinwire.tools.train.folder import choose_folder, locked
-from thinwire.tools.train.options import defaults, load_config
+from thinwire.tools.train.checks import check
+from thinwire.tools.train.config import RECIPES, Config, defaults, load_config, newest_run
+from thinwire.tools.train.rank import choose_folder, locked
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--steps", "0"], "--steps 0, expected 1 or more"),
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"steps": 0}, "--steps 0, expected 1 or more"),
+    ({"batch": -1}, "--batch -1, expected 1 or more"),
+    ({"workers": 0}, "--workers 0, expected 1 or more"),
+    ({"workers": 1000}, "--workers 1000, expected at most 64"),
+    ({"eval_every": -5}, "--eval-every -5, expected 0 or more"),
+    ({"checkpoint_every": -5}, "--checkpoint-every -5, expected 0 or more"),
+    ({"log_every": 0}, "log_every 0, expected 1 or more"),
+    ({"warmup_steps": -1}, "--warmup-steps -1, expected 0 or more"),
+    ({"warmup_steps": 0}, "--warmup-steps 0 with default"),
+    ({"seed": -1}, "--seed -1, expected 0 or more"),
+    ({"seed": 2**70}, "--seed 1180591620717411303424, expected at most"),
+    ({"steps": 10**400}, ", expected at most 1,099,511,627,776"),
+    ({"lr": 0.0}, "--lr 0, expected a number above 0"),
+    ({"lr": math.nan}, "--lr nan, expected a number above 0"),
+    ({"lr": math.inf}, "--lr inf, expected a number above 0"),
+    ({"compressor": "zip"}, "compressor 'zip' in 'zip' is unknown"),
+    ({"compressor": "topk:ratio=2"}, "ratio='2' in 'topk:ratio=2'"),
+    ({"model": "bert"}, "model 'bert' in 'bert' is unknown"),
+    ({"model": "cnn:size=28"}, "model cnn takes 1 x 28 x 28, and digits has 1 x 8 x 8"),
+    ({"log_to": ("everywhere",)}, "--log-to everywhere, expected some of"),
+    ({"log_to": ("none", "auto")}, "none cannot be combined with others"),
+    ({"out": Path(__file__)}, f"--out {__file__} is a file"),
+    ({"local_steps": -1}, "--local-steps -1, expected 0 or more"),
+    ({"local_steps": 8, "compressor": "auto"}, "--local-steps 8 with --compressor auto, which chooses by"),
+    ({"local_steps": 8, "model": "gpt", "shard": 2}, "--local-steps 8 with --shard 2: each rank"),
+    ({"device": "cuda"}, "--device cuda, but torch finds no CUDA device here"),
+]
+
+
+def test_wrong_options_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for given, message in WRONG:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check(changed(SMALL, **given))
+    monkeypatch.setenv("THINWIRE_MAX_BYTES", "banana")
+    with pytest.raises(ValueError, match="THINWIRE_MAX_BYTES='banana', expected bytes"):
+        check(SMALL)
+
+
+def test_wrong_usage_is_one_line_before_any_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
+    fashion = ["--recipe", "fashion-cnn", "--data-dir", "nowhere", "--download", "--device", "cpu"]
+    for given, message in [
         (["--steps", "many"], "--steps"),
-        (["--steps", "1.5"], "--steps"),
         (["--steps"], "--steps"),
-        (["--batch", "-1"], "--batch -1, expected 1 or more"),
-        (["--workers", "0"], "--workers 0, expected 1 or more"),
-        (["--workers", "1000"], "--workers 1000, expected at most 64"),
-        (["--eval-every", "-5"], "--eval-every -5, expected 0 or more"),
-        (["--checkpoint-every", "-5"], "--checkpoint-every -5, expected 0 or more"),
-        (["--warmup-steps", "-1"], "--warmup-steps -1, expected 0 or more"),
-        (["--warmup-steps", "0"], "--warmup-steps 0 with default"),
-        (["--seed", "-1"], "--seed -1, expected 0 or more"),
-        (["--seed", str(2**70)], "--seed"),
-        (["--lr", "0"], "--lr 0, expected a number above 0"),
-        (["--lr", "nan"], "--lr nan, expected a number above 0"),
-        (["--lr", "inf"], "--lr inf, expected a number above 0"),
-        (["--lr", "fast"], "--lr"),
+        (["--steps", "0"], "--steps 0, expected 1 or more"),
         (["--optimizer", "lion"], "'lion'"),
-        (["--precision", "float16"], "'float16'"),
-        (["--device", "tpu"], "'tpu'"),
-        (["--data", "imagenet"], "'imagenet'"),
+        (["--device", "mps"], "'mps' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda')"),
         (["--recipe", "bert"], "'bert'"),
         (["--recipe"], "--recipe"),
         (["--resume", "yes"], "'yes'"),
-        (["--compressor", "zip"], "compressor 'zip' in 'zip' is unknown"),
-        (["--compressor", "topk:ratio=2"], "ratio='2' in 'topk:ratio=2'"),
-        (["--model", "bert"], "model 'bert' in 'bert' is unknown"),
-        (["--model", "cnn:depth=3"], "'depth=3' in 'cnn:depth=3'"),
-        (["--model", "cnn:size=28"], "model cnn takes images of 1 x 28 x 28, and digits has 1 x 8 x 8"),
-        (["--model", "gpt"], "model gpt takes text, and digits has images"),
-        (["--data", "text"], "model cnn takes images, and text has none"),
-        (["--log-to", "everywhere"], "--log-to everywhere, expected some of"),
-        (["--log-to", "none", "auto"], "none cannot be combined with others"),
+        (["--weight-decay", "0"], "--weight-decay"),
         (["--log-to"], "--log-to"),
-        (["--frobnicate"], "--frobnicate"),
         (["surplus"], "surplus"),
-        (["--out", "a-file"], "--out a-file is a file"),
-        (["--out", "a-file", "--resume", "auto"], "--out a-file is a file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_wrong_options_are_one_line(
-    given: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Before any rank is started."""
-    (tmp_path / "a-file").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
-    assert cli.main(["train", *given]) == 2
-    output = capfd.readouterr()
-    assert output.out == ""
-    assert output.err.count("\n") == 1, output.err
-    assert output.err.startswith("thinwire train: error: ")
-    assert message in output.err
-    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
-
-
-def test_a_budget_in_the_environment_that_is_nonsense_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Before any rank is started, too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
-    monkeypatch.setenv("THINWIRE_MAX_BYTES", "banana")
-    assert cli.main(["train", "--out", "run"]) == 2
-    output = capfd.readouterr()
-    assert output.out == ""
-    assert output.err.count("\n") == 1, output.err
-    assert output.err.startswith("thinwire train: error: THINWIRE_MAX_BYTES='banana', expected bytes")
+        (["--link", "fast"], "rate 'fast', expected bits per second"),
+        (["--link", "10gbit"], "expected 100 kbit/s to 2 Gbit/s through a relay"),
+        (["--link", "1gbit,fast"], "link '1gbit,fast', expected a rate, or a rate and a round-trip time"),
+        (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
+        (["--link", "1gbit", "--recipe", "text-gpt", "--workers", "4", "--shard", "2"], "--link with --device cuda or"),
+        (["--link", "1gbit", "--recipe", "mnist-cnn", "--download"], "ranks behind links reach no other network"),
+        (fashion, "nowhere has no train-images-idx3-ubyte[.gz] of Fashion-MNIST"),
+    ]:
+        assert cli.main(["train", *given]) == 2, given
+        output = capfd.readouterr()
+        assert (output.out, output.err.count("\n")) == ("", 1), output
+        assert output.err.startswith("thinwire train: error: ")
+        assert message in output.err
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert cli.main(["train", "--link", "1gbit"]) == 2
+    assert "under torchrun" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_a_device_that_is_not_there(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"torch.{'cuda' if device == 'cuda' else 'backends.mps'}.is_available", lambda: False)
-    assert cli.main(["train", "--device", device]) == 2
-    assert f"--device {device}, but torch finds no {device.upper()} device here" in capfd.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_a_wrong_option_is_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, "--frobnicate")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("thinwire train: error: ")
+    assert "--frobnicate" in done.err
 
 
-def test_data_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
-    """Found by the ranks, of which one reports it."""
+def test_data_that_is_not_there_is_an_error_that_leaves_no_folder(ranks: RankPool, tmp_path: Path) -> None:
+    """Found by the ranks; the parent shows the error of one."""
     (tmp_path / "data").mkdir()
-    done = run(tmp_path, "--recipe", "mnist-cnn", "--device", "cpu")
-    assert done.code == 2
-    assert done.err.count("\n") == 1, done.err
-    assert_one_line(done, "thinwire train: error: data ", "train-images", "--download")
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["data"]
+    ended = train(ranks, 2, changed(RECIPES["mnist-cnn"], device="cpu"), tmp_path)
+    assert ended.error is not None
+    assert re.match("data has no train-images.*--download$", ended.error)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_missing_fashion_is_one_line_that_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Before any rank is started, where files are to be fetched."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
-    given = ["--recipe", "fashion-cnn", "--data-dir", "nowhere", "--download", "--device", "cpu"]
-    assert cli.main(["train", *given]) == 2
-    output = capfd.readouterr()
-    assert_one_line(
-        Done(2, output.out, output.err), "nowhere has no train-images-idx3-ubyte[.gz] of Fashion-MNIST",
-        "apt-get install dataset-fashion-mnist", "t10k-labels-idx1-ubyte", "--data-dir",
-    )  # fmt: skip
-    assert output.err.count("\n") == 1, output.err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("out", ["/proc/run", "a-file/run"])
-def test_a_folder_that_cannot_be_made_is_one_line(out: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line(ranks: RankPool, tmp_path: Path) -> None:
     """The same on all ranks, by the word of rank 0."""
     (tmp_path / "a-file").touch()
-    ended = train(ranks, 2, changed(CONFIG, out=Path(out)), tmp_path)
-    assert ended.error is not None
-    assert out.partition("/run")[0] in ended.error
+    for out in ("/proc/run", "a-file/run"):
+        ended = train(ranks, 2, changed(CONFIG, out=Path(out)), tmp_path)
+        assert ended.error is not None
+        assert ended.error.startswith(f"--out {out} cannot be made: ")
 
 
 # A disk that is full.
@@ -183,9 +161,9 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
     config = changed(CONFIG, keep=50)
     assert train(ranks, 2, config, tmp_path).finished
     ballast = disk / "ballast"
-    done = run(disk, *arguments(config), **planted(InSteps(FullDisk(rank=0, step=13, path=ballast))))
-    assert done.code == 2, done.err
-    assert_one_line(done, "thinwire train: error: the checkpoint could not be written by rank ", "No space left")
+    ended = train(ranks, 2, config, disk, InSteps(FullDisk(rank=0, step=13, path=ballast)))
+    assert ended.error is not None
+    assert re.match("the checkpoint could not be written by rank .*No space left", ended.error)
     assert checkpoints(disk / RUN) == [5, 10]
     ballast.unlink()
     ended = train(ranks, 2, defaults(["--resume", "auto", "--out", str(disk / RUN)]), disk)
@@ -193,19 +171,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
     assert "resuming from step 10" in ended.err
     assert_same_weights(disk / RUN, tmp_path / RUN)
     assert logged_steps(disk / RUN) == list(range(1, 31))
-
-
-@pytest.mark.slow
-def test_a_limit_of_file_size_is_the_same_error(ranks: RankPool, tmp_path: Path) -> None:
-    """As of a quota. The metrics and not a checkpoint meet it first, if steps are many."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        done = run(tmp_path, *arguments(changed(CONFIG, workers=1, checkpoint_every=0, steps=200)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert done.code == 2, done.err
-    assert_one_line(done, "thinwire train: error: ", "File too large")
 
 
 # Folders, in this process.
@@ -229,7 +194,7 @@ def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
 
 
 def put_config(folder: Path, at: float, **more: object) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps({**changed(SMALL, out=folder).record(), **more}))
     os.utime(path, (at, at))
@@ -259,32 +224,19 @@ def test_options_that_are_not_given_are_those_of_the_newest_run(
     assert newest_run("mnist-cnn") is None
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "[]", "{}", '{"steps": 3}', "a", "[" * 100_000, "9" * 10_000, "[[1], {}]", None,
-        {"steps": 3.5}, {"log_to": 3.5}, {"log_to": ["none", 3.5]}, {"log_to": [["none"]]}, {"model": 3.5},
-    ],
-    ids=lambda content: str(content)[:30],
-)  # fmt: skip
-def test_a_config_that_is_damaged_is_one_line(
-    content: str | dict[str, object] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_config_that_is_damaged_is_named(tmp_path: Path) -> None:
     """Or has values of other types than the options."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.tools.train.launch.Workers", None)
-    put_config(RUN, 0, **(content if isinstance(content, dict) else {}))
-    if content is None:
-        (RUN / "config.json").write_bytes(b"\xff\xfe")
-    elif isinstance(content, str):
-        (RUN / "config.json").write_text(content)
-    assert cli.main(["train", "--resume", "auto", "--out", "run"]) == 2
-    text = capfd.readouterr().err
-    assert text.count("\n") == 1, text
-    assert "run/config.json" in text
+    put_config(tmp_path, 0)
+    good = json.loads((tmp_path / "config.json").read_text())
+    for content in (
+        b"", b"[]", b"{}", b'{"steps": 3}', b"a", b"[" * 100_000, b"9" * 10_000, b"[[1], {}]", b"\xff\xfe",
+        *(json.dumps({**good, name: value}).encode() for name, value in (
+            ("steps", 3.5), ("log_to", 3.5), ("log_to", ["none", 3.5]), ("log_to", [["none"]]), ("model", 3.5),
+        )),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{tmp_path}/config.json is not the config of a run that this version"):
+            defaults(["--resume", "auto", "--out", str(tmp_path)])
 
 
 def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:

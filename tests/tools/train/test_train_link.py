@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.training_runs import SMALL, TORCHRUN, Done, arguments, changed, lines, run
+from support.training_runs import SMALL, Done, arguments, changed, lines, run
 
 CONFIG = changed(SMALL, link="20mbit", compare_dense=True, checkpoint_every=0, out=Path("run"))
 
@@ -37,29 +37,3 @@ def test_dense_training_waits_for_the_link(tmp_path: Path) -> None:
     assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6, "no more passes than the link carries"
     conditions = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
     assert conditions["compile_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--link", "fast"], "rate 'fast', expected bits per second"),
-        (["--link", "10gbit"], "expected 100 kbit/s to 2 Gbit/s through a relay"),
-        (["--link", "1gbit,fast"], "link '1gbit,fast', expected a rate, or a rate and a round-trip time"),
-        (["--link", "1gbit", "--device", "cuda"], "--link with --device cuda"),
-        (["--link", "1gbit", "--recipe", "text-gpt", "--workers", "4", "--shard", "2"], "--link with --shard 2"),
-        (["--link", "1gbit", "--recipe", "mnist-cnn", "--download"], "ranks behind links reach no other network"),
-    ],
-)
-def test_wrong_links_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
-    done = run(tmp_path, *given)
-    assert done.code == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1
-    assert not list(tmp_path.glob("run*"))
-
-
-def test_torchrun_has_links_of_its_own(tmp_path: Path) -> None:
-    start = (*TORCHRUN, "--standalone", "--nproc-per-node", "1", "-m", "thinwire", "train")
-    done = run(tmp_path, "--link", "1gbit", program=start)
-    assert done.code != 0
-    assert "under torchrun" in done.err

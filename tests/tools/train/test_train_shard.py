@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.training_runs import SMALL, changed, lines, train
 from thinwire.testing import RankPool
-from thinwire.tools.train.checks import check, check_world
+from thinwire.tools.train.checks import check
 from thinwire.tools.train.view import PHASES, Result, print_results
 
 GPT = changed(SMALL, model="gpt:layers=1,width=64,heads=2,context=16", data="text", batch=4, steps=8, out=Path("run"))
@@ -36,17 +35,16 @@ def test_ranks_of_a_replica_share_bytes_and_learn(ranks: RankPool, tmp_path: Pat
 
 
 def test_the_table_says_who_sent_what(capsys: pytest.CaptureFixture[str]) -> None:
-    def result(**others: Any) -> Result:
-        return Result(
-            name="topk", steps=5, loss=1.0, accuracy=0.5, bytes_sent=3_000_000, bytes_dense=9_000_000,
-            reduction_after_warmup=7.0, interface_bytes=None, seconds=1.0, split=dict.fromkeys(PHASES, 0.1), **others,
-        )  # fmt: skip
-
     def sent(rank: int, between: int, inside: int, **place: int) -> dict[str, int]:
         return {"rank": rank, **place, "bytes_between_nodes": between, "bytes_inside_nodes": inside, "bytes_dense": 9}
 
     def rows(ranks: list[dict[str, int]]) -> dict[str, str]:
-        print_results([result(ranks=ranks)], 4)
+        end = {"step": 5, "seconds": 1.0, "bytes_sent": 3_000_000, "bytes_dense": 9_000_000, "ranks": ranks}
+        result = Result(
+            "topk", finished=True, end={**end, "reduction_after_warmup": 7.0}, score={"loss": 1.0, "accuracy": 0.5},
+            interface_bytes=None, split=dict.fromkeys(PHASES, 0.1),
+        )  # fmt: skip
+        print_results([result], 4)
         return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])  # type: ignore[misc]
 
     sharded = rows([sent(rank, 10_000 * (rank + 1), 0, replica=rank // 2, shard=rank % 2) for rank in range(4)])
@@ -58,20 +56,13 @@ def test_the_table_says_who_sent_what(capsys: pytest.CaptureFixture[str]) -> Non
     assert (nodes["between nodes"], nodes["inside nodes"]) == ("1.00", "2.00")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_cannot_be_sharded_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for changes, message in (
         ({"shard": 0}, "--shard 0, expected 1 or more"),
         ({"shard": 2, "model": SMALL.model, "data": "digits"}, "expected a gpt, such as --recipe text-gpt"),
         ({"shard": 2, "compressor": "quantize:bits=8"}, "expected a sparse compressor, default, auto or none"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(changed(GPT, **changes))
-
-
-def test_replicas_are_whole() -> None:
-    with pytest.raises(ValueError, match="--shard 4 with 6 ranks, expected a divisor"):
-        check_world(changed(GPT, shard=4), 6)
-    check_world(changed(GPT, shard=3), 6)
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(changed(GPT, **changes))
+    ended = train(ranks, 3, changed(GPT, shard=2), tmp_path)
+    assert ended.error == "--shard 2 with 3 ranks, expected a divisor of their number"

@@ -28,7 +28,7 @@ from support.training_runs import (
 )
 from thinwire.testing import Kill, RaiseError, RankPool
 from thinwire.tools.record import cores
-from thinwire.tools.train.options import defaults
+from thinwire.tools.train.config import defaults
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN, steps=20)
@@ -145,32 +145,27 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
 
 def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     """Before they have formed a group, in which they could agree who prints it."""
-    with on_one_machine(tmp_path, *arguments(CONFIG), "--device", "mps") as job:
+    with on_one_machine(tmp_path, *arguments(CONFIG), "--device", "cuda", CUDA_VISIBLE_DEVICES="") as job:
         done = job.end()
     assert done.code != 0
     assert done.err.count("thinwire train: error: ") == 1, done.err
-    assert "--device mps, but torch finds no MPS device here" in done.err
+    assert "--device cuda, but torch finds no CUDA device here" in done.err
 
 
-def test_if_the_first_ranks_die_together_one_of_the_others_prints_it(tmp_path: Path) -> None:
+def test_if_rank_0_dies_with_the_store_the_other_rank_has_one_line(tmp_path: Path) -> None:
     """Ranks that were started by hand: the store of their group is in rank 0."""
-    port, size = free_port(), 4
-    faults = [planted(InSteps(Kill(rank=rank, step=3))) if rank < 2 else {} for rank in range(size)]
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    killed = planted(InSteps(Kill(rank=0, step=3)))
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(
-                Job(
-                    tmp_path, *arguments(CONFIG), RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port),
-                    **shared, **faults[rank],
-                )
+                Job(tmp_path, *arguments(CONFIG), RANK=str(rank), LOCAL_RANK=str(rank), **shared, **own)
             )
-            for rank in range(size)
-        ]  # fmt: skip
-        done = [job.end() for job in jobs]
-    assert [one.code for one in done[:2]] == [-9, -9]
-    assert all(one.code == 1 for one in done[2:])
-    lines = [line for one in done for line in one.err.splitlines() if line.startswith("thinwire train: error: ")]
-    assert len(lines) == 1, lines
-    assert re.match(r"thinwire train: error: rank [23] of 4: .*(rank|peer)", lines[0]), lines
-    assert not any("Traceback" in one.err for one in done)
+            for rank, own in enumerate((killed, {}))
+        ]
+        first, other = (job.end() for job in jobs)
+    assert (first.code, other.code) == (-9, 1)
+    lines = [line for line in other.err.splitlines() if line.startswith("thinwire train: error: ")]
+    assert len(lines) == 1, other.err
+    assert re.match("thinwire train: error: rank 1 of 2: .*(rank 0|peer)", lines[0])
+    assert "Traceback" not in other.err

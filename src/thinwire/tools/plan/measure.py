@@ -17,7 +17,7 @@ import torch.distributed as dist
 from thinwire.collectives.cost import ring
 from thinwire.compressors import Compressor
 from thinwire.sync.buckets import BUCKET_BYTES
-from thinwire.tools.train.device import pick_backend, pick_device
+from thinwire.tools.train.control import pick_backend, pick_device
 from thinwire.tools.train.place import Place
 
 from .costs import Costs, Speeds

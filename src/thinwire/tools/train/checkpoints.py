@@ -18,7 +18,6 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ from thinwire.tools.files import replace_text, replacing, sha256_of
 from .control import Control
 from .place import Place
 
-_FORMAT = 1
+FORMAT = 2
+"""Version of the files. Format 1 also had the options of the run, and states of older optimizers."""
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
 State = dict[str, Any]
@@ -41,17 +41,6 @@ _UNREADABLE = (
     IndexError, OverflowError,
 )  # fmt: skip
 """What torch and thinwire raise for a file that is something else. RuntimeError includes RecursionError."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read."""
-
-    step: int
-    shared: State
-    own: list[State]
-    """States of the old ranks that this rank continues from; only its own if the world size is the same."""
-    same_world: bool
 
 
 class Checkpoints:
@@ -65,31 +54,31 @@ class Checkpoints:
 
     def save(self, step: int, shared: State, own: State) -> None:
         """Write a checkpoint; if one rank cannot, raise OSError on all, and leave the previous ones as they are."""
-        final = self._of(step)
-        hidden = self._folder / f".{final.name}.partial"
+        hidden = self._folder / f".{self._of(step).name}.partial"
         files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
         self._together(lambda: self._prepare(hidden), led=True)
         written = self._together(lambda: {name: write_file(hidden / name, state) for name, state in files.items()})
-        self._together(lambda: self._publish(hidden, final=final, step=step, written=written), led=True)
+        self._together(lambda: self._publish(hidden, step, written), led=True)
 
-    def load(self, use: Callable[[Loaded], None]) -> Loaded | None:
-        """Return the newest checkpoint that is intact on all ranks, and report damaged ones; None if there is none.
+    def load(self, use: Callable[[int, State, list[State], bool], None]) -> int | None:
+        """Continue from the newest checkpoint that is intact on all ranks, and report damaged ones.
 
-        use   continues from a checkpoint. It may raise ValueError if the run is another one, and any of `_UNREADABLE`
-              if the content is not what a run writes; then the checkpoint before it is used.
+        use   continues from (step, shared, own, same_world): `own` has the states of the old ranks that this rank
+              continues from, only its own if the world size is the same. It may raise any of `_UNREADABLE` if the
+              content is not what a run writes; then the checkpoint before it is used.
 
-        Raises ValueError if there are checkpoints but none can be used.
+        Returns the step, or None if there is no checkpoint. Raises ValueError if there are some but none can be used.
         """
         found = self._control.gather(sorted(self._steps()))
-        loaded: Loaded
         fault = "not every rank has the same"
-        for step in sorted(set.intersection(*map(set, found)), reverse=True):
-            loaded, faults = self._attempt(step, partial(self._read, step))
+        common: set[int] = set.intersection(*map(set, found))
+        for step in sorted(common, reverse=True):
+            read, faults = self._attempt(step, partial(self._read, step))
             if not faults:
-                _, faults = self._attempt(step, partial(use, loaded))
+                _, faults = self._attempt(step, partial(use, step, *read))
             if not faults:
                 self._together(partial(self._set_aside, step), led=True)
-                return loaded
+                return step
             fault = faults[0]
             self._say(f"checkpoint {self._of(step).name} is damaged and not used: {fault}")
         if any(found):
@@ -101,6 +90,12 @@ class Checkpoints:
     def _of(self, step: int) -> Path:
         return self._folder / f"step-{step:08}"
 
+    def _steps(self) -> Iterator[int]:
+        """Yield the steps of all checkpoints. Folders with other names, such as step-5, are not ours."""
+        for path in self._folder.glob("step-*"):
+            if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", path.name) and path.is_dir():
+                yield int(path.name.removeprefix("step-"))
+
     # Writing.
 
     def _prepare(self, hidden: Path) -> None:
@@ -109,14 +104,14 @@ class Checkpoints:
             shutil.rmtree(left_over)
         hidden.mkdir()
 
-    def _publish(self, hidden: Path, final: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
+    def _publish(self, hidden: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
         files = {**everyones, **written[self._place.rank]}  # the model.pt of this node, not that of another
-        manifest = {"format": _FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
+        manifest = {"format": FORMAT, "step": step, "world_size": self._place.world_size, "files": files}
         replace_text(hidden / _MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(hidden)
-        shutil.rmtree(final, ignore_errors=True)  # another run's, on a disk of this node alone; a run repeats no step
-        os.rename(hidden, final)
+        shutil.rmtree(self._of(step), ignore_errors=True)  # another run's, on a disk of this node alone
+        os.rename(hidden, self._of(step))
         _sync_folder(self._folder)
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._of(old))
@@ -140,12 +135,6 @@ class Checkpoints:
 
     # Reading.
 
-    def _steps(self) -> Iterator[int]:
-        """Yield the steps of all checkpoints. Folders with other names, such as step-5, are not ours."""
-        for path in self._folder.glob("step-*"):
-            if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", path.name) and path.is_dir():
-                yield int(path.name.removeprefix("step-"))
-
     def _attempt(self, step: int, action: Callable[[], Any]) -> tuple[Any, list[str]]:
         """Run an action that reads a checkpoint on every rank; return the result here, and the faults of all ranks."""
         result, fault = None, None
@@ -157,30 +146,34 @@ class Checkpoints:
             fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:300]})"
         return result, [each for each in self._control.gather(fault) if each]
 
-    def _read(self, step: int) -> Loaded:
-        """Read the files of a checkpoint that this rank needs; raise DamagedError if one is missing or damaged."""
+    def _read(self, step: int) -> tuple[State, list[State], bool]:
+        """Read the files that this rank needs, for `use`; raise DamagedError if one is missing or damaged.
+
+        Raises ValueError, which ends the run on all ranks, if the format is older.
+        """
         folder = self._of(step)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            if manifest["format"] != _FORMAT:
-                raise DamagedError(f"{_MANIFEST} is of format {manifest['format']!r:.40}, expected {_FORMAT}")
-            files, world_size = manifest["files"], manifest["world_size"]
-            if type(world_size) is not int or not isinstance(files, dict):
+            files, world_size, version = manifest["files"], manifest["world_size"], manifest["format"]
+            if version not in (1, FORMAT) or type(world_size) is not int or not isinstance(files, dict):
                 raise TypeError
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
-        except DamagedError:
-            raise
         except FileNotFoundError:
             raise DamagedError(f"{_MANIFEST} is missing") from None
         except (*_UNREADABLE, ValueError):
             raise DamagedError(f"{_MANIFEST} cannot be read as a manifest") from None
+        if version == 1:
+            raise ValueError(
+                f"{folder} has format 1, and this version of thinwire reads format {FORMAT}: finish the run with the "
+                "version that began it, or start anew with another --out"
+            )
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
             _check_file(folder / names[-1], files.get(names[-1]))
         _check_file(folder / _SHARED, files.get(_SHARED))
         shared, *own = [_load_state(folder / name) for name in names]
-        return Loaded(step=step, shared=shared, own=own, same_world=world_size == self._place.world_size)
+        return shared, own, world_size == self._place.world_size
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
@@ -191,8 +184,7 @@ class Checkpoints:
 
     def _choose_leaders(self) -> bool:
         """Return whether this rank is rank 0, or local rank 0 of a node that does not see the folder of rank 0."""
-        token = self._control.from_first(os.urandom(8).hex())
-        path = self._folder.parent / f".disk-{token}"
+        path = self._folder.parent / f".disk-{self._control.gather(os.urandom(8).hex())[0]}"
         if self._place.rank == 0:
             path.touch()
         self._control.gather(None)
@@ -215,18 +207,14 @@ def write_file(path: Path, state: State) -> dict[str, Any]:
 
 def _check_file(path: Path, expected: object) -> None:
     """Raise DamagedError if a file differs from the size and SHA-256 in the manifest."""
-    try:
-        actual = path.stat().st_size
-        if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
-            raise DamagedError(f"{path.name} is not in its manifest")
-        if actual != expected["bytes"]:
-            raise DamagedError(f"{path.name} has {actual:,} bytes of {expected['bytes']:,}")
-        if sha256_of(path) != expected.get("sha256"):
-            raise DamagedError(f"{path.name} has other bits than were written")
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
+        raise DamagedError(f"{path.name} is not in its manifest")
+    if not path.exists():
+        raise DamagedError(f"{path.name} is missing")
+    if (actual := path.stat().st_size) != expected["bytes"]:
+        raise DamagedError(f"{path.name} has {actual:,} bytes of {expected['bytes']:,}")
+    if sha256_of(path) != expected.get("sha256"):
+        raise DamagedError(f"{path.name} has other bits than were written")
 
 
 def _load_state(path: Path) -> State:
@@ -235,25 +223,26 @@ def _load_state(path: Path) -> State:
         with zipfile.ZipFile(path) as entries:
             kinds = {entry.compress_type for entry in entries.infolist()}
     except (zipfile.BadZipFile, ValueError):  # a plain pickle, as old versions of torch wrote it, is not one of ours
-        raise DamagedError("not a file of torch.save") from None
+        raise DamagedError(f"{path.name} is not a file of torch.save") from None
     if kinds - {zipfile.ZIP_STORED}:
-        raise DamagedError("compressed, which torch.save does not do; it could need any amount of memory")
+        raise DamagedError(
+            f"{path.name} is compressed, which torch.save does not do; it could need any amount of memory"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that torch did not write, which fail in any case
             state = torch.load(path, map_location="cpu", weights_only=True)
     except ValueError as error:
-        raise DamagedError(str(error)) from None
+        raise DamagedError(f"{path.name}: {error}") from None
     if not isinstance(state, dict):
-        raise DamagedError(f"a {type(state).__name__}, expected a dict")
+        raise DamagedError(f"{path.name} has a {type(state).__name__}, expected a dict")
     return state
 
 
 def _sync_folder(folder: Path) -> None:
     """Sync a folder to disk, so that a rename in it survives a loss of power."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,7 +9,7 @@ from thinwire.sync.policy import AUTO, DEFAULT
 from thinwire.tools.links import LARGEST_WORLD
 
 from .config import FILE_ONLY, Config
-from .device import pick_device
+from .control import pick_device
 from .images import check_fit
 from .metrics import chosen_sinks
 from .models import model_config
@@ -17,26 +17,21 @@ from .models import model_config
 DENSE = "none"
 LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"
 """What `default` is with --local-steps, for any number of ranks."""
-_LEAST = dict.fromkeys(("steps", "batch", "workers", "shard", "keep", "log_every"), 1)
-_LEAST |= dict.fromkeys(("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"), 0)
-_MOST = {
-    "steps": (1 << 40, "2**40"),
-    "local_steps": (1 << 40, "2**40"),
-    "batch": (1 << 20, f"{1 << 20:,} samples per rank and step"),
-    "seed": (1 << 62, "2**62"),
-    "workers": (LARGEST_WORLD, f"{LARGEST_WORLD} on one machine"),
-}
-"""The largest value of an option, and its text."""
+_MANY = 1 << 40
+_RANGES = {
+    "steps": (1, _MANY), "batch": (1, 1 << 20), "workers": (1, LARGEST_WORLD), "shard": (1, _MANY), "keep": (1, _MANY),
+    "log_every": (1, _MANY), "warmup_steps": (0, _MANY), "local_steps": (0, _MANY), "checkpoint_every": (0, _MANY),
+    "eval_every": (0, _MANY), "seed": (0, 1 << 62),
+}  # fmt: skip
 
 
 def check(config: Config) -> None:
     """Raise ValueError if a training with this config cannot run."""
-    for name, least in _LEAST.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{_label(name)} {getattr(config, name)}, expected {least} or more")
-    for name, (most, text) in _MOST.items():
-        if getattr(config, name) > most:
-            raise ValueError(f"{_label(name)} {reprlib.repr(getattr(config, name))}, expected at most {text}")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(config, name)
+        if not least <= value <= most:
+            expected = f"{least} or more" if value < least else f"at most {most:,}"
+            raise ValueError(f"{_label(name)} {reprlib.repr(value)}, expected {expected}")
     if not 0 < config.lr < math.inf:
         raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
     if not 0 <= config.weight_decay < math.inf:
@@ -47,13 +42,24 @@ def check(config: Config) -> None:
             f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
             "1 or more, such as 2"
         )
-    _check_shard(config)
-    _check_local_steps(config)
+    if config.shard > 1 and not config.model.startswith("gpt"):
+        raise ValueError(f"--shard {config.shard} with {config.model}, expected a gpt, such as --recipe text-gpt")
+    if config.shard > 1 and config.compressor != DENSE and not sends_updates(config.compressor):
+        raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
+    if config.local_steps and config.shard > 1:
+        raise ValueError(
+            f"--local-steps {config.local_steps} with --shard {config.shard}: each rank needs the whole model to take "
+            "steps alone; leave one of them out"
+        )
+    if config.local_steps and config.compressor == AUTO:
+        raise ValueError(
+            f"--local-steps {config.local_steps} with --compressor auto, which chooses by the time of single steps: "
+            "give a compressor, or default"
+        )
     max_bytes(None)  # raises ValueError if the environment variable is not valid
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
-    if pick_device(config.device, 0).type == "mps" and config.local_steps:
-        raise ValueError(f"--local-steps {config.local_steps} on MPS, expected cpu or cuda: give --device cpu")
+    pick_device(config.device, 0)
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
 
@@ -69,38 +75,6 @@ def sends_updates(compressor: str) -> bool:
 def local_compressor(config: Config) -> str:
     """Return the compressor of the differences that ranks exchange with --local-steps."""
     return LOCAL_DEFAULT if config.compressor == DEFAULT else config.compressor
-
-
-def _check_shard(config: Config) -> None:
-    if config.shard == 1:
-        return
-    if not config.model.startswith("gpt"):
-        raise ValueError(f"--shard {config.shard} with {config.model}, expected a gpt, such as --recipe text-gpt")
-    if config.compressor != DENSE and not sends_updates(config.compressor):
-        raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
-    if config.device == "mps":
-        raise ValueError("--shard with --device mps, expected cpu or cuda")
-
-
-def _check_local_steps(config: Config) -> None:
-    if not config.local_steps:
-        return
-    if config.shard > 1:
-        raise ValueError(
-            f"--local-steps {config.local_steps} with --shard {config.shard}: each rank needs the whole model to take "
-            "steps alone; leave one of them out"
-        )
-    if config.compressor == AUTO:
-        raise ValueError(
-            f"--local-steps {config.local_steps} with --compressor auto, which chooses by the time of single steps: "
-            "give a compressor, or default"
-        )
-
-
-def check_world(config: Config, world_size: int) -> None:
-    """Raise ValueError if the ranks cannot form replicas of `--shard` ranks."""
-    if world_size % config.shard:
-        raise ValueError(f"--shard {config.shard} with {world_size} ranks, expected a divisor of their number")
 
 
 def _label(name: str) -> str:

@@ -14,8 +14,7 @@ from tyro.conf import arg
 from thinwire.testing import server
 from thinwire.tools.units import parse_link
 
-from .config import Config
-from .options import defaults
+from .config import Config, defaults
 from .place import Place
 
 
@@ -26,7 +25,7 @@ class Options(Config):
     __doc__ = Config.__doc__
 
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Options as JSON or YAML, such as the config.json of a run; those on the command line override them."""
+    """Options as JSON or TOML, such as the config.json of a run; those on the command line override them."""
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "Options":
@@ -52,14 +51,12 @@ def run(options: Options) -> int:
 def _check_link(config: Config, place: Place | None) -> None:
     """Raise ValueError if ranks cannot be behind links of the rate that is given, before anything is started."""
     if place is not None:
-        raise ValueError(
-            "--link, or link in the config of the run, under torchrun: expected ranks that thinwire train starts "
-            "itself, without torchrun"
-        )
+        raise ValueError("--link, or link in the config of the run, under torchrun: expected thinwire train by itself")
     assert config.link is not None
     parse_link(config.link)
-    if config.device not in ("auto", "cpu") or config.shard > 1:
-        given = f"--shard {config.shard}" if config.shard > 1 else f"--device {config.device}"
-        raise ValueError(f"--link with {given}, expected ranks on the CPU with DDP: leave one of them out")
+    if config.device == "cuda" or config.shard > 1:
+        raise ValueError(
+            "--link with --device cuda or --shard, expected ranks on the CPU with DDP: leave one of them out"
+        )
     if config.download or "wandb" in config.log_to:
         raise ValueError("--link with --download or --log-to wandb: ranks behind links reach no other network")

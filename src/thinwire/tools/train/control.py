@@ -1,30 +1,96 @@
-"""Small messages between ranks: one in every step, and values that the ranks must agree on now and then.
+"""How ranks meet and talk: device, backend and store of their process group, and small messages between them.
 
-A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. So the message of
-a step carries a flag, and the loss. It is sent before the exchange of the step and read after it, when it has arrived:
+A rank that receives a signal to stop cannot stop at once, because the other ranks would wait for it. So every step has
+a message with a flag, and the loss. It is sent before the exchange of the step and read after it, when it has arrived:
 no rank waits for it, and all read the same. Where steps are local, messages are read some steps later.
 """
 
 import pickle
+import secrets
+import time
 from collections import deque
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistStoreError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from thinwire.collectives.cost import ring
 
+from .place import Place
+
+_START = "thinwire/start"
+_POLL_SECONDS = 0.05
 _LENGTH_BYTES = 8
 """Bytes of the length that torch sends before a pickled object."""
 
 
-class StepMessage(NamedTuple):
-    """The loss and the flag to stop, combined over ranks."""
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """Return the device for a rank of this node; raise ValueError if a GPU is requested and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch finds no CUDA device here; use --device cpu, or auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
-    loss: float
-    """Mean of the loss over ranks."""
-    stops: bool
-    """Whether any rank received a signal to stop."""
+
+def pick_backend(device: torch.device, local_world_size: int) -> str:
+    """Return the backend of the process group. NCCL needs a GPU for each rank; ranks that share a GPU use gloo."""
+    if device.type == "cuda" and local_world_size <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def fresh_store(place: Place, seconds: float) -> Any:
+    """Return a store in which nothing is from an earlier start of the ranks. All ranks call it.
+
+    torchrun's agent keeps its store when it restarts ranks (torch 2.13), and with it the addresses of ranks that ended:
+    gloo reads them and cannot connect. Agents count restarts differently, so the count is no help. Instead rank 0 names
+    each start, and a rank uses a name only when rank 0 has answered a token that the rank has just drawn.
+
+    Raises RuntimeError if a rank that this one waits for has not come within `seconds`.
+    """
+    store: Any = next(rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=seconds)))[0]
+    name = name_start(store, place.world_size, seconds) if place.rank == 0 else join_start(store, place.rank, seconds)
+    return PrefixStore(f"{_START}/{name}/store", store)
+
+
+def name_start(store: Any, world_size: int, seconds: float) -> str:
+    """Name this start, answer the token of every other rank, and return the name."""
+    store.set_timeout(timedelta(seconds=seconds))
+    name = secrets.token_hex(8)
+    store.set(_START, name)
+    for rank in range(1, world_size):
+        try:
+            token = store.get(f"{_START}/{name}/{rank}").decode()
+        except DistStoreError:
+            raise _has_not_come(rank, seconds) from None
+        store.set(f"{_START}/{name}/{token}", "")
+    return name
+
+
+def join_start(store: Any, rank: int, seconds: float) -> str:
+    """Return the name of this start: that under which rank 0 has answered the token of this rank."""
+    store.set_timeout(timedelta(seconds=seconds))
+    token, deadline = secrets.token_hex(8), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if store.check([_START]):
+            name: str = store.get(_START).decode()
+            store.set(f"{_START}/{name}/{rank}", token)
+            if store.check([f"{_START}/{name}/{token}"]):
+                return name
+        time.sleep(_POLL_SECONDS)
+    raise _has_not_come(0, seconds)
+
+
+def _has_not_come(rank: int, seconds: float) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank} has not come within {seconds:g} s; if nodes have joined or left, set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every node: it may have sent this rank to "
+        "the store of another node"
+    )
 
 
 class Control:
@@ -42,13 +108,13 @@ class Control:
         self._under_way.append((values, dist.all_reduce(values, group=self._group, async_op=True)))
         self._bytes_sent += ring(values.nbytes, self._size)
 
-    def read_messages(self, leave: int = 0) -> list[StepMessage]:
-        """Wait for all messages but the last `leave`, and return them in the order in which they were sent."""
+    def read_messages(self, leave: int = 0) -> list[tuple[float, bool]]:
+        """Wait for all messages but the last `leave`, and return the mean loss of each, and whether any rank stops."""
         found = []
         while len(self._under_way) > leave:
             values, work = self._under_way.popleft()
             work.wait()
-            found.append(StepMessage(float(values[0]), bool(values[1] > 0)))
+            found.append((float(values[0]), bool(values[1] > 0)))
         return found
 
     def take_bytes_sent(self) -> int:
@@ -61,7 +127,7 @@ class Control:
         values: list[Any] = [None] * self._size
         dist.all_gather_object(values, value, group=self._group)
         # torch pads all values to the length of the longest, and sends the lengths first.
-        self._bytes_sent += (self._size - 1) * (_LENGTH_BYTES + max(map(_pickled_bytes, values)))
+        self._bytes_sent += (self._size - 1) * (_LENGTH_BYTES + max(len(pickle.dumps(each)) for each in values))
         return values
 
     def total(self, values: list[float]) -> list[float]:
@@ -70,17 +136,3 @@ class Control:
         self._bytes_sent += ring(tensor.nbytes, self._size)
         dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()
-
-    def from_first(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        if dist.get_rank() == 0:
-            sends = (self._size - 1).bit_length()  # gloo broadcasts along a binomial tree
-            self._bytes_sent += sends * (_LENGTH_BYTES + _pickled_bytes(values[0]))
-        return values[0]
-
-
-def _pickled_bytes(value: Any) -> int:
-    """Return the bytes of a value as torch sends it."""
-    return len(pickle.dumps(value))

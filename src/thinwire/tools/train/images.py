@@ -6,7 +6,8 @@ in every epoch, but the same in any batch.
 """
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar
@@ -16,26 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cifar, idx
-from .data import Batch, Data, Text
-from .draws import below, normal, order
-from .models import GPTConfig, ModelConfig, ResNet18Config
+from .data import Batch, Data, Text, below, normal, order
+from .image_files import CLASSES, Parts, read_cifar, read_mnist
+from .models import ModelConfig, model_config
 
 _SHIFT = 4
 _TEST_SHARE = 5
 """One digit in so many is for validation."""
 _NOISY_DRAWS = 10
-
-Parts = dict[str, tuple[Tensor, Tensor]]
-"""Images (count, channels, rows, columns) and labels (count), both uint8, of "train" and "test"."""
+FITTING = {
+    "text": "gpt", "digits": "cnn:size=8", "mnist": "cnn:size=28", "fashion-mnist": "cnn:size=28",
+    "cifar10": "resnet18",
+}  # fmt: skip
+"""A model for each data set."""
 
 
 class _Images:
     """A data set of images, with the mean and the standard deviation of each channel as parts of its largest value."""
 
-    inputs: ClassVar[tuple[int, int, int]]
-    """Shape of an image: channels, height and width."""
-    classes: ClassVar = 10
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     largest: ClassVar = 255
@@ -60,7 +59,6 @@ class _Images:
         yield from map(self._made, self._test_images.split(size), self._test_labels.split(size))
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
-        """Return training images after augmentation; here they are unchanged."""
         return images
 
     def _made(self, images: Tensor, labels: Tensor) -> Batch:
@@ -74,7 +72,6 @@ class Digits(_Images):
             model is ever certain, so that the losses of different trainings differ visibly.
     """
 
-    inputs = (1, 8, 8)
     mean, std, largest = (0.0,), (1.0,), 16
 
     def __init__(self, noise: float = 0.0, *, device: torch.device | str = "cpu") -> None:
@@ -82,7 +79,7 @@ class Digits(_Images):
         path = resources.files(__package__).joinpath("digits/digits.csv.gz")
         with path.open("rb") as packed, gzip.open(packed, "rt") as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))  # 64 pixels, and the digit
-        images, labels = table[:, :-1].reshape(-1, *self.inputs), table[:, -1]
+        images, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1]
         test = torch.arange(len(labels)) % _TEST_SHARE == 0
         super().__init__({"train": (images[~test], labels[~test]), "test": (images[test], labels[test])}, device)
 
@@ -105,37 +102,32 @@ class Digits(_Images):
         return images + self._noise * normal(seed, what=what, places=places, count=images[0].numel()).view(images.shape)
 
 
-class MNIST(_Images):
+class _FromFiles(_Images):
+    read: ClassVar[Callable[[Path], Parts]]
+
+    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
+        super().__init__(type(self).read(folder), device)
+
+
+class MNIST(_FromFiles):
     """28 x 28 grey images of handwritten digits, 60,000 for training and 10,000 for validation."""
 
-    inputs = (1, idx.PIXELS, idx.PIXELS)
-    mean, std = (0.1307,), (0.3081,)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(idx.read_parts(idx.find_mnist(folder), "MNIST"), device)
+    mean, std, read = (0.1307,), (0.3081,), partial(read_mnist, name="MNIST")
 
 
-class FashionMNIST(_Images):
+class FashionMNIST(_FromFiles):
     """28 x 28 grey images of clothes, 60,000 for training and 10,000 for validation."""
 
-    inputs = (1, idx.PIXELS, idx.PIXELS)
-    mean, std = (0.2860,), (0.3530,)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(idx.read_parts(idx.find_fashion(folder), "Fashion-MNIST"), device)
+    mean, std, read = (0.2860,), (0.3530,), partial(read_mnist, name="Fashion-MNIST")
 
 
-class CIFAR10(_Images):
+class CIFAR10(_FromFiles):
     """32 x 32 colour images of animals and vehicles, 50,000 for training and 10,000 for validation.
 
     Training images are shifted by up to 4 pixels each way, with black around them, and mirrored with probability 1/2.
     """
 
-    inputs = cifar.SHAPE
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-    def __init__(self, folder: Path, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(cifar.read_cifar(folder), device)
+    mean, std, read = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), partial(read_cifar)
 
     def _varied(self, images: Tensor, seed: int, places: Tensor) -> Tensor:
         count, channels, side, _ = images.shape
@@ -150,15 +142,8 @@ class CIFAR10(_Images):
         return padded.gather(2, pixels.expand(-1, channels, -1)).view(images.shape)
 
 
-FOLDERS: dict[str, type[MNIST | FashionMNIST | CIFAR10]] = {
-    "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10,
-}  # fmt: skip
-"""Data sets that are read from a folder."""
-IMAGES: dict[str, type[_Images]] = {"digits": Digits, **FOLDERS}
-
-
 def load_data(name: str, folder: Path, context: int | None = None, *, device: torch.device | str = "cpu") -> Data:
-    """Load a data set: "text", or one of `IMAGES`. That the model fits has been checked.
+    """Load a data set, one of `FITTING`. That the model fits has been checked.
 
     folder    the folder of the images; for text, a file that is read in place of Python's sources
     context   number of bytes in a sample of text, as many as the model sees at once
@@ -170,45 +155,27 @@ def load_data(name: str, folder: Path, context: int | None = None, *, device: to
     if name == "text":
         assert context is not None
         return Text(context, file=folder if folder.is_file() else None, device=device)
-    return Digits(device=device) if name == "digits" else FOLDERS[name](folder, device=device)
+    if name == "digits":
+        return Digits(device=device)
+    return {"mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}[name](folder, device=device)
 
 
 def check_fit(config: ModelConfig, name: str) -> None:
     """Raise ValueError if the model cannot be trained on this data. The data need not be loaded or downloaded.
 
-    >>> from thinwire.tools.train.models import model_config
     >>> check_fit(model_config("cnn:size=8"), "mnist")
     Traceback (most recent call last):
         ...
-    ValueError: model cnn takes images of 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or data digits
+    ValueError: model cnn takes 1 x 8 x 8, and mnist has 1 x 28 x 28: use model cnn:size=28, or other data
     """
-    if name == "text":
-        if not isinstance(config, GPTConfig):
-            others = _others(config.inputs)
-            raise ValueError(f"model {config.name} takes images, and text has none: use model gpt, or {others}")
-        return
-    if name not in IMAGES:
-        raise ValueError(f"data {name!r} is unknown, expected one of text, {', '.join(IMAGES)}")
-    data = IMAGES[name]
-    channels, size, _ = data.inputs
-    cnn = f"cnn:size={size}" if channels == 1 else f"cnn:channels={channels},size={size}"
-    if isinstance(config, GPTConfig):
-        raise ValueError(f"model gpt takes text, and {name} has images: use model {cnn}, or data text")
-    if config.inputs != data.inputs:
+    if name not in FITTING:
+        raise ValueError(f"data {name!r} is unknown, expected one of {', '.join(FITTING)}")
+    shapes = config.inputs, model_config(FITTING[name]).inputs
+    if shapes[0] != shapes[1]:
+        takes, has = (" x ".join(map(str, shape)) or "bytes" for shape in shapes)
         raise ValueError(
-            f"model {config.name} takes images of {_times(config.inputs)}, and {name} has {_times(data.inputs)}: "
-            f"use model {'resnet18 or ' if data.inputs == ResNet18Config.inputs else ''}{cnn}, "
-            f"or {_others(config.inputs)}"
+            f"model {config.name} takes {takes}, and {name} has {has}: use model {FITTING[name]}, or other data"
         )
-    if config.classes < data.classes:
-        raise ValueError(f"model {config.name} with classes={config.classes}, but {name} has {data.classes} classes")
-
-
-def _others(inputs: tuple[int, ...]) -> str:
-    """Return the data with images of this shape, as text for an error message."""
-    fitting = [name for name, data in IMAGES.items() if data.inputs == inputs]
-    return f"data {' or '.join(fitting)}" if fitting else "other data"
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+    classes = getattr(config, "classes", CLASSES)
+    if classes < CLASSES:
+        raise ValueError(f"model {config.name} with classes={classes}, but {name} has {CLASSES} classes")

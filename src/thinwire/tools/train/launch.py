@@ -7,12 +7,11 @@ Errors that follow from it on other ranks, such as a closed connection, are not 
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,10 +24,9 @@ from thinwire.tools.units import parse_link
 
 from .checks import check
 from .config import Config
-from .device import pick_backend, pick_device
-from .download import SOURCES, fetch
-from .fresh_store import fresh_store
-from .idx import find_fashion
+from .control import fresh_store, pick_backend, pick_device
+from .download import FILES, download
+from .image_files import find_mnist
 from .place import Place
 from .rank import Rank, on_signals
 
@@ -122,21 +120,18 @@ def _exit_before_group(error: Exception, place: Place) -> NoReturn:
     if isinstance(error, ValueError):
         raise error
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    fault = f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {_why_no_group(str(error))}"
-    raise ValueError(fault) from None
+    raise ValueError(
+        f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {_why(str(error))}"
+    ) from None
 
 
-def _why_no_group(text: str) -> str:
+def _why(text: str) -> str:
     r"""Return what the user can do about an error of torch's, or its first line.
 
-    >>> _why_no_group("connectFullMesh failed with [pair.cc:152] timed out: refused, remote=[127.0.1.1]:439$1")[:71]
+    >>> _why("connectFullMesh failed with [pair.cc:152] timed out: refused, remote=[127.0.1.1]:439$1")[:71]
     'the store is there, but no rank answers at 127.0.1.1. On every node set'
-    >>> _why_no_group("EADDRINUSE"), _why_no_group("of torch's own\nand more")
-    ('the port is in use: set another MASTER_PORT', "of torch's own")
     """
     given = os.environ.get("GLOO_SOCKET_IFNAME")
-    if "EADDRINUSE" in text:
-        return "the port is in use: set another MASTER_PORT"
     if "Unable to find address" in text and given:
         return f"GLOO_SOCKET_IFNAME={given} is no interface with an address here; `ip -brief address` lists them"
     if "connectFullMesh" in text:
@@ -153,9 +148,8 @@ def _prepare(config: Config, place: Place, store: Any) -> None:
     """Download the data on local rank 0 of each node, while others wait, however long; raise OSError if one fails."""
     if place.local_rank == 0:
         _fetch(config)
-    if store.add(_READY, 1) == place.world_size:
-        store.set(f"{_READY}/all", "")
-    while not store.check([f"{_READY}/all"]):
+    store.add(_READY, 1)
+    while store.add(_READY, 0) < place.world_size:
         if store.add(_FAILED, 0):
             raise OSError("another rank could not prepare the data")
         time.sleep(_READY_SECONDS)
@@ -178,57 +172,18 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
     """Print the error of this rank, unless another rank has printed one."""
     if is_consequence(error):
         time.sleep(_CONSEQUENCE_SECONDS)
-    try:
-        first = store.add(_FAILED, 1) == 1
-        lost = False
-    except RuntimeError:  # the store ended with the rank that hosted it, usually rank 0
-        first, lost = _is_first_of_node(), True
-    if not first:
-        return
+    with suppress(RuntimeError):  # the store ended with the rank that hosted it: then each rank prints its own
+        if store.add(_FAILED, 1) > 1:
+            return
     if not is_consequence(error) and not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
-    text = " ".join(str(error).split()) if str(error) else repr(error)
+    text = " ".join(str(error).split()) or repr(error)
     print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr, flush=True)
-    if lost:
-        time.sleep(_CONSEQUENCE_SECONDS)  # keeps the claim while the other ranks of the node fail
-
-
-def _is_first_of_node() -> bool:
-    """Return whether this rank is the first of its node that asks, so that one rank reports where the store is lost.
-
-    It binds a name that the system frees when the process ends; on other systems than Linux each rank is the first.
-    """
-    if sys.platform != "linux":
-        return True
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0thinwire-failed-{os.environ.get('MASTER_PORT')}")
-    except OSError:
-        return False
-    claim.detach()  # stays open
-    return True
 
 
 def _fetch(config: Config) -> None:
-    """Download missing files of the data set, if --download is given, with a progress bar on a terminal."""
+    """Download missing files of the data set, if --download is given."""
     if config.download and config.data == "fashion-mnist":
-        find_fashion(config.data_dir)  # raises ValueError with advice if it is missing
-    if not config.download or config.data not in SOURCES:
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name)
-            bar.update(tasks[name], completed=done, total=total)
-
-        def warn(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
-        for name in fetch(SOURCES[config.data], config.data_dir, report, warn):
-            warn(f"fetched {config.data_dir / name}")
+        find_mnist(config.data_dir, "Fashion-MNIST")  # raises ValueError with advice if it is missing
+    if config.download and config.data in FILES:
+        download(config.data, config.data_dir)

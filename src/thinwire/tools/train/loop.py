@@ -1,12 +1,12 @@
 """The training loop of one rank, from the first step, or a checkpoint, to the end or a signal."""
 
 import copy
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +14,16 @@ import torch
 from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.statistics import SyncStats
 from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
-from thinwire.tools import loopback
+from thinwire.tools.files import replace_text
 from thinwire.tools.loopback import Counter
 
-from .checkpoints import Checkpoints, Loaded, write_file
-from .config import Config
+from .checkpoints import Checkpoints, State, write_file
+from .config import CONFIG_FILE, Config
 from .control import Control
 from .data import Data
-from .folder import write_config
-from .learner import Learner
+from .learner import Learner, delay, schedule
 from .metrics import Metrics
-from .options import load_config
 from .place import Place
-from .schedule import schedule
 from .view import PHASES, Result, View
 
 PATIENCE = 20
@@ -36,8 +33,6 @@ _MOST_UNDER_WAY = 16
 """Most messages with losses that are under way, so that a signal is seen soon."""
 _LARGEST = 1 << 53
 """Bound of the numbers in a checkpoint: of bytes, steps, samples."""
-_SCORES = dict.fromkeys(("step", "seconds", "bytes_sent", "bytes_dense", "loss", "accuracy"), 0.0)
-"""The form of an evaluation in a checkpoint."""
 
 
 @dataclass
@@ -58,9 +53,9 @@ class Counts:
 class Training:
     """The training of one rank, from the first step or from a checkpoint. All ranks make one, and call `run`.
 
-    config            the same on all ranks; `out` is the folder of the run
-    counter           counts the bytes that this rank sends; None if they cannot be counted
-    compile_seconds   seconds that the kernels took to compile or load
+    config    the same on all ranks; `out` is the folder of the run
+    counter   counts the bytes that this rank sends; None if they cannot be counted
+    facts     further conditions for metrics.jsonl
     """
 
     def __init__(
@@ -72,47 +67,38 @@ class Training:
         device: torch.device,
         data: Data,
         counter: Counter | None,
-        compile_seconds: float,
+        facts: Mapping[str, object],
     ) -> None:
         assert config.out is not None
         self._config, self._folder, self._place, self._control, self._data = config, config.out, place, control, data
         self._view = View(config.steps, shown=place.rank == 0)
         self._learner = Learner(config, device)
         self._counts = Counts()
-        self._evaluated: dict[str, Any] | None = None
+        self._score: dict[str, float] | None = None
         self._checkpoints = Checkpoints(
             self._folder, place=place, control=control, keep=config.keep, say=self._view.say
         )
         loaded = self._checkpoints.load(self._go_on_from) if config.resume == "auto" else None
-        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
         if self._checkpoints.leads:
-            write_config(self._folder, config)
-        self._metrics: Metrics | None = None
-        if place.rank == 0:
-            facts = {
-                "world_size": place.world_size,
-                "parameters": parameters,
-                "device": str(device),
-                "compile_seconds": compile_seconds,
-            }
-            self._metrics = Metrics(folder=self._folder, config=config, first_step=self._counts.step, more=facts)
+            replace_text(self._folder / CONFIG_FILE, json.dumps(config.record(), indent=2) + "\n")
+        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
+        facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device), **facts}
+        self._metrics = Metrics(self._folder if place.rank == 0 else None, config, self._counts.step, facts)
         self._view.say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self._learner.describe_compressor()}, "
             f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {self._folder}"
         )
         if loaded is not None:
-            self._view.say(f"resuming from step {loaded.step}")
-        self._counter = counter if loopback.is_counted() and loaded is None else None
+            self._view.say(f"resuming from step {loaded}")
+        self._counter = counter if loaded is None else None
         self._interface_bytes = 0 if self._counter is None else self._counter.sent_bytes()
         self._seen = SyncStats()
         """The statistics of the exchange that are in the counts."""
         self._events: dict[str, None] = {} if loaded is None else {"resume": None}
         """What has sent further bytes since the last line of metrics, in order and once."""
         self._last_loss, self._not_finite = 0.0, 0
-        self._ranks: list[dict[str, int]] = []
-        """What each rank has sent; known at the end."""
         self._choice = self._learner.sync.choice
-        self._saved = -1 if loaded is None else loaded.step
+        self._saved = -1 if loaded is None else loaded
         self._clock = time.perf_counter()
 
     def run(self, should_stop: Callable[[], bool]) -> Result:
@@ -124,8 +110,7 @@ class Training:
                 self._end("failed")
             raise
         finally:
-            if self._metrics is not None:
-                self._metrics.close()
+            self._metrics.close()
             self._view.close()
 
     def _train(self, should_stop: Callable[[], bool]) -> Result:
@@ -142,17 +127,20 @@ class Training:
             counts.step += 1
             last = counts.step == config.steps
             evaluates, saves = last or _due(counts.step, config.eval_every), _due(counts.step, config.checkpoint_every)
-            later = 0 if evaluates or saves else min(self._learner.delay, _MOST_UNDER_WAY)
+            later = 0 if evaluates or saves else min(delay(config), _MOST_UNDER_WAY)
             messages = self._control.read_messages(leave=later)
-            stops = any(message.stops for message in messages)
+            stops = any(is_stop for _, is_stop in messages)
             if stops:
                 messages += self._control.read_messages()
             counts.samples += config.batch * self._place.world_size
-            self._count(time.perf_counter() - started)
+            seconds, blocked = time.perf_counter() - started, self._count_exchange()
+            parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
+            for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
+                counts.split[phase] += part
             self._show_choice()
-            for number, message in enumerate(messages, start=1):
-                self._check_loss(message.loss, is_last=last and number == len(messages))
-                losses.append(message.loss)
+            for number, (loss, _) in enumerate(messages, start=1):
+                self._check_loss(loss, is_last=last and number == len(messages))
+                losses.append(loss)
             self._view.advance(counts.step)
             if losses and (first or last or stops or _due(counts.step, config.log_every)):
                 self._log(losses, logged)
@@ -161,52 +149,42 @@ class Training:
                 self._evaluate()
             if not last and (stops or saves):
                 self._save(is_extra=not saves)
-        if not stops and (self._evaluated is None or self._evaluated["step"] != counts.step):
-            self._evaluate()  # resumed at the last step, from a checkpoint without an evaluation of it
+        if not stops and first:
+            self._evaluate()  # resumed at the last step
         self._save()
         if not stops:
             with self._learner.evaluating(self._control.total):
                 weights = self._learner.weights()
                 if self._place.rank == 0:
                     write_file(self._folder / "weights.pt", weights)
-        self._ranks = self._control.gather(self._sent_here())
-        self._end("stopped" if stops else "finished")
-        return self._result(finished=not stops)
+        end = self._end("stopped" if stops else "finished", ranks=self._control.gather(self._sent_here()))
+        return Result(
+            name=config.compressor + (f" every {config.local_steps} steps" if config.local_steps else ""),
+            finished=not stops,
+            end=end,
+            score=self._score or {},
+            interface_bytes=None if self._counter is None else self._counter.sent_bytes() - self._interface_bytes,
+            split={phase: counts.split[phase] / max(1, counts.step) for phase in PHASES},
+        )
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, **more: Any) -> dict[str, Any]:
         self._counts.bytes_sent += self._control.take_bytes_sent()  # of the last checkpoint
-        ranks = {"ranks": self._ranks} if self._ranks else {}
-        self._write("end", {**self._so_far(), **self._after_warmup(), "reason": reason, **ranks})
+        line = {**self._so_far(), **self._after_warmup(), "reason": reason, **more}
+        self._metrics.write("end", line)
+        return line
 
-    def _write(self, kind: str, line: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(kind, line)
-
-    def _go_on_from(self, loaded: Loaded) -> None:
-        """Continue from a checkpoint; raise ValueError if it is another run's, DamagedError if no run wrote it."""
-        shared = loaded.shared
-        counts, evaluated = shared["counts"], shared["evaluated"]
-        if not _fits(counts, vars(Counts())) or counts["step"] != loaded.step:
+    def _go_on_from(self, step: int, shared: State, own: list[State], same_world: bool) -> None:
+        """Continue from a checkpoint; raise DamagedError if this run has not written it."""
+        counts = shared["counts"]
+        if not _fits(counts, vars(Counts())) or counts["step"] != step:
             raise DamagedError("its counts are not those of its step")
-        if not (evaluated is None or _fits(evaluated, _SCORES)):
-            raise DamagedError("its evaluation is incomplete")
-        _check_same_run(self._config, shared["config"], self._folder)
-        if loaded.step > self._config.steps:
-            raise ValueError(
-                f"--steps {self._config.steps}, but the run has done {loaded.step}: give more, or another --out"
-            )
+        if step > self._config.steps:
+            raise ValueError(f"--steps {self._config.steps}, but the run has done {step}: give more, or another --out")
         try:
-            self._learner.load(shared["learner"], [state["learner"] for state in loaded.own], loaded.same_world)
+            self._learner.load(shared["learner"], [state["learner"] for state in own], same_world)
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
-        self._counts, self._evaluated = Counts(**counts), evaluated
-
-    def _count(self, seconds: float) -> None:
-        """Add the time and the bytes of the last step to the totals."""
-        blocked = self._count_exchange()
-        parts = [blocked.get(name, 0.0) for name in ("encode", "exchange", "decode")]
-        for phase, part in zip(PHASES, (max(0.0, seconds - sum(parts)), *parts), strict=True):
-            self._counts.split[phase] += part
+        self._counts = Counts(**counts)
 
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
@@ -230,12 +208,10 @@ class Training:
     def _show_choice(self) -> None:
         """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
         choice = self._learner.sync.choice
-        if choice is self._choice:
-            return
-        self._choice = choice
-        if choice is not None:
-            self._write("choice", {**self._so_far(), **choice.record()})
+        if choice is not None and choice is not self._choice:
+            self._metrics.write("choice", {**self._so_far(), **choice.record()})
             self._view.say(choice.describe())
+        self._choice = choice
 
     def _check_loss(self, loss: float, *, is_last: bool) -> None:
         """Raise ValueError if too many steps in a row were skipped or had a loss that is not finite."""
@@ -271,7 +247,7 @@ class Training:
             **self._after_warmup(),
         }
         self._events = {}
-        self._write("step", line)
+        self._metrics.write("step", line)
         self._view.step(line)
 
     def _evaluate(self) -> None:
@@ -284,9 +260,9 @@ class Training:
                 if index % self._place.world_size == self._place.rank:
                     totals = [total + part for total, part in zip(totals, self._learner.evaluate(batch), strict=True)]
         loss, right, count = self._control.total(totals)
-        self._evaluated = {**self._so_far(), "loss": loss / count, "accuracy": right / count}
-        self._write("evaluation", self._evaluated)
-        self._view.evaluation(self._evaluated)
+        self._score = {"loss": loss / count, "accuracy": right / count}
+        self._metrics.write("evaluation", {**self._so_far(), **self._score})
+        self._view.evaluation(self._counts.step, **self._score)
 
     def _save(self, *, is_extra: bool = False) -> None:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite.
@@ -309,9 +285,7 @@ class Training:
             self._count_exchange()
             self._counts.bytes_dense = dense  # these steps count when the resumed run ends the round
         shared = {
-            "config": self._config.record(),
             "counts": {**vars(self._counts), "seconds": self._seconds()},
-            "evaluated": self._evaluated,
             "learner": self._learner.shared_state(),
         }
         self._checkpoints.save(self._counts.step, shared, {"learner": own})
@@ -329,17 +303,15 @@ class Training:
     def _after_warmup(self) -> dict[str, float]:
         """Return the reduction of this process's steps after the warm-up, if there are any."""
         stats = self._learner.sync.stats
-        if stats.bytes_sent == stats.warmup_bytes_sent:
-            return {}
-        return {"reduction_after_warmup": stats.reduction_after_warmup}
+        has_any = stats.bytes_sent != stats.warmup_bytes_sent
+        return {"reduction_after_warmup": stats.reduction_after_warmup} if has_any else {}
 
     def _sent_here(self) -> dict[str, int]:
         """Return what this rank has sent in exchanges, and which part of the model it holds if that is sharded."""
-        stats, shard = self._learner.sync.stats, self._config.shard
-        replica = {"replica": self._place.rank // shard, "shard": self._place.rank % shard} if shard > 1 else {}
+        stats, shard, rank = self._learner.sync.stats, self._config.shard, self._place.rank
         return {
-            "rank": self._place.rank,
-            **replica,
+            "rank": rank,
+            **({"replica": rank // shard, "shard": rank % shard} if shard > 1 else {}),
             "bytes_between_nodes": stats.bytes_between_nodes,
             "bytes_inside_nodes": stats.bytes_inside_nodes,
             "bytes_dense": stats.bytes_dense,
@@ -347,24 +319,6 @@ class Training:
 
     def _seconds(self) -> float:
         return self._counts.seconds + time.perf_counter() - self._clock
-
-    def _result(self, *, finished: bool) -> Result:
-        config, counts = self._config, self._counts
-        score = self._evaluated or {"loss": math.nan, "accuracy": None}
-        return Result(
-            name=config.compressor + (f" every {config.local_steps} steps" if config.local_steps else ""),
-            steps=counts.step,
-            loss=score["loss"],
-            accuracy=score["accuracy"],
-            bytes_sent=counts.bytes_sent,
-            bytes_dense=counts.bytes_dense,
-            reduction_after_warmup=self._after_warmup().get("reduction_after_warmup"),
-            interface_bytes=None if self._counter is None else self._counter.sent_bytes() - self._interface_bytes,
-            seconds=self._seconds(),
-            split={phase: counts.split[phase] / max(1, counts.step) for phase in PHASES},
-            ranks=self._ranks,
-            finished=finished,
-        )
 
 
 def _due(step: int, every: int) -> bool:
@@ -378,32 +332,3 @@ def _fits(saved: object, like: object) -> bool:
             return False
         return all(_fits(saved[name], part) for name, part in like.items())
     return (type(saved) is int or type(saved) is type(like) is float) and 0 <= saved < _LARGEST
-
-
-def _check_same_run(config: Config, saved: object, folder: Path) -> None:
-    """Raise ValueError if an option differs that a resumed run cannot change. Others, such as steps, may differ.
-
-    Raise DamagedError if the option is that of the run in this folder, so that the checkpoint has another one.
-    """
-    here = config.record()
-    if not isinstance(saved, dict) or not saved.keys() >= here.keys():
-        raise DamagedError("its config is incomplete")
-    for name in ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed"):
-        if type(here[name]) is not type(saved[name]):
-            raise DamagedError(f"its config has a {type(saved[name]).__name__} as {name}")
-        if here[name] != saved[name]:
-            if here[name] == _option_of_run(folder, name):
-                raise DamagedError(f"its config has another {name} than that of the run")
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]!s:.80}: leave --{flag} out, or "
-                "start anew with another --out"
-            )
-
-
-def _option_of_run(folder: Path, name: str) -> object:
-    """Return an option from the config in the folder of a run; None if it cannot be read."""
-    try:
-        return load_config(folder).record()[name]
-    except (ValueError, OSError):
-        return None

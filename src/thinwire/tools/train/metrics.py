@@ -20,7 +20,6 @@ bytes_dense, the bytes that a dense ring all-reduce would have sent.
 import importlib
 import importlib.util
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,7 @@ from typing import Any
 from thinwire.tools.files import replace_text
 from thinwire.tools.record import Writer, conditions
 
-from .config import Config
-from .folder import METRICS_FILE
+from .config import METRICS_FILE, Config
 
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
@@ -40,12 +38,14 @@ Sink = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
 
 
 class Metrics:
-    """Writes the metrics of a run. Only rank 0 has one."""
+    """Writes the metrics of a run, on rank 0. On other ranks the folder is None, and nothing is written."""
 
-    def __init__(self, folder: Path, config: Config, first_step: int, more: Mapping[str, object]) -> None:
-        path = folder / METRICS_FILE
-        _cut(path, first_step)
-        self._lines = Writer(path, append=True)
+    def __init__(self, folder: Path | None, config: Config, first_step: int, more: Mapping[str, object]) -> None:
+        self._lines, self._sinks = Writer(None), list[Sink]()
+        if folder is None:
+            return
+        _cut(folder / METRICS_FILE, first_step, config.steps)
+        self._lines = Writer(folder / METRICS_FILE, append=True)
         self._lines.write(conditions(config=config.record(), first_step=first_step, **more))
         modes = {"wandb": os.environ.get("WANDB_MODE", "online"), "wandb-offline": "offline"}
         self._sinks = [
@@ -55,7 +55,7 @@ class Metrics:
 
     def write(self, kind: str, line: Mapping[str, Any]) -> None:
         """Write a line to metrics.jsonl, with null for NaN, and its numbers to other sinks under the name kind/name."""
-        self._lines.write({"kind": kind, **{name: _plain(value) for name, value in line.items()}})
+        self._lines.write({"kind": kind, **json.loads(json.dumps(line), parse_constant=lambda _: None)})
         scalars = {f"{kind}/{name}": value for name, value in _flat(line).items() if name != "step"}
         for write, _ in self._sinks:
             write(scalars, int(line["step"]))
@@ -114,7 +114,7 @@ def _open_wandb(folder: Path, config: Config, mode: str) -> Sink:
     return lambda scalars, step: run.log(dict(scalars), step=step), run.finish
 
 
-def _cut(path: Path, first_step: int) -> None:
+def _cut(path: Path, first_step: int, last_step: int) -> None:
     """Remove the lines that will be written again: those of later steps, and a line that was cut off by a crash."""
     if not path.exists():
         return
@@ -126,18 +126,11 @@ def _cut(path: Path, first_step: int) -> None:
             line = None
         if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice", "end"):
             step = line.get("step", line.get("first_step"))
-            # A run that goes on has not finished; that it was stopped before stays.
-            if isinstance(step, int) and step <= first_step and line.get("reason") != "finished":
+            # A run that goes on has not finished, and evaluates its last step again; that it was stopped before stays.
+            comes_again = line.get("reason") == "finished" or (line["kind"] == "evaluation" and step == last_step)
+            if isinstance(step, int) and step <= first_step and not comes_again:
                 kept.append(text)
     replace_text(path, "".join(kept))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return {name: _plain(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:

@@ -5,7 +5,7 @@ Weights depend only on the seed, not on torch's global generator: so ranks and t
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,14 @@ VOCABULARY = 256
 """Number of different tokens of the GPT, which are bytes."""
 
 
-class _Model(nn.Module):
-    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Give the weight of a layer its initial value. Biases begin with zeros, and weights of norms with ones."""
-        raise NotImplementedError
-
-
 class _Config:
     name: ClassVar[str]
-    model: ClassVar[type[_Model]]
+    model: ClassVar[type[nn.Module]]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image, which is channels, height and width; for text it is empty."""
+        return ()
 
     def build(self, seed: int) -> nn.Module:
         """Return a new model with weights that depend only on the seed."""
@@ -40,13 +39,14 @@ class _Config:
             elif parameter.dim() == 1:  # the weight of a norm
                 nn.init.ones_(parameter)
             else:
-                model._fill(name, parameter, generator)
+                self._fill(name, parameter, generator)
         return model
 
-
-def _check_classes(width: int, classes: int) -> None:
-    if width < 1 or classes < 2:
-        raise ValueError(f"width {width} and {classes} classes, expected 1 and 2 or more")
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        """Draw the initial value of a weight of a layer: for images as He et al. (2015), for the GPT as nanoGPT."""
+        is_head = name == "head.weight" and self.name == "resnet18"
+        mode: Literal["fan_in", "fan_out"] = "fan_out" if self.name == "resnet18" and not is_head else "fan_in"
+        nn.init.kaiming_normal_(weight, 0, mode, "linear" if is_head else "relu", generator)
 
 
 class Block(nn.Module):
@@ -73,12 +73,8 @@ class Block(nn.Module):
         return x + thought
 
 
-class GPT(_Model):
-    """Pre-norm transformer over bytes, with initial weights as in nanoGPT.
-
-    Weights are normal with standard deviation 0.02. It is 0.02 / sqrt(2 * layers) for `project` and `contract`, the
-    layers whose output is added to a skip connection.
-    """
+class GPT(nn.Module):
+    """Pre-norm transformer over bytes."""
 
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
@@ -94,11 +90,6 @@ class GPT(_Model):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
-
-    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        is_added = name.endswith(("project.weight", "contract.weight"))
-        std = 0.02 / math.sqrt(2 * self.config.layers) if is_added else 0.02
-        nn.init.normal_(weight, std=std, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -116,14 +107,16 @@ class GPTConfig(_Config):
     """1 if layers and norms have biases, as in GPT-2; 0 if not, as in later models."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}, expected 1 or more")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} with {self.heads} heads, expected a multiple of the heads")
 
+    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        is_added = name.endswith(("project.weight", "contract.weight"))  # to a skip connection
+        std = 0.02 / math.sqrt(2 * self.layers) if is_added else 0.02
+        nn.init.normal_(weight, std=std, generator=generator)
 
-class CNN(_Model):
+
+class CNN(nn.Module):
     """Three convolutions, the last two with a group norm and a max pool of 2 x 2, and two linear layers."""
 
     def __init__(self, config: "CNNConfig") -> None:
@@ -144,9 +137,6 @@ class CNN(_Model):
         scores: Tensor = self.head(F.relu(self.hidden(x.flatten(1))))
         return scores
 
-    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
-
 
 @dataclass(frozen=True)
 class CNNConfig(_Config):
@@ -163,15 +153,12 @@ class CNNConfig(_Config):
     """Channels of the images: 1 if they are grey, 3 if they have colours."""
 
     def __post_init__(self) -> None:
-        _check_classes(self.width, self.classes)
-        if self.channels < 1:
-            raise ValueError(f"{self.channels} channels, expected 1 or more")
-        if self.size < 4 or self.size % 4:
+        if self.size % 4:
             raise ValueError(f"images of {self.size} pixels, expected a multiple of 4")
 
     @property
-    def inputs(self) -> tuple[int, int, int]:
-        """Return the shape of an image: channels, height and width."""
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image."""
         return self.channels, self.size, self.size
 
 
@@ -193,12 +180,8 @@ class Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(inner)) + self.skip(x))
 
 
-class ResNet18(_Model):
-    """ResNet-18 for images of 32 x 32 (He et al., "Deep residual learning for image recognition", 2015).
-
-    Four stages of two blocks. Each stage but the first halves the image and doubles the channels. As usual for small
-    images, it begins with a convolution of 3 x 3, and not with one of 7 x 7 and a pool as in the paper.
-    """
+class ResNet18(nn.Module):
+    """ResNet-18 (He et al., 2015) for images of 32 x 32: it begins with a convolution of 3 x 3 and without a pool."""
 
     def __init__(self, config: "ResNet18Config") -> None:
         super().__init__()
@@ -216,35 +199,25 @@ class ResNet18(_Model):
         scores: Tensor = self.head(x.mean(dim=(2, 3)))
         return scores
 
-    def _fill(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        if name == "head.weight":
-            nn.init.kaiming_normal_(weight, nonlinearity="linear", generator=generator)
-        else:
-            nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)
-
 
 @dataclass(frozen=True)
 class ResNet18Config(_Config):
     """Options of the ResNet-18."""
 
     name, model = "resnet18", ResNet18
-    inputs: ClassVar = (3, 32, 32)
-    """Shape of an image: channels, height and width."""
 
     width: int = 64
     """Channels of the first stage; the next ones have 2, 4 and 8 times as many."""
     classes: int = 10
 
-    def __post_init__(self) -> None:
-        _check_classes(self.width, self.classes)
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Return the shape of an image."""
+        return 3, 32, 32
 
 
 ModelConfig = GPTConfig | CNNConfig | ResNet18Config
 CONFIGS: dict[str, type[ModelConfig]] = {config.name: config for config in (GPTConfig, CNNConfig, ResNet18Config)}
-
-
-_DIGITS = 6
-"""Digits that a number in the spec of a model may have: no memory holds a model with more."""
 
 
 def model_config(spec: str) -> ModelConfig:
@@ -260,10 +233,10 @@ def model_config(spec: str) -> ModelConfig:
     options = {}
     for part in rest.split(",") if rest else []:
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in known or not value.isdecimal() or len(value) > _DIGITS:
+        options[key] = int(value) if value.isdecimal() and len(value) <= 6 else -1
+        if key not in known or options[key] < (key != "bias"):
             raise ValueError(
-                f"{part!r:.80} in {spec!r:.80}, expected key=value with a whole number below {10**_DIGITS:,} and one "
-                f"of {', '.join(known)}"
+                f"{part!r:.80} in {spec!r:.80}, expected key=value with one of {', '.join(known)}, and a whole number "
+                "from 1 to 999,999"
             )
-        options[key] = int(value)
     return CONFIGS[name](**options)

@@ -1,31 +1,47 @@
-"""One rank of `thinwire train`, from its set-up to the last line that it prints."""
+"""One rank of `thinwire train`, from its set-up to the last line that it prints.
 
-import dataclasses
+The folder of a run, in `runs/` or where --out says, is locked, so that only one training writes into it:
+
+    config.json     the values of all options
+    metrics.jsonl   a line for each logged step, each evaluation, and the end
+    checkpoints/    see checkpoints.py
+    tensorboard/    logs for TensorBoard, if it is installed
+    weights.pt      the state_dict of the trained model; written when training ends
+    report.html     a page about the run; written when training ends
+    dense/          a folder like this one, of the dense reference
+"""
+
+import fcntl
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import torch
 
+from thinwire.collectives import LocalWorld
 from thinwire.tools import report
-from thinwire.tools.loopback import Counter
+from thinwire.tools.loopback import Counter, is_counted
 
-from .config import Config
-from .control import Control
-from .data import Data
-from .device import pick_device
-from .folder import choose_folder, locked
+from .config import CONFIG_FILE, METRICS_FILE, RUNS, Config, load_config
+from .control import Control, pick_device
 from .images import load_data
+from .learner import rehearse
 from .loop import Training
 from .models import model_config
 from .place import Place
-from .rehearsal import compile_kernels
 from .view import Result, print_results
 
+_LOCK_FILE = ".lock"
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
+"""Options that may differ between ranks."""
+_LASTING = ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed")
+"""Options that a resumed run cannot change."""
 
 
 class Rank:
@@ -37,14 +53,12 @@ class Rank:
     def __init__(
         self, rank: int, world_size: int, config: Config, place: Place | None = None, counter: Counter | None = None
     ) -> None:
-        self._place = place or Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-        if counter is None and self._place.on_one_machine:
+        self._place = place = place or Place(rank, world_size, local_rank=rank, local_world_size=world_size)
+        if counter is None and place.local_world_size == world_size and is_counted():
             counter = Counter("lo", times=world_size)
-        self._counter = counter
-        self._config = config
-        self._signals: list[int] = []
-        """Those that have come."""
-        self._device = pick_device(config.device, self._place.local_rank)
+        self._config, self._counter = config, counter
+        self._signals: list[int] = []  # that have come
+        self._device = pick_device(config.device, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -55,74 +69,137 @@ class Rank:
             self._compare(control)
             config = self._config
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
-            config = self._with_folder(control, stack)
-            assert config.out is not None
-            self._compile_seconds = compile_kernels(config, self._place, control, self._device)
-            if self._place.rank == 0:
-                print(f"kernels compiled or loaded in {self._compile_seconds:.1f} s", file=sys.stderr, flush=True)
-            results = [self._train(config, control, data)]
-            if config.compare_dense and results[0].finished:
-                dense = dataclasses.replace(
-                    config, compressor="none", local_steps=0, compare_dense=False, out=config.out / "dense"
+            out = self._choose_folder(control, stack)
+            config = replace(config, out=out)
+            dense = replace(config, compressor="none", local_steps=0, compare_dense=False, out=out / "dense")
+            compile_seconds = self._compile_kernels(control)
+            results = list[Result]()
+            for each in (config, dense) if config.compare_dense else (config,):
+                if self._place.local_rank == 0 and each.out is not None:
+                    each.out.mkdir(parents=True, exist_ok=True)
+                control.gather(None)
+                training = Training(
+                    each,
+                    place=self._place,
+                    control=control,
+                    device=self._device,
+                    data=data,
+                    counter=self._counter,
+                    facts={"compile_seconds": compile_seconds},
                 )
-                results.append(self._train(dense, control, data))
+                results.append(training.run(should_stop=lambda: bool(self._signals)))
+                if not results[-1].finished:
+                    break
             if self._place.rank == 0:
-                self._show(results, config.out)
-            return all(result.finished for result in results)
-
-    def _train(self, config: Config, control: Control, data: Data) -> Result:
-        assert config.out is not None
-        if self._place.local_rank == 0:
-            config.out.mkdir(parents=True, exist_ok=True)
-        control.gather(None)
-        training = Training(
-            config,
-            place=self._place,
-            control=control,
-            device=self._device,
-            data=data,
-            counter=self._counter,
-            compile_seconds=self._compile_seconds,
-        )
-        return training.run(should_stop=lambda: bool(self._signals))
+                self._show(results, out)
+            return results[-1].finished
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
-        record = {name: value for name, value in self._config.record().items() if name not in _MAY_DIFFER}
-        first, *others = control.gather(record)
+        first, *others = control.gather(self._config.record())
         for rank, other in enumerate(others, start=1):
             for name, value in other.items():
-                if value != first[name]:
+                if value != first[name] and name not in _MAY_DIFFER:
                     flag = f"--{name.replace('_', '-')}"
                     raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: give all the same")
 
-    def _with_folder(self, control: Control, stack: ExitStack) -> Config:
-        """Return the config with the folder of the run, which rank 0 chooses and locks; raise its error on all."""
+    def _choose_folder(self, control: Control, stack: ExitStack) -> Path:
+        """Return the folder of the run, which rank 0 chooses and locks; raise its error on all ranks."""
         folder, fault = None, None
         if self._place.rank == 0:
             try:
                 folder = choose_folder(self._config)
                 stack.enter_context(locked(folder))
+                check_same_run(self._config, folder)
             except (ValueError, OSError) as error:
                 fault = str(error)
-        folder, fault = control.from_first((folder, fault))
+        chosen: Path
+        chosen, fault = control.gather((folder, fault))[0]
         if fault is not None:
             raise ValueError(fault)
-        return dataclasses.replace(self._config, out=folder)
+        return chosen
+
+    def _compile_kernels(self, control: Control) -> float:
+        """Compile or load the kernels that the run needs before its clock starts. Return the seconds that it took.
+
+        The first rank of each node compiles them and keeps them on disk, from where the others load them.
+        """
+        started = time.perf_counter()
+        config = replace(self._config, warmup_steps=1, local_steps=min(1, self._config.local_steps))
+        for leads in (True, False):
+            if (self._place.local_rank == 0) == leads:
+                LocalWorld(2, turns=True).run(rehearse, config, self._device)
+            control.gather(None)
+        seconds = time.perf_counter() - started
+        if self._place.rank == 0:
+            print(f"kernels compiled or loaded in {seconds:.1f} s", file=sys.stderr, flush=True)
+        return seconds
 
     def _show(self, results: list[Result], folder: Path) -> None:
         try:
             report.write([folder], folder / "report.html")
         except (ValueError, OSError) as error:  # training is done, and its files are written
             print(f"the report could not be made: {error}", file=sys.stderr)
-        if all(result.finished for result in results):
+        if results[-1].finished:
             print_results(results, self._place.world_size)
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:
             command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
             if Place.of_torchrun() is not None:
                 command = f"torchrun ... -m {command}"
-            print(f"stopped at step {results[-1].steps}, checkpoint written; go on with: {command}", flush=True)
+            step = results[-1].end["step"]
+            print(f"stopped at step {step}, checkpoint written; go on with: {command}", flush=True)
+
+
+def choose_folder(config: Config) -> Path:
+    """Return the folder of the run, and make it if it is new: --out, or the first free one of runs/RECIPE, RECIPE-2 ...
+
+    Raises ValueError if the folder has a run and the config does not resume it, or if it cannot be made.
+    """
+    if config.out is None:
+        RUNS.mkdir(exist_ok=True)
+        for number in count(1):
+            folder = RUNS / (f"{config.recipe}-{number}" if number > 1 else config.recipe)
+            with suppress(FileExistsError):  # another job may have made it just now
+                folder.mkdir()
+                return folder
+    assert config.out is not None
+    if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
+        raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {config.out} cannot be made: {error.strerror}; give a folder you can write to"
+        ) from None
+    return config.out
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder until this process ends, however it ends; raise ValueError if another process has locked it."""
+    with open(folder / _LOCK_FILE, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder} is in use by another training: wait for its end, or give another --out"
+            ) from None
+        yield
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """Raise ValueError if an option differs that a run with checkpoints cannot change. Others, such as steps, may."""
+    if not (folder / CONFIG_FILE).exists() or not (folder / "checkpoints").exists():
+        return
+    saved, here = load_config(folder).record(), config.record()
+    for name in _LASTING:
+        if here[name] != saved[name]:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]}: leave --{flag} out, or start "
+                "anew with another --out"
+            )
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,25 +16,14 @@ PHASES = ("compute", "compress", "wait", "decode")
 
 @dataclass(frozen=True)
 class Result:
-    """Final metrics of a training."""
+    """The end of a training."""
 
     name: str
-    steps: int
-    loss: float
-    accuracy: float | None
-    bytes_sent: int
-    bytes_dense: int
-    reduction_after_warmup: float | None
-    """That of the steps after the warm-up, since the start or the last resume; None if there were none."""
-    interface_bytes: int | None
-    """Bytes counted on the interface, per rank; None if they were not counted."""
-    seconds: float
-    split: dict[str, float]
-    """Seconds per step, by phase."""
-    ranks: list[dict[str, int]] = field(default_factory=list)
-    """What each rank has sent, as in metrics.jsonl."""
-    finished: bool = True
-    """False if a signal stopped it."""
+    finished: bool  # False if a signal stopped it
+    end: Mapping[str, Any]  # the last line of metrics.jsonl
+    score: Mapping[str, Any]  # loss and accuracy of the last evaluation, if there was one
+    interface_bytes: int | None  # per rank, if they are counted
+    split: Mapping[str, float]  # seconds per step, by phase
 
 
 class View:
@@ -46,7 +34,8 @@ class View:
         console = Console(stderr=True)
         self._live: Live | None = None
         if shown and console.is_terminal:
-            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"), TimeRemainingColumn())
+            text = TextColumn("steps, time left")
+            self._bar = Progress(BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
             self._task = self._bar.add_task("", total=steps)
             self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4)
 
@@ -59,10 +48,16 @@ class View:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show the figures of a step."""
+        split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
+        ratio = reduction(line["bytes_sent"], line["bytes_dense"])
+        figures = (
+            f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  "
+            f"{_megabytes(line['bytes_sent'])} MB sent{f' (reduction {ratio})' if ratio else ''}  ms: {split}"
+        )
         if self._live is not None:  # below the bar, in as many lines as the terminal needs
-            self._live.update(Group(self._bar, Text(_figures(line))))
+            self._live.update(Group(self._bar, Text(figures)))
         else:
-            self.say(f"step {line['step']}/{self._steps}  {_figures(line)}")
+            self.say(f"step {line['step']}/{self._steps}  {figures}")
 
     def advance(self, step: int) -> None:
         """Move the progress bar to a step. The first call shows it."""
@@ -70,10 +65,9 @@ class View:
             self._live.start()
             self._bar.update(self._task, completed=step)
 
-    def evaluation(self, line: Mapping[str, Any]) -> None:
+    def evaluation(self, step: int, loss: float, accuracy: float) -> None:
         """Print the validation loss and accuracy."""
-        accuracy = "" if line["accuracy"] is None else f", accuracy {line['accuracy']:.2%}"
-        self.say(f"step {line['step']}/{self._steps}  validation loss {line['loss']:.4f}{accuracy}")
+        self.say(f"step {step}/{self._steps}  validation loss {loss:.4f}, accuracy {accuracy:.2%}")
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -93,68 +87,48 @@ def reduction(sent: float, dense: float) -> str:
 
 
 def print_results(results: Sequence[Result], world_size: int) -> None:
-    """Print a table with a column for each training, so that it fits a narrow terminal."""
-    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
-    table = Table(f"{results[0].steps:,} step{'s' * (results[0].steps > 1)}, {ranks}", box=None, padding=(0, 2, 0, 0))
+    """Print a table with a column for each training, so that it fits a narrow terminal, and compare two in words."""
+    steps = results[0].end["step"]
+    title = f"{steps:,} step{'s' * (steps > 1)}, {world_size} rank{'s' * (world_size > 1)}"
+    table = Table(title, box=None, padding=(0, 2, 0, 0))
     for result in results:
         table.add_column(result.name, justify="right", no_wrap=True)
-    has_nodes = any(each["bytes_inside_nodes"] for result in results for each in result.ranks)
-    columns = [_cells(result, has_nodes) for result in results]
+    columns = [_cells(result) for result in results]
     for name in columns[0]:
-        cells = [column.get(name) for column in columns]
-        if any(cell is not None for cell in cells):
-            table.add_row(name, *(cell or "" for cell in cells))
+        table.add_row(name, *(column.get(name, "") for column in columns))
     Console().print(table)
     if len(results) == 2:
-        print(compare(*results))
+        ours, dense = results
+        print(
+            f"Compared with dense training: {reduction(ours.end['seconds'], dense.end['seconds'])} as fast, "
+            f"{100 * ours.end['bytes_sent'] / dense.end['bytes_sent']:.1f} % of the bytes, "
+            f"accuracy {ours.score['accuracy']:.1%} (dense {dense.score['accuracy']:.1%})."
+        )
 
 
-def compare(ours: Result, dense: Result) -> str:
-    """Return the result of a training beside that of dense training, as one sentence."""
-    parts = [f"{reduction(ours.seconds, dense.seconds)} as fast"]
-    if ours.bytes_sent:
-        parts.append(f"{100 * ours.bytes_sent / dense.bytes_sent:.1f} % of the bytes")
-    if ours.accuracy is not None and dense.accuracy is not None:
-        parts.append(f"accuracy {ours.accuracy:.1%} (dense {dense.accuracy:.1%})")
-    else:
-        parts.append(f"loss {ours.loss:.3f} (dense {dense.loss:.3f})")
-    return f"Compared with dense training: {', '.join(parts)}."
-
-
-def _cells(result: Result, has_nodes: bool) -> dict[str, str | None]:
-    """Return the column of a training, by row; None where the row is left out unless another training has it.
-
-    has_nodes   whether to add what rank 0 has sent between and inside nodes.
-    """
-    later = result.reduction_after_warmup
+def _cells(result: Result) -> dict[str, str]:
+    """Return the column of a training, by row."""
+    end, first = result.end, result.end["ranks"][0]
     cells = {
-        "validation loss": f"{result.loss:.4f}",
-        "accuracy": "" if result.accuracy is None else f"{result.accuracy:.2%}",
-        "MB sent per rank": _megabytes(result.bytes_sent),
-        "reduction": reduction(result.bytes_sent, result.bytes_dense),
-        "  after the warm-up": None if later is None else reduction(1.0, later),
+        "validation loss": f"{result.score['loss']:.4f}",
+        "accuracy": f"{result.score['accuracy']:.2%}",
+        "MB sent per rank": _megabytes(end["bytes_sent"]),
+        "reduction": reduction(end["bytes_sent"], end["bytes_dense"]),
     }
-    for where in ("between", "inside") if has_nodes and result.ranks else ():
-        cells[f"  {where} nodes"] = _megabytes(result.ranks[0][f"bytes_{where}_nodes"])
-    for each in result.ranks:
+    if "reduction_after_warmup" in end:
+        cells["  after the warm-up"] = reduction(1.0, end["reduction_after_warmup"])
+    if any(each["bytes_inside_nodes"] for each in end["ranks"]):
+        cells |= {f"  {where} nodes": _megabytes(first[f"bytes_{where}_nodes"]) for where in ("between", "inside")}
+    for each in end["ranks"]:
         if "replica" in each:
-            name, sent = f"  replica {each['replica']}, by shard", _megabytes(each["bytes_between_nodes"])
-            cells[name] = f"{cells[name]} {sent}" if name in cells else sent
+            name = f"  replica {each['replica']}, by shard"
+            cells[name] = f"{cells.get(name, '')} {_megabytes(each['bytes_between_nodes'])}".strip()
     if result.interface_bytes is not None:
         cells["MB on the interface"] = _megabytes(result.interface_bytes)
-    cells["seconds"] = f"{result.seconds:.1f}"
+    cells["seconds"] = f"{end['seconds']:.1f}"
     cells["ms/step"] = f"{1000 * sum(result.split.values()):.1f}"
     return cells | {f"  {phase}": f"{1000 * result.split[phase]:.1f}" for phase in PHASES}
 
 
 def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.2f}"
-
-
-def _figures(line: Mapping[str, Any]) -> str:
-    split = "  ".join(f"{phase} {1000 * line['split'][phase]:.1f}" for phase in PHASES)
-    ratio = reduction(line["bytes_sent"], line["bytes_dense"])
-    return (
-        f"loss {line['loss']:.4f}  {line['samples_per_second']:,.0f} samples/s  "
-        f"{_megabytes(line['bytes_sent'])} MB sent{f' (reduction {ratio})' if ratio else ''}  ms: {split}"
-    )
