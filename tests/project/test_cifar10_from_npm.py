@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from thinwire.tools.train.image_files import read_cifar
+from thinwire.tools.train.image_files import read
 
 Image = pytest.importorskip("PIL.Image")
 COUNT = 20
@@ -41,7 +41,7 @@ def test_what_is_in_the_package_is_in_the_files(tmp_path: Path, monkeypatch: pyt
 
     data = tmp_path / "data"
     script.convert(pack(tmp_path / "package.tgz"), data)
-    parts = read_cifar(data)
+    parts = read("cifar10", data)
     expected = pixels().transpose(0, 1, 3, 2).reshape(6, COUNT, 3, 32, 32)
     assert np.array_equal(parts["train"][0].numpy(), expected[:5].reshape(-1, 3, 32, 32))
     assert np.array_equal(parts["test"][0].numpy(), expected[5])

@@ -144,9 +144,9 @@ def test_the_library_and_the_models_need_no_package_of_the_commands() -> None:
         "for name in thinwire.__all__:\n"
         "    getattr(thinwire, name)\n"
         "from thinwire.tools.train.models import model_config\n"
-        "from thinwire.tools.train.images import Digits\n"
+        "from thinwire.tools.train.images import Images\n"
         "model_config('gpt:layers=1,width=32').build(0)\n"
-        "print(Digits().length)\n"
+        "print(Images('digits').length)\n"
     )
     frameworks = ("lightning", "accelerate", "transformers")
     assert run_python(script, *frameworks, time_limit=200, quiet=True) == "1437"

@@ -21,7 +21,7 @@ from support.signals import signal_me
 from thinwire.sync.synchronizer import Synchronizer
 from thinwire.testing import Fault, inject
 from thinwire.tools.train import loop, rank
-from thinwire.tools.train.images import Digits
+from thinwire.tools.train.images import Images
 from thinwire.tools.train.learner import Learner
 
 Patch = Callable[[Any, str, Any], object]
@@ -178,16 +178,16 @@ class NanBatches:
     steps: Collection[int]
 
     def install(self, patch: Patch) -> None:
-        batch = Digits.batch
+        batch = Images.batch
 
-        def spoil(data: Digits, start: int, size: int, seed: int) -> Any:
+        def spoil(data: Images, start: int, size: int, seed: int) -> Any:
             made = batch(data, start, size, seed)
             step, rank = divmod(start // size, self.ranks)
             if rank == self.ranks - 1 and step + 1 in self.steps:
                 made.inputs.fill_(float("nan"))
             return made
 
-        patch(Digits, "batch", spoil)
+        patch(Images, "batch", spoil)
 
 
 @dataclass(frozen=True)

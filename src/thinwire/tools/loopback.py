@@ -5,7 +5,6 @@ Only Linux has these counters. On other systems every count is 0.
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 _COUNTERS = Path("/proc/net/dev")
 
@@ -19,15 +18,3 @@ def sent_bytes(interface: str = "lo") -> int:
     """Return the bytes sent since the system started, by all processes, headers included."""
     line = re.search(rf"\b{interface}:(.*)", _COUNTERS.read_text()) if is_counted() else None
     return int(line[1].split()[8]) if line else 0
-
-
-class Counter(NamedTuple):
-    """Counts the bytes that one rank sends."""
-
-    interface: str
-    times: int
-    """How many times the interface counts a byte that a rank sends; on one of all ranks, their number."""
-
-    def sent_bytes(self) -> int:
-        """Return the bytes that a rank has sent since the system started, on average, headers included."""
-        return sent_bytes(self.interface) // self.times

@@ -14,7 +14,7 @@ from thinwire.collectives.cost import ring
 from thinwire.testing import RankPool
 from thinwire.tools.train.control import Control
 from thinwire.tools.train.metrics import Metrics, chosen_sinks
-from thinwire.tools.train.place import Place
+from thinwire.tools.place import Place
 
 RUN = Path("run")
 

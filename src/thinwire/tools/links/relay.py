@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
-from thinwire.tools.loopback import Counter
-
 T = TypeVar("T")
 FASTEST = 2e9
 """Highest rate in bits per second."""
@@ -57,11 +55,6 @@ class RelayLinks:
     control: int
     """Port at which the relay accepts requests for other ports."""
     ranks: int
-
-    @property
-    def counter(self) -> Counter:
-        """Return the counter of the loopback interface, on which all ranks send to the relay, and the relay to them."""
-        return Counter("lo", times=2 * self.ranks)
 
     def enter(self, rank: int) -> None:
         """Make this process rank `rank`. Its gloo groups then connect through the relay."""

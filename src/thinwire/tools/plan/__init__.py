@@ -11,7 +11,7 @@ show       the tables and the recommendation
 
 import time
 
-from thinwire.tools.train.place import Place
+from thinwire.tools.place import Place
 
 from .options import Options, parse_cluster, parse_model
 

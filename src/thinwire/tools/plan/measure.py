@@ -17,8 +17,8 @@ import torch.distributed as dist
 from thinwire.collectives.cost import ring
 from thinwire.compressors import Compressor
 from thinwire.sync.buckets import BUCKET_BYTES
+from thinwire.tools.place import Place
 from thinwire.tools.train.control import pick_backend, pick_device
-from thinwire.tools.train.place import Place
 
 from .costs import Costs, Speeds
 from .options import Cluster

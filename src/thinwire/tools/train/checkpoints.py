@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 import shutil
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +27,6 @@ from thinwire.sync.checkpoint import DamagedError, old_ranks
 from thinwire.tools.files import replace_text, replacing, sha256_of
 
 from .control import Control
-from .place import Place
 
 FORMAT = 2
 """Version of the files. Format 1 also had the options of the run, and states of older optimizers."""
@@ -46,8 +44,8 @@ _UNREADABLE = (
 class Checkpoints:
     """Saves and loads the checkpoints of a run. Every method is collective: all ranks call it."""
 
-    def __init__(self, folder: Path, *, place: Place, control: Control, keep: int, say: Callable[[str], None]) -> None:
-        self._folder, self._place, self._control = folder / "checkpoints", place, control
+    def __init__(self, folder: Path, control: Control, keep: int, say: Callable[[str], None]) -> None:
+        self._folder, self._place, self._control = folder / "checkpoints", control.place, control
         self._keep, self._say = keep, say
         self.leads = self._choose_leaders()
         """Whether this rank manages the folder."""
@@ -58,14 +56,15 @@ class Checkpoints:
         files = {f"rank{self._place.rank}.pt": own} | ({_SHARED: shared} if self.leads else {})
         self._together(lambda: self._prepare(hidden), led=True)
         written = self._together(lambda: {name: write_file(hidden / name, state) for name, state in files.items()})
-        self._together(lambda: self._publish(hidden, step, written), led=True)
+        everyones = self._control.gather(written)
+        self._together(lambda: self._publish(hidden, step, everyones), led=True)
 
-    def load(self, use: Callable[[int, State, list[State], bool], None]) -> int | None:
+    def load(self, use: Callable[[int, State, list[State]], None]) -> int | None:
         """Continue from the newest checkpoint that is intact on all ranks, and report damaged ones.
 
-        use   continues from (step, shared, own, same_world): `own` has the states of the old ranks that this rank
-              continues from, only its own if the world size is the same. It may raise any of `_UNREADABLE` if the
-              content is not what a run writes; then the checkpoint before it is used.
+        use   continues from (step, shared, own): `own` has the states of the old ranks that this rank continues from,
+              only its own if the world size is the same. It may raise any of `_UNREADABLE` if the content is not what
+              a run writes; then the checkpoint before it is used.
 
         Returns the step, or None if there is no checkpoint. Raises ValueError if there are some but none can be used.
         """
@@ -73,9 +72,9 @@ class Checkpoints:
         fault = "not every rank has the same"
         common: set[int] = set.intersection(*map(set, found))
         for step in sorted(common, reverse=True):
-            read, faults = self._attempt(step, partial(self._read, step))
+            read, faults = self._attempt(partial(self._read, step))
             if not faults:
-                _, faults = self._attempt(step, partial(use, step, *read))
+                _, faults = self._attempt(partial(use, step, *read))
             if not faults:
                 self._together(partial(self._set_aside, step), led=True)
                 return step
@@ -99,10 +98,9 @@ class Checkpoints:
     # Writing.
 
     def _prepare(self, hidden: Path) -> None:
-        self._folder.mkdir(exist_ok=True)
         for left_over in self._folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
-        hidden.mkdir()
+        hidden.mkdir(parents=True)
 
     def _publish(self, hidden: Path, step: int, written: list[dict[str, dict[str, Any]]]) -> None:
         everyones = {name: fact for part in written for name, fact in part.items() if (hidden / name).exists()}
@@ -116,64 +114,44 @@ class Checkpoints:
         for old in sorted(self._steps())[: -self._keep]:
             shutil.rmtree(self._of(old))
 
-    def _together(self, action: Callable[[], Any], *, led: bool = False) -> list[Any]:
-        """Run an action on every rank, or with `led` where this rank leads, and return the results by rank.
-
-        An OSError on one rank is raised on all ranks.
-        """
-        result, fault = None, None
-        try:
-            if self.leads or not led:
-                result = action()
-        except OSError as error:
-            fault = str(error)
-        answers = self._control.gather((result, fault))
-        for rank, (_, fault) in enumerate(answers):
-            if fault is not None:
-                raise OSError(f"the checkpoint could not be written by rank {rank}: {fault}; the last one is as it was")
-        return [answer for answer, _ in answers]
+    def _together(self, action: Callable[[], Any], *, led: bool = False) -> Any:
+        """Run an action on every rank, or with `led` where this rank leads; an OSError is raised on all ranks."""
+        result, faults = self._attempt(action if self.leads or not led else lambda: None, OSError)
+        if faults:
+            raise OSError(f"the checkpoint could not be written by {faults[0]}; the last one is as it was")
+        return result
 
     # Reading.
 
-    def _attempt(self, step: int, action: Callable[[], Any]) -> tuple[Any, list[str]]:
-        """Run an action that reads a checkpoint on every rank; return the result here, and the faults of all ranks."""
+    def _attempt(self, action: Callable[[], Any], errors: Any = _UNREADABLE) -> tuple[Any, list[str]]:
+        """Run an action on every rank; return the result here, and the faults of all ranks."""
         result, fault = None, None
         try:
             result = action()
-        except _UNREADABLE as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            reason = str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {first_line}"
-            fault = f"{self._of(step)} cannot be read as a checkpoint ({reason[:300]})"
+        except errors as error:
+            fault = f"rank {self._place.rank}: {' '.join(str(error).split())[:300]}"
         return result, [each for each in self._control.gather(fault) if each]
 
-    def _read(self, step: int) -> tuple[State, list[State], bool]:
-        """Read the files that this rank needs, for `use`; raise DamagedError if one is missing or damaged.
-
-        Raises ValueError, which ends the run on all ranks, if the format is older.
-        """
+    def _read(self, step: int) -> tuple[State, list[State]]:
+        """Read the files that this rank needs, for `use`; raise DamagedError if one is missing or damaged."""
         folder = self._of(step)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             files, world_size, version = manifest["files"], manifest["world_size"], manifest["format"]
-            if version not in (1, FORMAT) or type(world_size) is not int or not isinstance(files, dict):
-                raise TypeError
+            if type(version) is not int or type(world_size) is not int or not isinstance(files, dict):
+                raise TypeError("expected a format, a number of ranks and files")
             olds = old_ranks(self._place.rank, self._place.world_size, world_size)
-        except FileNotFoundError:
-            raise DamagedError(f"{_MANIFEST} is missing") from None
-        except (*_UNREADABLE, ValueError):
-            raise DamagedError(f"{_MANIFEST} cannot be read as a manifest") from None
-        if version == 1:
-            raise ValueError(
-                f"{folder} has format 1, and this version of thinwire reads format {FORMAT}: finish the run with the "
-                "version that began it, or start anew with another --out"
-            )
+        except (*_UNREADABLE, ValueError) as error:
+            raise DamagedError(f"{_MANIFEST} cannot be read as a manifest: {error}") from None
+        if version != FORMAT:
+            raise DamagedError(f"format {version}, and this version of thinwire reads format {FORMAT}")
         names = [_SHARED]
         for old in olds:  # ends with the first that is missing: the manifest may name any number of ranks
             names.append(f"rank{old}.pt")
             _check_file(folder / names[-1], files.get(names[-1]))
         _check_file(folder / _SHARED, files.get(_SHARED))
         shared, *own = [_load_state(folder / name) for name in names]
-        return shared, own, world_size == self._place.world_size
+        return shared, own
 
     def _set_aside(self, used: int) -> None:
         """Rename the checkpoints after the one in use to damaged-*, because training repeats their steps."""
@@ -207,42 +185,29 @@ def write_file(path: Path, state: State) -> dict[str, Any]:
 
 def _check_file(path: Path, expected: object) -> None:
     """Raise DamagedError if a file differs from the size and SHA-256 in the manifest."""
-    if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
+    if not isinstance(expected, dict):
         raise DamagedError(f"{path.name} is not in its manifest")
     if not path.exists():
         raise DamagedError(f"{path.name} is missing")
-    if (actual := path.stat().st_size) != expected["bytes"]:
-        raise DamagedError(f"{path.name} has {actual:,} bytes of {expected['bytes']:,}")
-    if sha256_of(path) != expected.get("sha256"):
+    if path.stat().st_size != expected.get("bytes") or sha256_of(path) != expected.get("sha256"):
         raise DamagedError(f"{path.name} has other bits than were written")
 
 
 def _load_state(path: Path) -> State:
     """Read a file of torch.save, without running what a pickle may contain."""
     try:
-        with zipfile.ZipFile(path) as entries:
-            kinds = {entry.compress_type for entry in entries.infolist()}
-    except (zipfile.BadZipFile, ValueError):  # a plain pickle, as old versions of torch wrote it, is not one of ours
-        raise DamagedError(f"{path.name} is not a file of torch.save") from None
-    if kinds - {zipfile.ZIP_STORED}:
-        raise DamagedError(
-            f"{path.name} is compressed, which torch.save does not do; it could need any amount of memory"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that torch did not write, which fail in any case
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        if not zipfile.is_zipfile(path):  # a plain pickle, as old versions of torch wrote it, is not one of ours
+            raise ValueError("expected a file of torch.save")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a dict, got a {type(state).__name__}")
     except ValueError as error:
         raise DamagedError(f"{path.name}: {error}") from None
-    if not isinstance(state, dict):
-        raise DamagedError(f"{path.name} has a {type(state).__name__}, expected a dict")
     return state
 
 
 def _sync_folder(folder: Path) -> None:
     """Sync a folder to disk, so that a rename in it survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,7 +1,6 @@
-"""Checks of a config before any process is started."""
+"""Checks of a config before any process is started. What the library checks itself is not repeated."""
 
 import math
-import reprlib
 
 import thinwire
 from thinwire.collectives.plan import max_bytes
@@ -17,51 +16,51 @@ from .models import model_config
 DENSE = "none"
 LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"
 """What `default` is with --local-steps, for any number of ranks."""
-_MANY = 1 << 40
-_RANGES = {
-    "steps": (1, _MANY), "batch": (1, 1 << 20), "workers": (1, LARGEST_WORLD), "shard": (1, _MANY), "keep": (1, _MANY),
-    "log_every": (1, _MANY), "warmup_steps": (0, _MANY), "local_steps": (0, _MANY), "checkpoint_every": (0, _MANY),
-    "eval_every": (0, _MANY), "seed": (0, 1 << 62),
-}  # fmt: skip
+_LEAST = {
+    1: ("steps", "batch", "workers", "shard", "keep", "log_every"),
+    0: ("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"),
+}
+_LARGEST = 1 << 40
 
 
 def check(config: Config) -> None:
     """Raise ValueError if a training with this config cannot run."""
-    for name, (least, most) in _RANGES.items():
-        value = getattr(config, name)
-        if not least <= value <= most:
-            expected = f"{least} or more" if value < least else f"at most {most:,}"
-            raise ValueError(f"{_label(name)} {reprlib.repr(value)}, expected {expected}")
-    if not 0 < config.lr < math.inf:
-        raise ValueError(f"--lr {config.lr:g}, expected a number above 0")
-    if not 0 <= config.weight_decay < math.inf:
-        raise ValueError(f"weight_decay {config.weight_decay:g}, expected 0 or more")
-    needs_warmup = sends_updates(config.compressor) and config.compressor != AUTO and not config.local_steps
-    if needs_warmup and config.optimizer == "adamw" and config.warmup_steps < 1:
-        raise ValueError(
-            f"--warmup-steps 0 with {config.compressor}: AdamW's second moment begins with gradients as they are; give "
-            "1 or more, such as 2"
-        )
-    if config.shard > 1 and not config.model.startswith("gpt"):
-        raise ValueError(f"--shard {config.shard} with {config.model}, expected a gpt, such as --recipe text-gpt")
-    if config.shard > 1 and config.compressor != DENSE and not sends_updates(config.compressor):
-        raise ValueError(f"--shard with {config.compressor}, expected a sparse compressor, default, auto or none")
-    if config.local_steps and config.shard > 1:
-        raise ValueError(
-            f"--local-steps {config.local_steps} with --shard {config.shard}: each rank needs the whole model to take "
-            "steps alone; leave one of them out"
-        )
-    if config.local_steps and config.compressor == AUTO:
-        raise ValueError(
-            f"--local-steps {config.local_steps} with --compressor auto, which chooses by the time of single steps: "
-            "give a compressor, or default"
-        )
-    max_bytes(None)  # raises ValueError if the environment variable is not valid
+    for least, names in _LEAST.items():
+        for name in names:
+            value, most = getattr(config, name), LARGEST_WORLD if name == "workers" else _LARGEST
+            if not least <= value <= most:
+                raise ValueError(
+                    f"{'' if name in FILE_ONLY else '--'}{name.replace('_', '-')} {value}, expected {least} to {most:,}"
+                )
+    max_bytes(None)
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)
     pick_device(config.device, 0)
-    if config.out is not None and config.out.exists() and not config.out.is_dir():
-        raise ValueError(f"--out {config.out} is a file, expected a folder or a new name")
+    compressor, local, shard = config.compressor, config.local_steps, config.shard > 1
+    sends = sends_updates(compressor)
+    needs_warmup = config.optimizer == "adamw" and sends and compressor != AUTO and not local
+    for is_wrong, message in (
+        (not 0 < config.lr < math.inf, f"--lr {config.lr:g}, expected a number above 0"),
+        (not 0 <= config.weight_decay < math.inf, f"weight_decay {config.weight_decay:g}, expected 0 or more"),
+        (
+            needs_warmup and config.warmup_steps < 1,
+            f"--warmup-steps 0 with {compressor} and adamw, which needs 1 or more, such as 2",
+        ),
+        (shard and not config.model.startswith("gpt"), f"--shard with {config.model}, expected a gpt"),
+        (
+            shard and compressor != DENSE and not sends,
+            f"--shard with {compressor}, expected a sparse compressor, default, auto or none",
+        ),
+        (local and shard, "--local-steps with --shard: each rank needs the whole model; leave one of them out"),
+        (local and compressor == AUTO, "--local-steps with --compressor auto: give a compressor, or default"),
+        (
+            config.link and (config.device == "cuda" or shard or config.download or "wandb" in config.log_to),
+            "--link with --device cuda, --shard, --download or --log-to wandb: ranks behind links are on the CPU, with "
+            "DDP, and reach no other network",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
 
 
 def sends_updates(compressor: str) -> bool:
@@ -75,7 +74,3 @@ def sends_updates(compressor: str) -> bool:
 def local_compressor(config: Config) -> str:
     """Return the compressor of the differences that ranks exchange with --local-steps."""
     return LOCAL_DEFAULT if config.compressor == DEFAULT else config.compressor
-
-
-def _label(name: str) -> str:
-    return name if name in FILE_ONLY else f"--{name.replace('_', '-')}"

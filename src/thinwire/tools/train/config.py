@@ -8,7 +8,6 @@ import argparse
 import difflib
 import json
 import re
-import reprlib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -100,42 +99,27 @@ class Config:
 
 
 RECIPES: dict[str | None, Config] = {
-    # A CNN for handwritten digits of 8 x 8 pixels: seconds on two cores.
     "digits-cnn": Config(),
-    # A byte-level GPT for the Python sources of this machine: minutes on two cores.
     "text-gpt": Config(
         recipe="text-gpt", model="gpt:layers=4,width=128,heads=4,context=64", data="text", batch=8, steps=600,
         eval_every=200, checkpoint_every=200,
     ),
-    # A CNN for handwritten digits of 28 x 28 pixels, from a local folder or downloaded.
     "mnist-cnn": Config(
         recipe="mnist-cnn", model="cnn:width=32,size=28", data="mnist", batch=64, steps=1000, eval_every=250,
         checkpoint_every=250,
     ),
-    # A CNN for clothes of 28 x 28 pixels, by Debian or from a folder: minutes on two cores.
     "fashion-cnn": Config(
         recipe="fashion-cnn", model="cnn:width=16,size=28", data="fashion-mnist", data_dir=FASHION_FOLDER, batch=64,
         steps=2000, optimizer="sgd",
         lr=0.03,  # as for torch.optim.SGD with momentum 0.9
         weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     ),
-    # A ResNet-18 for photographs of 32 x 32 pixels: 30 epochs on two ranks with accelerators.
     "cifar10-resnet18": Config(
         recipe="cifar10-resnet18", model="resnet18:width=64", data="cifar10", batch=128, steps=5860, optimizer="sgd",
         lr=0.1, weight_decay=5e-4, eval_every=500, checkpoint_every=500,
     ),
 }  # fmt: skip
 """Options that a recipe leaves out have the default of `Config`."""
-_ACCEPTED: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "text"),
-    tuple: ((list,), "a list of texts"),
-    type(None): ((str, type(None)), "text or nothing"),
-}
-"""The types that a file may have for an option whose default has a type, and their names."""
-_DAMAGE = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 def defaults(arguments: Sequence[str]) -> Config:
@@ -161,28 +145,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
     The config.json of a run starts another run: it gives neither its folder nor whether it was resumed.
     """
-    try:
-        given = _read(path)
-    except _DAMAGE as error:
-        raise ValueError(f"--config {path}: {error}") from None
-    except OSError as error:
-        raise ValueError(f"--config {path} cannot be read ({error.strerror}), expected a file of options") from None
-    if path.name == CONFIG_FILE and (path.parent / METRICS_FILE).exists():
-        given = {name: value for name, value in given.items() if name not in ("out", "resume")}
-    return given
+    given = _read(path)
+    is_of_run = path.name == CONFIG_FILE and (path.parent / METRICS_FILE).exists()
+    return {name: value for name, value in given.items() if not (is_of_run and name in ("out", "resume"))}
 
 
 def load_config(folder: Path) -> Config:
     """Return the config of a run; raise ValueError if it is damaged or of another version."""
-    path = folder / CONFIG_FILE
-    try:
-        given = _read(path)
-        missing = [field.name for field in fields(Config) if field.name not in given]
-        if missing:
-            raise ValueError(f"missing options: {', '.join(missing)}")
-        return Config(**given)
-    except _DAMAGE as error:
-        raise ValueError(f"{path} is not the config of a run that this version can go on with: {error}") from None
+    given = _read(folder / CONFIG_FILE)
+    missing = [field.name for field in fields(Config) if field.name not in given]
+    if missing:
+        raise ValueError(f"{folder / CONFIG_FILE}: expected all options of a run, got none for {', '.join(missing)}")
+    return Config(**given)
 
 
 def newest_run(recipe: str | None) -> Path | None:
@@ -193,31 +167,34 @@ def newest_run(recipe: str | None) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix in (".yaml", ".yml"):
-        raise ValueError("YAML is not read any more: write the options as TOML (steps = 100) or JSON")
-    if path.suffix not in (".json", ".toml"):
-        raise ValueError(f"the name ends in {path.suffix or 'nothing'}, expected .json or .toml")
-    given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    if not isinstance(given, dict):
-        raise ValueError(f"a {type(given).__name__}, expected options with their values")
-    return {name: _value(name, value) for name, value in given.items()}
+    """Return the options in a file; raise ValueError, with its name, if it has anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix not in (".json", ".toml"):
+            raise ValueError("expected a file of TOML (steps = 100) or JSON, with a name that ends in .toml or .json")
+        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError(f"expected options with their values, got a {type(given).__name__}")
+        return {name: _value(name, value) for name, value in given.items()}
+    except (ValueError, OverflowError, RecursionError, OSError) as error:
+        raise ValueError(f"config {path}: {error}") from None
 
 
-def _value(name: str, value: object) -> Any:
+def _value(name: str, value: Any) -> Any:
     """Return the value of an option, given that of a file, where a path is text and a tuple a list."""
     hints = get_type_hints(Config)
     if name not in hints:
         nearest = difflib.get_close_matches(name.replace("-", "_"), hints, 1, cutoff=0.0)
-        raise ValueError(f"unknown option {reprlib.repr(name)}; did you mean {nearest[0]}?")
-    default = Config().record()[name]
-    types, expected = _ACCEPTED[type(default)]
+        raise ValueError(f"unknown option {name!r:.80}; did you mean {nearest[0]}?")
+    default, given = Config().record()[name], value
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        value = tuple(value)
+    elif type(value) is int and isinstance(default, float):
+        value = float(value)
     choices = [choice for choice in get_args(hints[name]) if isinstance(choice, str)]
-    fits = type(value) in types and (not choices or value in choices)
-    if not fits or (isinstance(value, list) and not all(isinstance(part, str) for part in value)):
-        raise ValueError(f"{name} is {reprlib.repr(value)}, expected {', '.join(choices) or expected}")
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, str) and (hints[name] is Path or Path in get_args(hints[name])):
-        return Path(value)
-    return float(value) if isinstance(default, float) else value  # type: ignore[arg-type]
+    is_text_or_nothing = default is None and isinstance(value, str)
+    if (type(value) is not type(default) and not is_text_or_nothing) or (choices and value not in choices):
+        raise ValueError(
+            f"{name} is {given!r:.80}, expected {', '.join(choices) or f'a value such as {json.dumps(default)}'}"
+        )
+    return Path(value) if name in ("out", "data_dir") and value is not None else value

@@ -5,7 +5,6 @@ a message with a flag, and the loss. It is sent before the exchange of the step 
 no rank waits for it, and all read the same. Where steps are local, messages are read some steps later.
 """
 
-import pickle
 import secrets
 import time
 from collections import deque
@@ -17,14 +16,13 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from thinwire.collectives.cost import ring
-
-from .place import Place
+from thinwire.tools.place import Place
 
 _START = "thinwire/start"
-_POLL_SECONDS = 0.05
-_LENGTH_BYTES = 8
-"""Bytes of the length that torch sends before a pickled object."""
+_LATE = (
+    "rank {} has not come within {:g} s; if nodes have joined or left, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where "
+    "torchrun is started, on every node: it may have sent this rank to the store of another node"
+)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -66,7 +64,7 @@ def name_start(store: Any, world_size: int, seconds: float) -> str:
         try:
             token = store.get(f"{_START}/{name}/{rank}").decode()
         except DistStoreError:
-            raise _has_not_come(rank, seconds) from None
+            raise RuntimeError(_LATE.format(rank, seconds)) from None
         store.set(f"{_START}/{name}/{token}", "")
     return name
 
@@ -81,32 +79,25 @@ def join_start(store: Any, rank: int, seconds: float) -> str:
             store.set(f"{_START}/{name}/{rank}", token)
             if store.check([f"{_START}/{name}/{token}"]):
                 return name
-        time.sleep(_POLL_SECONDS)
-    raise _has_not_come(0, seconds)
-
-
-def _has_not_come(rank: int, seconds: float) -> RuntimeError:
-    return RuntimeError(
-        f"rank {rank} has not come within {seconds:g} s; if nodes have joined or left, set "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every node: it may have sent this rank to "
-        "the store of another node"
-    )
+        time.sleep(0.05)
+    raise RuntimeError(_LATE.format(0, seconds))
 
 
 class Control:
-    """Messages of one rank, over a gloo group of their own, whatever the backend of the model's tensors is."""
+    """Messages of one rank, over a gloo group of their own, whatever the backend of the model's tensors is.
 
-    def __init__(self) -> None:
+    They are some bytes a step, and are not in the counts of bytes.
+    """
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place, self.device = place, device
         self._group = dist.new_group(backend="gloo")
-        self._size = dist.get_world_size()
         self._under_way: deque[tuple[torch.Tensor, Any]] = deque()
-        self._bytes_sent = 0
 
     def send_message(self, loss: float, stops: bool) -> None:
         """Start the all-reduce of this rank's loss and flag to stop."""
-        values = torch.tensor([loss / self._size, float(stops)], dtype=torch.float64)
+        values = torch.tensor([loss / self.place.world_size, float(stops)], dtype=torch.float64)
         self._under_way.append((values, dist.all_reduce(values, group=self._group, async_op=True)))
-        self._bytes_sent += ring(values.nbytes, self._size)
 
     def read_messages(self, leave: int = 0) -> list[tuple[float, bool]]:
         """Wait for all messages but the last `leave`, and return the mean loss of each, and whether any rank stops."""
@@ -117,22 +108,14 @@ class Control:
             found.append((float(values[0]), bool(values[1] > 0)))
         return found
 
-    def take_bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent since the last call."""
-        taken, self._bytes_sent = self._bytes_sent, 0
-        return taken
-
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank. The call is also a barrier."""
-        values: list[Any] = [None] * self._size
+        values: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(values, value, group=self._group)
-        # torch pads all values to the length of the longest, and sends the lengths first.
-        self._bytes_sent += (self._size - 1) * (_LENGTH_BYTES + max(len(pickle.dumps(each)) for each in values))
         return values
 
     def total(self, values: list[float]) -> list[float]:
         """Return each value summed over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        self._bytes_sent += ring(tensor.nbytes, self._size)
         dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()

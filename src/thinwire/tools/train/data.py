@@ -7,7 +7,6 @@ Each number that is drawn is a hash of (seed, purpose, position, column), by the
 Lea and Flood, "Fast splittable pseudorandom number generators", 2014): the same in any batch and on any device.
 """
 
-import gzip
 import lzma
 import sysconfig
 import zlib
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from torch.nn import functional as F
 from thinwire.kernels.reference.numbers import GOLDEN, mix, shift_right
 
 _CPU = torch.device("cpu")
-_QUANTILES = 1 << 16
 _VALIDATION_SHARE = 20
 """One source file in 20, or the last twentieth of a file, is for validation."""
 _VALIDATION_WINDOWS = 256
@@ -49,21 +47,6 @@ def numbers(seed: int, what: str, places: Tensor, count: int) -> Tensor:
 def below(limit: int, seed: int, what: str, places: Tensor, count: int) -> Tensor:
     """Return whole numbers from 0 to limit - 1, of shape (len(places), count); the limit is below 2^31."""
     return numbers(seed, what=what, places=places, count=count) * limit >> 32
-
-
-def normal(seed: int, what: str, places: Tensor, count: int) -> Tensor:
-    """Return float32 numbers of a normal distribution, of shape (len(places), count).
-
-    They are looked up in a table of 65,536 equally likely values: if computed, the last bit of a logarithm may depend
-    on the position of its argument in a tensor.
-    """
-    return _quantiles(places.device)[numbers(seed, what=what, places=places, count=count) >> 16]
-
-
-@cache
-def _quantiles(device: torch.device) -> Tensor:
-    quantiles: Tensor = torch.special.ndtri((torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES)
-    return quantiles.float().to(device)
 
 
 def order(seed: int, length: int, start: int, size: int, device: torch.device = _CPU) -> Tensor:
@@ -96,27 +79,11 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-class Data(Protocol):
-    """A data set: an endless stream of samples for training, and fixed samples for validation."""
-
-    @property
-    def length(self) -> int:
-        """Return the number of samples in an epoch."""
-
-    def batch(self, start: int, size: int, seed: int) -> Batch:
-        """Return the samples from position `start` to start + size - 1 of the stream, one epoch after another.
-
-        Rank r of P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
-        """
-
-    def validation(self, size: int) -> Iterator[Batch]:
-        """Yield the validation samples, at most `size` at a time: always the same, and never in a training batch."""
-
-
 class Text:
     """Windows of `context` bytes of Python sources, or of a file; the target at each position is the next byte.
 
     An epoch is the whole text, cut into windows without overlap, of which the first starts elsewhere in each epoch.
+    Rank r of P takes the batch that starts at consumed + r * size, and a step consumes P * size samples.
     """
 
     def __init__(self, context: int, *, file: Path | None = None, device: torch.device | str = "cpu") -> None:
@@ -125,11 +92,8 @@ class Text:
             for part in (sources() if file is None else file_parts(file))
         )
         self._context = context
-        shortest = min(len(self._train), len(self._validation))
-        if not 1 <= context <= shortest // 2:
-            raise ValueError(
-                f"context {context}, but there are only {shortest} bytes of text: expected 1 to half of it"
-            )
+        if not 1 <= context <= min(len(self._train), len(self._validation)) // 2:
+            raise ValueError(f"context {context}, expected 1 to half of the {len(self._validation)} bytes of text")
         self.length = len(self._train) // context - 1  # the last is left out: offset and last target need room
 
     def batch(self, start: int, size: int, seed: int) -> Batch:
@@ -164,12 +128,8 @@ def evaluate_batch(model: nn.Module, batch: Batch, device: torch.device) -> tupl
 
 
 def file_parts(path: Path) -> tuple[bytes, bytes]:
-    """Return the bytes of a file for training, and its last twentieth for validation; .xz and .gz are unpacked."""
-    unpack = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
-    try:
-        text = unpack(path.read_bytes())
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"the text {path} cannot be read: {error}") from None
+    """Return the bytes of a file, which may be one of .xz, for training, and its last twentieth for validation."""
+    text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     cut = len(text) - len(text) // _VALIDATION_SHARE
     return text[:cut], text[cut:]
 
@@ -184,6 +144,4 @@ def sources() -> tuple[bytes, bytes]:
         if not _NOT_LIBRARY & set(name.split("/")):
             parts[zlib.crc32(name.encode()) % _VALIDATION_SHARE == 0].append(found[name].read_bytes())
     train, validation = map(b"".join, parts)
-    if not validation:
-        raise ValueError(f"no Python sources in {root}: this Python was installed without its standard library's text")
     return train, validation

@@ -12,22 +12,22 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from thinwire.testing.pool import RankError, Workers, is_consequence
-from thinwire.tools.links.relay import Relay, RelayLinks
+from thinwire.tools.links.relay import Relay
+from thinwire.tools.place import Place
 from thinwire.tools.record import cores
 from thinwire.tools.units import parse_link
 
 from .checks import check
 from .config import Config
 from .control import fresh_store, pick_backend, pick_device
-from .download import FILES, download
-from .image_files import find_mnist
-from .place import Place
+from .image_files import download
 from .rank import Rank, on_signals
 
 LIMIT_SECONDS = 600.0
@@ -36,25 +36,24 @@ _CONSEQUENCE_SECONDS = 2.0
 """Delay before a rank reports the failure of another rank, so that the failed rank can report it first."""
 _BEFORE_GROUP_SECONDS = 10.0
 """Delay before a rank other than local rank 0 reports an error from before the group was formed."""
-_FAILED, _READY = "thinwire/failed", "thinwire/ready"
-_READY_SECONDS = 0.05
 
 
 def launch(config: Config) -> int:
     """Train with ranks on this machine and return the exit code of `command.run`."""
     check(config)
-    _fetch(config)
-    signals = _Signals()
-    links: RelayLinks | None = None
+    if config.download:
+        download(config.data, config.data_dir)
+    signals, links = _Signals(), None
     try:
         with ExitStack() as stack:
             stack.enter_context(on_signals(signals.handle))
             if config.link is not None:
+                config = replace(config, device="cpu")
                 links = stack.enter_context(Relay(config.workers, *parse_link(config.link))).links
                 print(f"links of {config.link} for each rank, through a relay", file=sys.stderr)
             threads = max(1, cores() // config.workers)
             workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
-            workers.form(config.workers, Rank, config, None, None if links is None else links.counter)
+            workers.form(config.workers, Rank, config)
             signals.pass_on = lambda: workers.signal(signal.SIGTERM)
             workers.ask("run", limit=None)
     except _Stop:
@@ -76,7 +75,6 @@ class _Signals:
     pass_on: Callable[[], None] | None = None
 
     def handle(self, number: int) -> None:
-        """Pass a signal on, or stop the program."""
         again, self.received = self.received is not None, self.received or number
         if self.pass_on is None or (again and number == signal.SIGINT):
             raise _Stop
@@ -87,20 +85,18 @@ def join(config: Config, place: Place) -> int:
     """Train as one of the ranks that torchrun has started; return the exit code, or after an error end the process."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     try:
-        device = pick_device(config.device, place.local_rank)
-        dist.init_process_group(
-            pick_backend(device, place.local_world_size),
-            store=fresh_store(place, LIMIT_SECONDS),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=LIMIT_SECONDS),
-        )
-    except (RuntimeError, ValueError) as error:
-        _exit_before_group(error, place)
-    store: Any = dist.distributed_c10d._get_default_store()
-    try:
+        if config.link is not None:
+            raise ValueError("--link, or link in the config, under torchrun: expected thinwire train by itself")
         check(config)
-        _prepare(config, place, store)
+        if config.download and place.local_rank == 0:
+            download(config.data, config.data_dir)  # the others wait for this rank to join them
+        backend = pick_backend(pick_device(config.device, place.local_rank), place.local_world_size)
+        store, limit = fresh_store(place, LIMIT_SECONDS), timedelta(seconds=LIMIT_SECONDS)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    except (RuntimeError, ValueError, OSError) as error:
+        _exit_before_group(error, place)
+    store = dist.distributed_c10d._get_default_store()
+    try:
         finished = Rank(rank=place.rank, world_size=place.world_size, config=config, place=place).run()
     except BaseException as error:
         _report_once(error, place, store)
@@ -117,42 +113,20 @@ def _exit_before_group(error: Exception, place: Place) -> NoReturn:
     """
     if place.local_rank != 0:
         time.sleep(_BEFORE_GROUP_SECONDS)
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | OSError):
         raise error
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    raise ValueError(
-        f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {_why(str(error))}"
-    ) from None
-
-
-def _why(text: str) -> str:
-    r"""Return what the user can do about an error of torch's, or its first line.
-
-    >>> _why("connectFullMesh failed with [pair.cc:152] timed out: refused, remote=[127.0.1.1]:439$1")[:71]
-    'the store is there, but no rank answers at 127.0.1.1. On every node set'
-    """
-    given = os.environ.get("GLOO_SOCKET_IFNAME")
-    if "Unable to find address" in text and given:
-        return f"GLOO_SOCKET_IFNAME={given} is no interface with an address here; `ip -brief address` lists them"
+    given, text = os.environ.get("GLOO_SOCKET_IFNAME"), str(error).split("\n")[0]
     if "connectFullMesh" in text:
-        remote = re.search(r"remote=\[([^\]]+)\]", text)
-        return (
+        remote = re.search(r"remote=\[([^\]]+)\]", str(error))
+        text = (
             f"the store is there, but no rank answers{f' at {remote[1]}' if remote else ''}. On every node set "
             f"GLOO_SOCKET_IFNAME, which is {given or 'not set'} here, to the interface of the network between nodes, "
             "and let TCP from the other nodes pass the firewall (docs/two-machines.md)"
         )
-    return text.split("\n")[0]
-
-
-def _prepare(config: Config, place: Place, store: Any) -> None:
-    """Download the data on local rank 0 of each node, while others wait, however long; raise OSError if one fails."""
-    if place.local_rank == 0:
-        _fetch(config)
-    store.add(_READY, 1)
-    while store.add(_READY, 0) < place.world_size:
-        if store.add(_FAILED, 0):
-            raise OSError("another rank could not prepare the data")
-        time.sleep(_READY_SECONDS)
+    elif "Unable to find address" in text and given:
+        text = f"GLOO_SOCKET_IFNAME={given} is no interface with an address here; `ip -brief address` lists them"
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    raise ValueError(f"rank {place.rank} of {place.world_size} cannot join the others at {where}: {text}") from None
 
 
 def _report(error: RankError) -> int:
@@ -161,10 +135,9 @@ def _report(error: RankError) -> int:
     A ValueError or OSError is caused by the user's input: one line, and code 2. Others have a traceback, and code 1.
     """
     given = error.reason.startswith("raised ") and not error.trace
-    text = error.reason.partition(": ")[2] if given else str(error)
     if error.trace:
         print(error.trace, file=sys.stderr)
-    print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr)
+    _show(error.reason.partition(": ")[2] if given else str(error))
     return 2 if given else 1
 
 
@@ -173,17 +146,12 @@ def _report_once(error: BaseException, place: Place, store: Any) -> None:
     if is_consequence(error):
         time.sleep(_CONSEQUENCE_SECONDS)
     with suppress(RuntimeError):  # the store ended with the rank that hosted it: then each rank prints its own
-        if store.add(_FAILED, 1) > 1:
+        if store.add("thinwire/failed", 1) > 1:
             return
     if not is_consequence(error) and not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
-    text = " ".join(str(error).split()) or repr(error)
-    print(f"thinwire train: error: rank {place.rank} of {place.world_size}: {text}", file=sys.stderr, flush=True)
+    _show(f"rank {place.rank} of {place.world_size}: {str(error) or repr(error)}")
 
 
-def _fetch(config: Config) -> None:
-    """Download missing files of the data set, if --download is given."""
-    if config.download and config.data == "fashion-mnist":
-        find_mnist(config.data_dir, "Fashion-MNIST")  # raises ValueError with advice if it is missing
-    if config.download and config.data in FILES:
-        download(config.data, config.data_dir)
+def _show(text: str) -> None:
+    print(f"thinwire train: error: {' '.join(text.split())}", file=sys.stderr, flush=True)

@@ -8,11 +8,9 @@ With --local-steps, it is torch's optimizer inside `thinwire.LocalSteps`, which 
 With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
 """
 
-import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,19 +57,14 @@ def make_optimizer(config: Config, model: nn.Module, group: Any = None, **more: 
     more   further options of thinwire's optimizers.
     """
     given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    theirs: Any = torch.optim.AdamW
+    ours: Any = thinwire.AdamW
     if config.optimizer == "sgd":
-        given["momentum"] = MOMENTUM
-    theirs: Any = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.SGD
-    ours: Any = thinwire.AdamW if config.optimizer == "adamw" else thinwire.SGD
+        theirs, ours, given["momentum"] = torch.optim.SGD, thinwire.SGD, MOMENTUM
     if config.local_steps:
-        optimizer: Any = thinwire.LocalSteps(
-            theirs(model.parameters(), **given),
-            every=config.local_steps,
-            delay=delay(config),
-            compressor=local_compressor(config),
-            model=model,
-            group=group,
-        )
+        inner, compressor = theirs(model.parameters(), **given), local_compressor(config)
+        how: dict[str, Any] = {"every": config.local_steps, "delay": delay(config), "compressor": compressor}
+        optimizer: Any = thinwire.LocalSteps(inner, **how, model=model, group=group)
     elif sends_updates(config.compressor) or config.shard > 1:
         warmup_steps = 0 if config.compressor == DENSE else config.warmup_steps
         given |= {"compressor": config.compressor, "warmup_steps": warmup_steps, **more}
@@ -113,7 +106,6 @@ class Learner:
         self._is_ours = isinstance(self._optimizer, thinwire.AdamW | thinwire.SGD | thinwire.LocalSteps)
         self._exchange: Any = self._optimizer if self._is_ours else self.sync
         self._base_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
-        torch.manual_seed(config.seed + 1_000_003 * dist.get_rank())
 
     def learn(self, batch: Batch, lr_factor: float, before_backward: Callable[[float], None]) -> None:
         """Run one training step. Compressed gradients that are not finite on a rank leave all weights unchanged.
@@ -134,9 +126,20 @@ class Learner:
         """Exchange local steps that were not exchanged yet, so that ranks have the same weights. All ranks call it."""
         self._optimizer.synchronize()
 
-    def evaluate(self, batch: Batch) -> tuple[float, float, int]:
-        """Return the sum of the losses, the number of correct predictions, and the number of targets."""
-        return evaluate_batch(self._whole or self.model, batch, self._device)
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return the sum of the losses, the number of correct predictions, and the number of targets.
+
+        All ranks call it, each with batches of its own, and with the running statistics of its own batch norms.
+        """
+        model, totals = self._whole or self.model, [0.0, 0.0, 0.0]
+        if self._whole is not None:
+            self._whole.load_state_dict(self.weights())
+        model.eval()
+        for batch in batches:
+            found = evaluate_batch(model, batch, self._device)
+            totals = [total + part for total, part in zip(totals, found, strict=True)]
+        model.train()
+        return totals
 
     def weights(self) -> dict[str, Any]:
         """Return the state of the model, of whole tensors; all ranks call this."""
@@ -144,86 +147,40 @@ class Learner:
         with torch.no_grad():
             return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in state.items()}
 
-    @contextmanager
-    def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
-        """Set the model up for evaluation, with the means over ranks of float buffers, and restore it afterwards.
-
-        total   sums numbers over ranks.
-        """
-        if self._whole is not None:
-            self._whole.load_state_dict(self.weights())
-            self._whole.eval()
-        floats = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        own = [buffer.clone() for buffer in floats]
-        if floats:
-            size = dist.get_world_size()
-            summed = torch.tensor(total(torch.cat([buffer.flatten().double().cpu() for buffer in floats]).tolist()))
-            for buffer, part in zip(floats, summed.split([buffer.numel() for buffer in floats]), strict=True):
-                buffer.copy_(part.view_as(buffer) / size)
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train()
-            for buffer, kept in zip(floats, own, strict=True):
-                buffer.copy_(kept)
-
     def shared_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that is the same on all ranks, but for buffers and weights of local steps."""
         theirs = {} if self._is_ours else {"optimizer": self._optimizer.state_dict()}
         return {"model": self.weights(), **theirs}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that belongs to this rank."""
-        on_gpu = self._device.type == "cuda"
-        return {
-            "exchange": self._exchange.state_dict(),
-            "buffers": dict(self.model.named_buffers()),
-            "random": [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if on_gpu else [])],
-        }
+        """Return the part of a checkpoint that belongs to this rank. Training draws no random numbers of torch's."""
+        return {"exchange": self._exchange.state_dict(), "buffers": dict(self.model.named_buffers())}
 
-    def add_common_state(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, with a second state that another number of ranks can load.
-
-        It is that after `synchronize()`: training must not go on from here, or it has other bits. All ranks call this.
-        """
-        own = copy.deepcopy(own)  # synchronize() changes the tensors in it
-        self.synchronize()
-        return {**own, "common": self._optimizer.state_dict()}
-
-    def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], same_world: bool) -> None:
+    def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
         """Load a checkpoint; raise ValueError if it is that of another model or compressor.
 
-        own          states of the old ranks that this rank continues from.
-        same_world   whether the world size is the same; only then are the random number generators restored.
+        own   states of the old ranks that this rank continues from.
         """
         try:
             self.model.load_state_dict(_shards_of(shared["model"], self.model))
         except RuntimeError as error:
-            reason = " ".join(str(error).partition(":")[2].split())  # after "Error(s) in loading state_dict for ..."
-            raise DamagedError(f"the weights are not those of the model: {reason}") from None
+            raise DamagedError(f"the weights are not those of the model: {' '.join(str(error).split())}") from None
         if not self._is_ours:
             check_saved(shared["optimizer"], self._optimizer)
             self._optimizer.load_state_dict(shared["optimizer"])
-        kind = "exchange" if same_world or "common" not in own[0] else "common"
-        self._exchange.load_state_dict([state[kind] for state in own])
+        self._exchange.load_state_dict([state["exchange"] for state in own])
         for group in self._optimizer.param_groups:  # may differ from the checkpoint's, as lr may
             group["weight_decay"] = self._config.weight_decay
         has_floats = isinstance(self._optimizer, thinwire.LocalSteps)  # in its state
         for name, buffer in self.model.named_buffers():
             if not (has_floats and buffer.is_floating_point()):
                 buffer.copy_(own[0]["buffers"][name])
-        if same_world:
-            torch.set_rng_state(own[0]["random"][0])
-            for state in own[0]["random"][1:] if self._device.type == "cuda" else ():
-                torch.cuda.set_rng_state(state, self._device)
 
     def describe_compressor(self) -> str:
         """Return the compressor as it was given; "default" is followed by the compressor for this world size."""
-        given, policy, every = self._config.compressor, self.sync.policy, self._config.local_steps
-        is_short = policy.by_ranks or (every and given == DEFAULT)
-        spec = f"{given} ({format_spec(policy.final)})" if is_short else given
-        return f"{spec} after every {every} local step{'s' * (every > 1)}" if every else spec
+        given, every = self._config.compressor, self._config.local_steps
+        spec = f"{given} ({format_spec(self.sync.policy.final)})" if given == DEFAULT else given
+        return spec + (f" after every {every} local steps" if every else "")
 
     def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = (part.to(self._device, non_blocking=True) for part in batch)

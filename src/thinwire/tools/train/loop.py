@@ -4,31 +4,30 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
-
-import torch
 
 from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.statistics import SyncStats
 from thinwire.sync.synchronizer import SKIPPED_IN_A_ROW
 from thinwire.tools.files import replace_text
-from thinwire.tools.loopback import Counter
 
 from .checkpoints import Checkpoints, State, write_file
 from .config import CONFIG_FILE, Config
 from .control import Control
-from .data import Data
+from .images import Data
 from .learner import Learner, delay, schedule
 from .metrics import Metrics
-from .place import Place
-from .view import PHASES, Result, View
+from .view import PHASES, describe_step, say
 
 PATIENCE = 20
 """Number of steps in a row without a finite loss after which training fails."""
 _EVALUATION_BATCH = 256
+_SO_FAR = ("step", "bytes_sent", "bytes_dense")
+_SENT = ("bytes_between_nodes", "bytes_inside_nodes", "bytes_dense")
 _MOST_UNDER_WAY = 16
 """Most messages with losses that are under way, so that a signal is seen soon."""
 _LARGEST = 1 << 53
@@ -53,45 +52,30 @@ class Counts:
 class Training:
     """The training of one rank, from the first step or from a checkpoint. All ranks make one, and call `run`.
 
-    config    the same on all ranks; `out` is the folder of the run
-    counter   counts the bytes that this rank sends; None if they cannot be counted
-    facts     further conditions for metrics.jsonl
+    config   the same on all ranks; `out` is the folder of the run
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        place: Place,
-        control: Control,
-        device: torch.device,
-        data: Data,
-        counter: Counter | None,
-        facts: Mapping[str, object],
-    ) -> None:
+    def __init__(self, config: Config, control: Control, data: Data) -> None:
         assert config.out is not None
-        self._config, self._folder, self._place, self._control, self._data = config, config.out, place, control, data
-        self._view = View(config.steps, shown=place.rank == 0)
-        self._learner = Learner(config, device)
+        self._config, self._folder, self._control, self._data = config, config.out, control, data
+        self._place = place = control.place
+        self._say: Callable[[str], None] = say if place.rank == 0 else lambda text: None
+        self._learner = Learner(config, control.device)
         self._counts = Counts()
-        self._score: dict[str, float] | None = None
-        self._checkpoints = Checkpoints(
-            self._folder, place=place, control=control, keep=config.keep, say=self._view.say
-        )
+        self._score: dict[str, float] = {}
+        self._checkpoints = Checkpoints(self._folder, control, config.keep, self._say)
         loaded = self._checkpoints.load(self._go_on_from) if config.resume == "auto" else None
         if self._checkpoints.leads:
             replace_text(self._folder / CONFIG_FILE, json.dumps(config.record(), indent=2) + "\n")
         parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
-        facts = {"world_size": place.world_size, "parameters": parameters, "device": str(device), **facts}
+        facts = {"world_size": place.world_size, "parameters": parameters, "device": str(control.device)}
         self._metrics = Metrics(self._folder if place.rank == 0 else None, config, self._counts.step, facts)
-        self._view.say(
+        self._say(
             f"{config.recipe}: {config.model}, {parameters:,} parameters, {self._learner.describe_compressor()}, "
-            f"{place.world_size} rank{'s' * (place.world_size > 1)} on {device.type}, in {self._folder}"
+            f"{place.world_size} ranks on {control.device.type}, in {self._folder}"
         )
         if loaded is not None:
-            self._view.say(f"resuming from step {loaded}")
-        self._counter = counter if loaded is None else None
-        self._interface_bytes = 0 if self._counter is None else self._counter.sent_bytes()
+            self._say(f"resuming from step {loaded}")
         self._seen = SyncStats()
         """The statistics of the exchange that are in the counts."""
         self._events: dict[str, None] = {} if loaded is None else {"resume": None}
@@ -101,8 +85,8 @@ class Training:
         self._saved = -1 if loaded is None else loaded
         self._clock = time.perf_counter()
 
-    def run(self, should_stop: Callable[[], bool]) -> Result:
-        """Train until the last step, or until a rank should stop."""
+    def run(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Train until the last step, or until a rank should stop; return the last line of metrics with the score."""
         try:
             return self._train(should_stop)
         except BaseException:
@@ -111,9 +95,8 @@ class Training:
             raise
         finally:
             self._metrics.close()
-            self._view.close()
 
-    def _train(self, should_stop: Callable[[], bool]) -> Result:
+    def _train(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
         config, counts = self._config, self._counts
         logged, losses = copy.deepcopy(counts), list[float]()  # as of the last line of metrics, and since then
         stops, first = False, True
@@ -141,7 +124,6 @@ class Training:
             for number, (loss, _) in enumerate(messages, start=1):
                 self._check_loss(loss, is_last=last and number == len(messages))
                 losses.append(loss)
-            self._view.advance(counts.step)
             if losses and (first or last or stops or _due(counts.step, config.log_every)):
                 self._log(losses, logged)
                 logged, losses, first = copy.deepcopy(counts), [], False
@@ -153,27 +135,18 @@ class Training:
             self._evaluate()  # resumed at the last step
         self._save()
         if not stops:
-            with self._learner.evaluating(self._control.total):
-                weights = self._learner.weights()
-                if self._place.rank == 0:
-                    write_file(self._folder / "weights.pt", weights)
+            weights = self._learner.weights()
+            if self._place.rank == 0:
+                write_file(self._folder / "weights.pt", weights)
         end = self._end("stopped" if stops else "finished", ranks=self._control.gather(self._sent_here()))
-        return Result(
-            name=config.compressor + (f" every {config.local_steps} steps" if config.local_steps else ""),
-            finished=not stops,
-            end=end,
-            score=self._score or {},
-            interface_bytes=None if self._counter is None else self._counter.sent_bytes() - self._interface_bytes,
-            split={phase: counts.split[phase] / max(1, counts.step) for phase in PHASES},
-        )
+        return {**end, **self._score}
 
     def _end(self, reason: str, **more: Any) -> dict[str, Any]:
-        self._counts.bytes_sent += self._control.take_bytes_sent()  # of the last checkpoint
         line = {**self._so_far(), **self._after_warmup(), "reason": reason, **more}
         self._metrics.write("end", line)
         return line
 
-    def _go_on_from(self, step: int, shared: State, own: list[State], same_world: bool) -> None:
+    def _go_on_from(self, step: int, shared: State, own: list[State]) -> None:
         """Continue from a checkpoint; raise DamagedError if this run has not written it."""
         counts = shared["counts"]
         if not _fits(counts, vars(Counts())) or counts["step"] != step:
@@ -181,7 +154,7 @@ class Training:
         if step > self._config.steps:
             raise ValueError(f"--steps {self._config.steps}, but the run has done {step}: give more, or another --out")
         try:
-            self._learner.load(shared["learner"], [state["learner"] for state in own], same_world)
+            self._learner.load(shared["learner"], [state["learner"] for state in own])
         except ValueError as error:  # its config is that of this run, so its states should fit
             raise DamagedError(str(error)) from None
         self._counts = Counts(**counts)
@@ -189,7 +162,7 @@ class Training:
     def _count_exchange(self) -> dict[str, float]:
         """Add what was sent since the last call to the totals, and return the seconds for which it blocked."""
         counts, stats, seen = self._counts, self._learner.sync.stats, self._seen
-        counts.bytes_sent += stats.bytes_sent - seen.bytes_sent + self._control.take_bytes_sent()
+        counts.bytes_sent += stats.bytes_sent - seen.bytes_sent
         counts.bytes_dense += stats.bytes_dense - seen.bytes_dense
         counts.skipped += stats.skipped - seen.skipped
         if stats.warmup_bytes_sent > seen.warmup_bytes_sent:
@@ -210,7 +183,7 @@ class Training:
         choice = self._learner.sync.choice
         if choice is not None and choice is not self._choice:
             self._metrics.write("choice", {**self._so_far(), **choice.record()})
-            self._view.say(choice.describe())
+            self._say(choice.describe())
         self._choice = choice
 
     def _check_loss(self, loss: float, *, is_last: bool) -> None:
@@ -220,16 +193,13 @@ class Training:
         self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
         lasts = config.local_steps  # a rank whose weights are not finite is left out when the round ends
         if skipped > SKIPPED_IN_A_ROW:
-            fault = (
-                f"the last {skipped} steps, up to step {step}, were skipped, because a gradient was not finite or too "
-                "large to be squared"
-            )
+            fault = f"the last {skipped} steps were skipped, because a gradient was not finite or too large"
         elif self._not_finite == PATIENCE + lasts or (self._not_finite > lasts and is_last):
-            fault = f"the loss has not been finite for {self._not_finite} steps, up to step {step}"
+            fault = f"the loss has not been finite for {self._not_finite} steps"
         else:
             return
         kept = f"the last checkpoint is that of step {self._saved}" if self._saved >= 0 else "no checkpoint was written"
-        raise ValueError(f"{fault}: try a lower --lr than {config.lr:g}; {kept}")
+        raise ValueError(f"{fault}, up to step {step}: try a lower --lr than {config.lr:g}; {kept}")
 
     def _log(self, losses: list[float], before: Counts) -> None:
         """Write a line about the steps since the last one, of which these are the losses."""
@@ -248,29 +218,25 @@ class Training:
         }
         self._events = {}
         self._metrics.write("step", line)
-        self._view.step(line)
+        self._say(f"step {counts.step}/{config.steps}  {describe_step(line)}")
 
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
         self._events["evaluation"] = None
         self._synchronize()
-        totals = [0.0, 0.0, 0.0]
-        with self._learner.evaluating(self._control.total):
-            for index, batch in enumerate(self._data.validation(_EVALUATION_BATCH)):
-                if index % self._place.world_size == self._place.rank:
-                    totals = [total + part for total, part in zip(totals, self._learner.evaluate(batch), strict=True)]
-        loss, right, count = self._control.total(totals)
+        rank, world_size = self._place.rank, self._place.world_size
+        own = islice(self._data.validation(_EVALUATION_BATCH), rank, None, world_size)
+        loss, right, count = self._control.total(self._learner.evaluate(own))
         self._score = {"loss": loss / count, "accuracy": right / count}
         self._metrics.write("evaluation", {**self._so_far(), **self._score})
-        self._view.evaluation(self._counts.step, **self._score)
+        at = f"step {self._counts.step}/{self._config.steps}"
+        self._say(f"{at}  validation loss {loss / count:.4f}, accuracy {right / count:.2%}")
 
     def _save(self, *, is_extra: bool = False) -> None:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite.
 
-        With local steps, ranks synchronize first: only so can another number of ranks load it.
-
-        is_extra   it is due to a signal, and training stops. A run without the signal does not synchronize here, so the
-                   checkpoint has both states, before it and after it.
+        With local steps, ranks synchronize first, but not if it is due to a signal: a run without the signal does not
+        synchronize here. Such a checkpoint in the middle of a round is one for the same number of ranks.
         """
         if self._saved == self._counts.step or not math.isfinite(self._last_loss):
             return
@@ -278,27 +244,14 @@ class Training:
         if not is_extra:
             self._synchronize()
         own = self._learner.own_state()
-        if self._config.local_steps and is_extra:
-            self._count_exchange()  # own_state() has waited for an exchange that was under way
-            dense = self._counts.bytes_dense
-            own = self._learner.add_common_state(own)
-            self._count_exchange()
-            self._counts.bytes_dense = dense  # these steps count when the resumed run ends the round
-        shared = {
-            "counts": {**vars(self._counts), "seconds": self._seconds()},
-            "learner": self._learner.shared_state(),
-        }
+        self._count_exchange()  # own_state() has waited for an exchange that was under way
+        counts = {**vars(self._counts), "seconds": self._seconds()}
+        shared = {"counts": counts, "learner": self._learner.shared_state()}
         self._checkpoints.save(self._counts.step, shared, {"learner": own})
         self._saved = self._counts.step
 
     def _so_far(self) -> dict[str, Any]:
-        counts = self._counts
-        return {
-            "step": counts.step,
-            "seconds": self._seconds(),
-            "bytes_sent": counts.bytes_sent,
-            "bytes_dense": counts.bytes_dense,
-        }
+        return {"seconds": self._seconds(), **{name: getattr(self._counts, name) for name in _SO_FAR}}
 
     def _after_warmup(self) -> dict[str, float]:
         """Return the reduction of this process's steps after the warm-up, if there are any."""
@@ -309,13 +262,8 @@ class Training:
     def _sent_here(self) -> dict[str, int]:
         """Return what this rank has sent in exchanges, and which part of the model it holds if that is sharded."""
         stats, shard, rank = self._learner.sync.stats, self._config.shard, self._place.rank
-        return {
-            "rank": rank,
-            **({"replica": rank // shard, "shard": rank % shard} if shard > 1 else {}),
-            "bytes_between_nodes": stats.bytes_between_nodes,
-            "bytes_inside_nodes": stats.bytes_inside_nodes,
-            "bytes_dense": stats.bytes_dense,
-        }
+        place = {"rank": rank, **({"replica": rank // shard, "shard": rank % shard} if shard > 1 else {})}
+        return place | {name: getattr(stats, name) for name in _SENT}
 
     def _seconds(self) -> float:
         return self._counts.seconds + time.perf_counter() - self._clock
@@ -327,8 +275,6 @@ def _due(step: int, every: int) -> bool:
 
 def _fits(saved: object, like: object) -> bool:
     """Return whether a saved value has this form, with numbers from 0 on that a float holds exactly."""
-    if isinstance(like, dict):
-        if not isinstance(saved, dict) or saved.keys() != like.keys():
-            return False
-        return all(_fits(saved[name], part) for name, part in like.items())
+    if isinstance(like, dict) and isinstance(saved, dict):
+        return saved.keys() == like.keys() and all(_fits(saved[name], part) for name, part in like.items())
     return (type(saved) is int or type(saved) is type(like) is float) and 0 <= saved < _LARGEST

@@ -8,13 +8,12 @@ Lines of metrics.jsonl, after the conditions that they were measured under (whic
                  evaluation, checkpoint, resume); of the first step after a start, and every log_every steps
     evaluation   loss and accuracy on validation data
     choice       the choice of --compressor auto, its measurements (candidates, step_seconds) and the reason; once
-    end          reason: finished, stopped by a signal, or failed; a resume from this step keeps it
-    step, end    reduction_after_warmup: that of the steps after the warm-up, since the start or the last resume
-    end          ranks: what each rank has sent in exchanges since then (bytes_between_nodes, bytes_inside_nodes, and
-                 bytes_dense); with --shard, its replica and shard, and the bytes are those to other replicas
+    end          reason: finished, stopped by a signal, or failed; ranks: what each has sent in exchanges since the
+                 start or the last resume, and with --shard its replica and shard
+    step, end    reduction_after_warmup: that of the steps after the warm-up, since then
 
-Each line has the step, the seconds of training so far, bytes_sent, the bytes that rank 0 has sent so far, and
-bytes_dense, the bytes that a dense ring all-reduce would have sent.
+Each line has the step, the seconds of training so far, bytes_sent, what rank 0 has sent in exchanges so far, and
+bytes_dense, what a dense ring all-reduce would have sent.
 """
 
 import importlib
@@ -33,7 +32,7 @@ from .config import METRICS_FILE, Config
 
 SINKS = ("auto", "none", "tensorboard", "wandb", "wandb-offline")
 
-Sink = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
+Sink = tuple[Callable[[Mapping[str, float], int], object], Callable[[], None]]
 """A destination of metrics besides metrics.jsonl: writes numbers by name for a step, and closes."""
 
 
@@ -69,14 +68,10 @@ class Metrics:
 
 def chosen_sinks(names: Sequence[str]) -> list[str]:
     """Return the names of the sinks to open besides metrics.jsonl; raise ValueError for names that are not possible."""
-    unknown = [name for name in names if name not in SINKS]
-    if unknown or not names:
-        raise ValueError(f"--log-to {' '.join(unknown) or 'without a name'}, expected some of {', '.join(SINKS)}")
-    if "none" in names and len(names) > 1:
-        raise ValueError(f"--log-to {' '.join(names)}: none cannot be combined with others")
     chosen = list(dict.fromkeys(name for name in names if name not in ("auto", "none")))
-    if {"wandb", "wandb-offline"} <= set(chosen):
-        raise ValueError(f"--log-to {' '.join(names)}: wandb or wandb-offline, not both")
+    is_alone = len(names) == 1 or "none" not in names
+    if not names or not is_alone or {*names} - {*SINKS} or {"wandb", "wandb-offline"} <= {*chosen}:
+        raise ValueError(f"--log-to {' '.join(names)}, expected none, or some of {', '.join(SINKS)}, wandb in one way")
     for name in chosen:
         package = name.partition("-")[0]
         if importlib.util.find_spec(package) is None:
@@ -90,12 +85,8 @@ def _open_tensorboard(folder: Path, first_step: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
-
-    def write(scalars: Mapping[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-
-    return write, writer.close
+    add: Any = writer.add_scalar
+    return lambda scalars, step: [add(*scalar, step) for scalar in scalars.items()], writer.close
 
 
 def _open_wandb(folder: Path, config: Config, mode: str) -> Sink:
@@ -103,12 +94,10 @@ def _open_wandb(folder: Path, config: Config, mode: str) -> Sink:
     wandb: Any = importlib.import_module("wandb")
     name, path = folder.resolve().name, folder / "wandb-id"
     if not path.exists():
-        allowed = re.sub(r"[^A-Za-z0-9_-]", "-", name)
-        path.write_text(f"{allowed}-{os.urandom(4).hex()}", encoding="utf-8")
-    identity = path.read_text(encoding="utf-8")
+        path.write_text(f"{re.sub('[^A-Za-z0-9_-]', '-', name)}-{os.urandom(4).hex()}", encoding="utf-8")
     given = {"resume": "allow", "dir": str(folder), "mode": mode, "config": config.record()}
     try:
-        run: Any = wandb.init(project="thinwire", name=name, id=identity, **given)
+        run: Any = wandb.init(project="thinwire", name=name, id=path.read_text(encoding="utf-8"), **given)
     except Exception as error:  # for example without a login; wandb raises many kinds
         raise ValueError(f"--log-to wandb: {error}; log in with `wandb login`, or use wandb-offline") from None
     return lambda scalars, step: run.log(dict(scalars), step=step), run.finish
@@ -121,23 +110,17 @@ def _cut(path: Path, first_step: int, last_step: int) -> None:
     kept = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            line = json.loads(text) if text.endswith("\n") else None
-        except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict) and line.get("kind") in ("conditions", "step", "evaluation", "choice", "end"):
+            line = json.loads(text)
             step = line.get("step", line.get("first_step"))
             # A run that goes on has not finished, and evaluates its last step again; that it was stopped before stays.
             comes_again = line.get("reason") == "finished" or (line["kind"] == "evaluation" and step == last_step)
-            if isinstance(step, int) and step <= first_step and not comes_again:
+            if step <= first_step and not comes_again and text.endswith("\n"):
                 kept.append(text)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):  # it was cut off
+            continue
     replace_text(path, "".join(kept))
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
-    made: dict[str, float] = {}
-    for name, value in line.items():
-        if isinstance(value, dict):
-            made.update({f"{name}/{part}": number for part, number in _flat(value).items()})
-        elif isinstance(value, int | float):
-            made[name] = value
-    return made
+    parts = {f"{name}/{part}": value for name, of in line.items() if isinstance(of, dict) for part, value in of.items()}
+    return {name: value for name, value in {**line, **parts}.items() if isinstance(value, int | float)}

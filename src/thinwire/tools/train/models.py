@@ -4,6 +4,7 @@ Weights depend only on the seed, not on torch's global generator: so ranks and t
 """
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -11,18 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY = 256
-"""Number of different tokens of the GPT, which are bytes."""
-
 
 class _Config:
     name: ClassVar[str]
     model: ClassVar[type[nn.Module]]
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Return the shape of an image, which is channels, height and width; for text it is empty."""
-        return ()
 
     def build(self, seed: int) -> nn.Module:
         """Return a new model with weights that depend only on the seed."""
@@ -79,7 +72,7 @@ class GPT(nn.Module):
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(VOCABULARY, config.width)
+        self.tokens = nn.Embedding(256, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=bool(config.bias))
@@ -96,7 +89,7 @@ class GPT(nn.Module):
 class GPTConfig(_Config):
     """Options of the GPT."""
 
-    name, model = "gpt", GPT
+    name, model, inputs = "gpt", GPT, ()
 
     layers: int = 2
     width: int = 128
@@ -152,10 +145,6 @@ class CNNConfig(_Config):
     channels: int = 1
     """Channels of the images: 1 if they are grey, 3 if they have colours."""
 
-    def __post_init__(self) -> None:
-        if self.size % 4:
-            raise ValueError(f"images of {self.size} pixels, expected a multiple of 4")
-
     @property
     def inputs(self) -> tuple[int, ...]:
         """Return the shape of an image."""
@@ -204,16 +193,11 @@ class ResNet18(nn.Module):
 class ResNet18Config(_Config):
     """Options of the ResNet-18."""
 
-    name, model = "resnet18", ResNet18
+    name, model, inputs = "resnet18", ResNet18, (3, 32, 32)
 
     width: int = 64
     """Channels of the first stage; the next ones have 2, 4 and 8 times as many."""
     classes: int = 10
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Return the shape of an image."""
-        return 3, 32, 32
 
 
 ModelConfig = GPTConfig | CNNConfig | ResNet18Config
@@ -232,11 +216,9 @@ def model_config(spec: str) -> ModelConfig:
     known = [field.name for field in fields(CONFIGS[name])]
     options = {}
     for part in rest.split(",") if rest else []:
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        options[key] = int(value) if value.isdecimal() and len(value) <= 6 else -1
-        if key not in known or options[key] < (key != "bias"):
-            raise ValueError(
-                f"{part!r:.80} in {spec!r:.80}, expected key=value with one of {', '.join(known)}, and a whole number "
-                "from 1 to 999,999"
-            )
+        match = re.fullmatch(rf" *({'|'.join(known)}) *= *(0|[1-9][0-9]{{0,5}}) *", part)
+        if match is None or (match[2] == "0" and match[1] != "bias"):
+            expected = f"key=value with one of {', '.join(known)}, and a whole number from 1 to 999,999"
+            raise ValueError(f"{part!r:.80} in {spec!r:.80}, expected {expected}")
+        options[match[1]] = int(match[2])
     return CONFIGS[name](**options)

@@ -14,19 +14,19 @@ The folder of a run, in `runs/` or where --out says, is locked, so that only one
 import fcntl
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from thinwire.collectives import LocalWorld
 from thinwire.tools import report
-from thinwire.tools.loopback import Counter, is_counted
+from thinwire.tools.place import Place
 
 from .config import CONFIG_FILE, METRICS_FILE, RUNS, Config, load_config
 from .control import Control, pick_device
@@ -34,8 +34,7 @@ from .images import load_data
 from .learner import rehearse
 from .loop import Training
 from .models import model_config
-from .place import Place
-from .view import Result, print_results
+from .view import compare, describe_end, say
 
 _LOCK_FILE = ".lock"
 _MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
@@ -45,18 +44,11 @@ _LASTING = ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps"
 
 
 class Rank:
-    """A rank of `thinwire train`, in a process that has joined the default process group.
+    """A rank of `thinwire train`, in a process that has joined the default process group."""
 
-    counter   counts the bytes that this rank sends; by default on the loopback interface, if all ranks are here.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, config: Config, place: Place | None = None, counter: Counter | None = None
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, config: Config, place: Place | None = None) -> None:
         self._place = place = place or Place(rank, world_size, local_rank=rank, local_world_size=world_size)
-        if counter is None and place.local_world_size == world_size and is_counted():
-            counter = Counter("lo", times=world_size)
-        self._config, self._counter = config, counter
+        self._config = config
         self._signals: list[int] = []  # that have come
         self._device = pick_device(config.device, place.local_rank)
         if self._device.type == "cuda":
@@ -65,34 +57,24 @@ class Rank:
     def run(self) -> bool:
         """Train and return whether training finished; False if a signal stopped it."""
         with on_signals(self._signals.append), ExitStack() as stack:
-            control = Control()
+            control, config = Control(self._place, self._device), self._config
             self._compare(control)
-            config = self._config
             data = load_data(config.data, config.data_dir, getattr(model_config(config.model), "context", None))
             out = self._choose_folder(control, stack)
             config = replace(config, out=out)
             dense = replace(config, compressor="none", local_steps=0, compare_dense=False, out=out / "dense")
-            compile_seconds = self._compile_kernels(control)
-            results = list[Result]()
+            self._compile_kernels(control)
+            results = list[dict[str, Any]]()
             for each in (config, dense) if config.compare_dense else (config,):
                 if self._place.local_rank == 0 and each.out is not None:
                     each.out.mkdir(parents=True, exist_ok=True)
                 control.gather(None)
-                training = Training(
-                    each,
-                    place=self._place,
-                    control=control,
-                    device=self._device,
-                    data=data,
-                    counter=self._counter,
-                    facts={"compile_seconds": compile_seconds},
-                )
-                results.append(training.run(should_stop=lambda: bool(self._signals)))
-                if not results[-1].finished:
+                results.append(Training(each, control, data).run(should_stop=lambda: bool(self._signals)))
+                if results[-1]["reason"] != "finished":
                     break
             if self._place.rank == 0:
                 self._show(results, out)
-            return results[-1].finished
+            return bool(results[-1]["reason"] == "finished")
 
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
@@ -105,7 +87,7 @@ class Rank:
 
     def _choose_folder(self, control: Control, stack: ExitStack) -> Path:
         """Return the folder of the run, which rank 0 chooses and locks; raise its error on all ranks."""
-        folder, fault = None, None
+        folder, fault = Path(), ""
         if self._place.rank == 0:
             try:
                 folder = choose_folder(self._config)
@@ -113,14 +95,13 @@ class Rank:
                 check_same_run(self._config, folder)
             except (ValueError, OSError) as error:
                 fault = str(error)
-        chosen: Path
-        chosen, fault = control.gather((folder, fault))[0]
-        if fault is not None:
+        folder, fault = control.gather((folder, fault))[0]
+        if fault:
             raise ValueError(fault)
-        return chosen
+        return Path(folder)
 
-    def _compile_kernels(self, control: Control) -> float:
-        """Compile or load the kernels that the run needs before its clock starts. Return the seconds that it took.
+    def _compile_kernels(self, control: Control) -> None:
+        """Compile or load the kernels that the run needs before its clock starts.
 
         The first rank of each node compiles them and keeps them on disk, from where the others load them.
         """
@@ -130,31 +111,27 @@ class Rank:
             if (self._place.local_rank == 0) == leads:
                 LocalWorld(2, turns=True).run(rehearse, config, self._device)
             control.gather(None)
-        seconds = time.perf_counter() - started
         if self._place.rank == 0:
-            print(f"kernels compiled or loaded in {seconds:.1f} s", file=sys.stderr, flush=True)
-        return seconds
+            say(f"kernels compiled or loaded in {time.perf_counter() - started:.1f} s")
 
-    def _show(self, results: list[Result], folder: Path) -> None:
-        try:
-            report.write([folder], folder / "report.html")
-        except (ValueError, OSError) as error:  # training is done, and its files are written
-            print(f"the report could not be made: {error}", file=sys.stderr)
-        if results[-1].finished:
-            print_results(results, self._place.world_size)
+    def _show(self, results: list[dict[str, Any]], folder: Path) -> None:
+        report.write([folder], folder / "report.html")
+        if results[-1]["reason"] == "finished":
+            for name, end in zip((self._config.compressor, "dense"), results, strict=False):
+                print(describe_end(name, end))
+            if len(results) == 2:
+                print(compare(*results))
             print(f"run {folder}, report {folder / 'report.html'}", flush=True)
         else:
-            command = shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
-            if Place.of_torchrun() is not None:
-                command = f"torchrun ... -m {command}"
-            step = results[-1].end["step"]
-            print(f"stopped at step {step}, checkpoint written; go on with: {command}", flush=True)
+            torchrun = "torchrun ... -m " if Place.of_torchrun() is not None else ""
+            command = torchrun + shlex.join(["thinwire", "train", f"--out={folder}", "--resume", "auto"])
+            print(f"stopped at step {results[-1]['step']}, checkpoint written; go on with: {command}", flush=True)
 
 
 def choose_folder(config: Config) -> Path:
     """Return the folder of the run, and make it if it is new: --out, or the first free one of runs/RECIPE, RECIPE-2 ...
 
-    Raises ValueError if the folder has a run and the config does not resume it, or if it cannot be made.
+    Raises ValueError if the folder has a run and the config does not resume it, and OSError if it cannot be made.
     """
     if config.out is None:
         RUNS.mkdir(exist_ok=True)
@@ -166,12 +143,7 @@ def choose_folder(config: Config) -> Path:
     assert config.out is not None
     if config.resume == "no" and any((config.out / name).exists() for name in (METRICS_FILE, "checkpoints")):
         raise ValueError(f"--out {config.out} holds a run: add --resume auto to go on with it, or give another folder")
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out {config.out} cannot be made: {error.strerror}; give a folder you can write to"
-        ) from None
+    config.out.mkdir(parents=True, exist_ok=True)
     return config.out
 
 
@@ -182,9 +154,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{folder} is in use by another training: wait for its end, or give another --out"
-            ) from None
+            raise ValueError(f"{folder} is in use by another training: wait, or give another --out") from None
         yield
 
 
@@ -195,11 +165,8 @@ def check_same_run(config: Config, folder: Path) -> None:
     saved, here = load_config(folder).record(), config.record()
     for name in _LASTING:
         if here[name] != saved[name]:
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--{flag} {here[name]}, but the run that is resumed has {saved[name]}: leave --{flag} out, or start "
-                "anew with another --out"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {here[name]}, but the run that is resumed has {saved[name]}: leave {flag} out")
 
 
 @contextmanager

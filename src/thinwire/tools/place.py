@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A rank and the world size, in the whole run and on its node."""
 
     rank: int
@@ -19,14 +17,9 @@ class Place:
     def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return the place that torchrun, or a launcher with the same variables, has set; None without such a launcher.
 
-        Raises ValueError if a variable has no valid number.
+        Raises ValueError if a variable has no whole number.
         """
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return None
-        found = []
-        for name, default in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
-            text = environment.get(name, default)
-            if not text.isdecimal():
-                raise ValueError(f"{name}={text} in the environment, expected a whole number, as torchrun sets it")
-            found.append(int(text))
-        return cls(*found)
+        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        return cls(*(int(environment.get(name, default)) for name, default in defaults.items()))
