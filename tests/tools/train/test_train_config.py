@@ -91,52 +91,38 @@ def test_only_beside_metrics_is_a_config_that_of_a_run() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    for content, message in [
-        ({"wieght_decay": 0.1}, "unknown option 'wieght_decay'; did you mean weight_decay?"),
-        ({"weight-decay": 0.1}, "unknown option 'weight-decay'; did you mean weight_decay?"),
-        ({"batch_size": 8}, "unknown option 'batch_size'; did you mean batch?"),
-        ({"steps": "3"}, "steps is '3', expected a whole number"),
-        ({"steps": 3.5}, "steps is 3.5, expected a whole number"),
-        ({"steps": True}, "steps is True, expected a whole number"),
-        ({"steps": None}, "steps is None, expected a whole number"),
-        ({"lr": "fast"}, "lr is 'fast', expected a number"),
-        ({"lr": 10**400}, "int too large to convert to float"),
-        ({"compare_dense": 1}, "compare_dense is 1, expected true or false"),
-        ({"log_to": "none"}, "log_to is 'none', expected a list of texts"),
-        ({"log_to": [1]}, "log_to is [1], expected a list of texts"),
-        ({"out": 3}, "out is 3, expected text or nothing"),
-        ({"data": "mnits"}, "data is 'mnits', expected digits, text, mnist, fashion-mnist, cifar10"),
-        ({"data": ["mnist"]}, "data is ['mnist'], expected digits, text, mnist, "),
-        ([1], "a list, expected options with their values"),
-        ("", "Expecting value"),
-        ("[" * 100_000, "recursion"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=r"^--config mine\.json: ") as caught:
-            read_config(Path(put(content)))
-        assert message in str(caught.value)
     for name, content, message in [
-        ("mine.toml", "steps: 3", "mine.toml: Expected '='"),
-        ("mine.toml", "steps = 1979-05-27", "steps is datetime.date(1979, 5, 27), expected a whole number"),
-        ("mine.yaml", "steps: 3", "YAML is not read any more: write the options as TOML (steps = 100) or JSON"),
-        ("mine.txt", "", "the name ends in .txt, expected .json or .toml"),
-        (".", None, "--config . cannot be read (Is a directory)"),
-        ("absent.json", None, "--config absent.json cannot be read (No such file or directory)"),
-    ]:
+        ("mine.json", {"wieght_decay": 0.1}, "unknown option 'wieght_decay'; did you mean weight_decay?"),
+        ("mine.json", {"weight-decay": 0.1}, "unknown option 'weight-decay'; did you mean weight_decay?"),
+        ("mine.json", {"steps": "3"}, "steps is '3', expected a value such as 300"),
+        ("mine.json", {"steps": True}, "steps is True, expected a value such as 300"),
+        ("mine.json", {"lr": "fast"}, "lr is 'fast', expected a value such as 0.001"),
+        ("mine.json", {"lr": 10**400}, "int too large to convert to float"),
+        ("mine.json", {"compare_dense": 1}, "compare_dense is 1, expected a value such as false"),
+        ("mine.json", {"log_to": "none"}, "log_to is 'none', expected a value such as"),
+        ("mine.json", {"log_to": [1]}, "log_to is [1], expected a value such as"),
+        ("mine.json", {"out": 3}, "out is 3, expected a value such as null"),
+        ("mine.json", {"data": "mnits"}, "data is 'mnits', expected digits, text, mnist, fashion-mnist, cifar10"),
+        ("mine.json", [1], "expected options with their values, got a list"),
+        ("mine.json", "", "Expecting value"),
+        ("mine.json", "[" * 100_000, "recursion"),
+        ("mine.toml", "steps: 3", "Expected '='"),
+        ("mine.yaml", "steps: 3", "expected a file of TOML (steps = 100) or JSON"),
+        (".", None, "Is a directory"),
+        ("absent.json", None, "No such file or directory"),
+    ]:  # fmt: skip
         if content is not None:
             put(content, name)
-        with pytest.raises(ValueError, match=r"^--config ") as caught:
+        with pytest.raises(ValueError, match=f"^config {name}: ") as caught:
             read_config(Path(name))
         assert message in str(caught.value)
-    Path("bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"--config bytes\.json: "):
-        read_config(Path("bytes.json"))
 
 
 def test_a_wrong_file_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for content, message in [
-        ({"keep": 0}, "keep 0, expected 1 or more"),
+        ({"keep": 0}, "keep 0, expected 1 to 1,099"),
         ('{"weight_decay": NaN}', "weight_decay nan, expected 0 or more"),
-        ("{", "--config mine.json: Expecting property name"),
+        ("{", "config mine.json: Expecting property name"),
     ]:
         assert cli.main(["train", "--config", put(content)]) == 2
         output = capfd.readouterr()

@@ -1,6 +1,5 @@
 """Data: samples and draws depend on seed and position alone, and training never sees those of the validation."""
 
-import gzip
 import lzma
 from hashlib import blake2b
 from pathlib import Path
@@ -8,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.tools.train.data import Batch, Data, Text, below, file_parts, normal, numbers, order, sources
-from thinwire.tools.train.images import Digits, load_data
+from thinwire.tools.train.data import Batch, Text, below, file_parts, numbers, order, sources
+from thinwire.tools.train.images import Data, Images, load_data
 
 
-@pytest.fixture(scope="module", params=["text", "digits", "noisy digits"])
+@pytest.fixture(scope="module", params=["text", "digits"])
 def data(request: pytest.FixtureRequest) -> Data:
-    return Text(32) if request.param == "text" else Digits(0.5 if "noisy" in request.param else 0.0)
+    return Text(32) if request.param == "text" else Images("digits")
 
 
 def stream(data: Data, start: int, steps: int, ranks: int, size: int) -> Batch:
@@ -42,7 +41,7 @@ def test_the_validation_is_always_the_same(data: Data) -> None:
     whole = [torch.cat(parts) for parts in zip(*data.validation(50), strict=True)]
     again = [torch.cat(parts) for parts in zip(*data.validation(7), strict=True)]
     assert all(map(torch.equal, whole, again))
-    assert len(whole[0]) in (256, 360, 3600)
+    assert len(whole[0]) in (256, 360)
     assert max(len(batch.targets) for batch in data.validation(50)) == 50
 
 
@@ -67,7 +66,7 @@ def test_epochs_of_text_begin_at_different_places() -> None:
 
 
 def test_every_digit_comes_once_in_an_epoch() -> None:
-    digits = Digits()
+    digits = Images("digits")
     assert digits.length == 1437
     first, second = (digits.batch(epoch * 1437, 1437, seed=0) for epoch in range(2))
     for part in range(2):
@@ -75,17 +74,6 @@ def test_every_digit_comes_once_in_an_epoch() -> None:
         assert rows[0] == rows[1]
     validation = {str(image.tolist()) for batch in digits.validation(64) for image in batch.inputs}
     assert not validation & {str(image.tolist()) for image in first.inputs}
-
-
-def test_noise_is_another_for_every_place() -> None:
-    clean, noisy = (Digits(noise).batch(0, 1437, seed=1) for noise in (0.0, 0.5))
-    noise = noisy.inputs - clean.inputs
-    assert noise.std().item() == pytest.approx(0.5, abs=0.01)
-    assert len({str(image.tolist()) for image in noise}) == 1437
-    later = Digits(0.5).batch(1437, 1437, seed=1).inputs - Digits().batch(1437, 1437, seed=1).inputs
-    assert (noise * later).mean().item() == pytest.approx(0, abs=0.01)
-    draws = torch.cat([batch.inputs for batch in Digits(0.5).validation(360)]).view(10, 360, -1)
-    assert (draws[0] - draws[1]).std().item() == pytest.approx(0.5**0.5, abs=0.02)
 
 
 def test_the_target_is_the_next_byte() -> None:
@@ -107,7 +95,7 @@ def test_the_text_is_python() -> None:
 
 
 def test_digits_are_small_numbers() -> None:
-    inputs, targets = Digits().batch(0, 100, seed=0)
+    inputs, targets = Images("digits").batch(0, 100, seed=0)
     assert inputs.shape == (100, 1, 8, 8)
     assert (float(inputs.min()), float(inputs.max())) == (0.0, 1.0)
     assert set(targets.tolist()) == set(range(10))
@@ -119,7 +107,7 @@ TEXT = bytes(range(256)) * 100
 
 
 def test_a_file_is_a_text(tmp_path: Path) -> None:
-    for suffix, pack in ((".txt", bytes), (".xz", lzma.compress), (".gz", gzip.compress)):
+    for suffix, pack in ((".txt", bytes), (".xz", lzma.compress)):
         path = tmp_path / f"text{suffix}"
         path.write_bytes(pack(TEXT))
         train, validation = file_parts(path)
@@ -130,14 +118,10 @@ def test_a_file_is_a_text(tmp_path: Path) -> None:
     assert load_data("text", tmp_path, 16).length == Text(16).length, "a folder leaves the text as it is"
 
 
-def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    for name in ("damaged.xz", "damaged.gz"):
-        (tmp_path / name).write_bytes(b"no archive")
-        with pytest.raises(ValueError, match=f"{name} cannot be read"):
-            file_parts(tmp_path / name)
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_bytes(TEXT[:100])
-    for context, file, length in ((16, tmp_path / "short.txt", "5"), (1_000_000_000, None, ".*")):
-        with pytest.raises(ValueError, match=f"context {context}, but there are only {length} bytes of text"):
+    for context, file in ((16, tmp_path / "short.txt"), (1_000_000_000, None)):
+        with pytest.raises(ValueError, match=f"context {context}, expected 1 to half of the .* bytes of text"):
             Text(context, file=file)
 
 
@@ -214,15 +198,6 @@ def test_numbers_are_spread_evenly() -> None:
     counts = below(9, 0, "shift", places, 2).flatten().bincount(minlength=9)
     assert len(counts) == 9
     assert (counts / 40_000 - 1 / 9).abs().max() < 0.01
-    drawn = normal(0, "noise", places, 8)
-    assert drawn.dtype == torch.float32
-    assert drawn.mean().item() == pytest.approx(0, abs=0.01)
-    assert drawn.std().item() == pytest.approx(1, abs=0.01)
-    assert (drawn.abs() < 1).float().mean().item() == pytest.approx(0.6827, abs=0.01)
-    for one, other in ((drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])):
-        assert (one * other).mean().item() == pytest.approx(
-            0, abs=0.02
-        )  # neighbours have nothing to do with each other
 
 
 def test_any_whole_number_is_a_seed() -> None:

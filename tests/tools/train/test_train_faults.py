@@ -237,7 +237,7 @@ def test_gradients_too_large_to_be_squared_end_the_run(optimizer: str, ranks: Ra
     config = changed(SMALL, out=RUN, optimizer=optimizer, warmup_steps=50, steps=60)
     ended = train(ranks, 2, config, tmp_path, LargeLosses([*range(3, 23), *range(26, 99)]))
     assert ended.error == (
-        "the last 21 steps, up to step 46, were skipped, because a gradient was not finite or too large to be squared: "
+        "the last 21 steps were skipped, because a gradient was not finite or too large, up to step 46: "
         f"try a lower --lr than {config.lr:g}; the last checkpoint is that of step 45"
     )
     steps = lines(tmp_path / RUN, "step")
@@ -257,6 +257,6 @@ def test_a_folder_in_use_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     with locked(tmp_path / RUN):
         for resume in ("no", "auto"):
             ended = train(ranks, 2, changed(LONG, resume=resume), tmp_path)
-            assert ended.error == "run is in use by another training: wait for its end, or give another --out"
+            assert ended.error == "run is in use by another training: wait, or give another --out"
     assert {path.name for path in (tmp_path / RUN).iterdir()} == {".lock", "config.json"}
     assert (tmp_path / RUN / "config.json").read_text() == "of the other training"

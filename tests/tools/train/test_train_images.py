@@ -1,10 +1,8 @@
 """MNIST, Fashion-MNIST and CIFAR-10 from files: what is in them comes out, and other files are refused by name."""
 
 import gzip
-import io
 import re
 import struct
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,19 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.tools.train import FASHION_FOLDER
-from thinwire.tools.train.data import Data
-from thinwire.tools.train.image_files import (
-    CIFAR_ARCHIVE,
-    CIFAR_FILES,
-    CIFAR_FOLDER,
-    CIFAR_NBYTES,
-    CIFAR_TEST,
-    CIFAR_TRAIN,
-    MNIST_FILES,
-    RECORD,
-    mnist_files,
-)
-from thinwire.tools.train.images import CIFAR10, FITTING, MNIST, FashionMNIST, check_fit, load_data
+from thinwire.tools.train.image_files import CIFAR_FILES, CIFAR_FOLDER, MNIST_FILES, RECORD
+from thinwire.tools.train.images import FITTING, Data, Images, check_fit, load_data
 from thinwire.tools.train.models import model_config
 
 COUNT, TESTS = 40, 12
@@ -47,8 +34,7 @@ def idx(magic: int, *sizes: int, body: bytes) -> bytes:
 
 def idx_files() -> dict[str, bytes]:
     made = {}
-    for seed, (part, count) in enumerate((("train", COUNT), ("t10k", TESTS))):
-        images, labels = mnist_files(part)
+    for seed, ((images, labels), count) in enumerate(((MNIST_FILES[:2], COUNT), (MNIST_FILES[2:], TESTS))):
         made[images] = idx(0x803, count, 28, 28, body=random_bytes(count * 784, seed))
         made[labels] = idx(0x801, count, body=bytes(number % 10 for number in range(count)))
     return made
@@ -68,15 +54,13 @@ def epoch_of(data: Data) -> list[tuple[int, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mean", "std", "zipped"), [(MNIST, 0.1307, 0.3081, True), (FashionMNIST, 0.2860, 0.3530, False)]
+    ("name", "mean", "std", "zipped"), [("mnist", 0.1307, 0.3081, True), ("fashion-mnist", 0.2860, 0.3530, False)]
 )
-def test_images_are_what_is_in_their_files(
-    tmp_path: Path, kind: type[MNIST] | type[FashionMNIST], mean: float, std: float, zipped: bool
-) -> None:
+def test_images_are_what_is_in_their_files(tmp_path: Path, name: str, mean: float, std: float, zipped: bool) -> None:
     made = idx_files()
-    data = kind(put(tmp_path, made, zipped))
+    data = Images(name, put(tmp_path, made, zipped))
     assert data.length == COUNT
-    pixels = torch.frombuffer(bytearray(made[mnist_files("train")[0]][16:]), dtype=torch.uint8).view(COUNT, 1, 28, 28)
+    pixels = torch.frombuffer(bytearray(made[IMAGES][16:]), dtype=torch.uint8).view(COUNT, 1, 28, 28)
     seen = []
     for label, image in epoch_of(data):
         back = (image * std + mean) * 255
@@ -87,11 +71,11 @@ def test_images_are_what_is_in_their_files(
     inputs, targets = (torch.cat(parts) for parts in zip(*data.validation(5), strict=True))
     assert targets.tolist() == [number % 10 for number in range(TESTS)]
     assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
-    tests = torch.frombuffer(bytearray(made[mnist_files("t10k")[0]][16:]), dtype=torch.uint8).view(TESTS, 1, 28, 28)
+    tests = torch.frombuffer(bytearray(made[MNIST_FILES[2]][16:]), dtype=torch.uint8).view(TESTS, 1, 28, 28)
     assert torch.allclose((inputs * std + mean) * 255, tests.float(), atol=1e-2)
 
 
-IMAGES, LABELS = mnist_files("train")
+IMAGES, LABELS = MNIST_FILES[:2]
 BAD_IDX: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "labels for images": (IMAGES, lambda _: idx_files()[LABELS], "header 0000080100000028"),
     "images for labels": (LABELS, lambda _: idx_files()[IMAGES], "header 0000080300000028"),
@@ -100,13 +84,12 @@ BAD_IDX: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         lambda _: idx(0x803, 1, 32, 28, body=bytes(32 * 28)),
         "000000200000001c, expected one of 3",
     ),
-    "cut off": (IMAGES, lambda good: good[:-1], "31,359 bytes after the header, expected 31,360 for 40 samples"),
-    "a byte too many": (IMAGES, lambda good: good + b"\0", "31,361 bytes after the header, expected 31,360"),
+    "cut off": (IMAGES, lambda good: good[:-1], "31,375 bytes, expected 31,376 for 40 samples"),
+    "a byte too many": (IMAGES, lambda good: good + b"\0", "31,377 bytes, expected 31,376"),
     "no header": (IMAGES, lambda _: b"\0\0\x08", "header 000008, expected"),
     "empty": (LABELS, lambda _: b"", "header , expected"),
-    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "expected 0 for 0 samples, at least 1"),
-    "too many samples": (LABELS, lambda _: idx(0x801, 2_000_000, body=bytes(2_000_000)), "more than 1,000,008 bytes"),
-    "other counts": (LABELS, lambda _: idx(0x801, 39, body=bytes(39)), "39 labels, expected 40, the images in train-"),
+    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "8 bytes, expected 8 for 0 samples"),
+    "other counts": (LABELS, lambda _: idx(0x801, 39, body=bytes(39)), "39 labels, expected one for each of 40 images"),
     "a label of 10": (LABELS, lambda good: good[:-1] + b"\x0a", "label 10, expected 0 to 9"),
 }
 
@@ -116,7 +99,7 @@ def test_a_bad_idx_file_is_named(tmp_path: Path) -> None:
         made, zipped = idx_files(), number % 2 == 1
         folder = put(tmp_path / what, {**made, name: spoil(made[name])}, zipped)
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
-            (MNIST if number % 3 else FashionMNIST)(folder)
+            Images("mnist" if number % 3 else "fashion-mnist", folder)
         assert str(caught.value).startswith(str(folder / name)), what
 
 
@@ -126,7 +109,7 @@ def test_a_bad_gzip_file_is_named(tmp_path: Path) -> None:
     for bad in (good[:-9], b"PK" + good[2:], good[:40] + b"?" + good[41:], good[:-8] + bytes(8)):
         path.write_bytes(bad)
         with pytest.raises(ValueError, match=f"{path}: .*expected a whole gzip file"):
-            MNIST(tmp_path)
+            Images("mnist", tmp_path)
 
 
 def test_a_folder_without_a_file_says_how_to_get_it(tmp_path: Path) -> None:
@@ -135,33 +118,33 @@ def test_a_folder_without_a_file_says_how_to_get_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path / "a file", tmp_path, *lacking):
         first = folder.name if folder in lacking else IMAGES
         with pytest.raises(
-            ValueError, match=rf"^{folder} has no {first}\[\.gz\] of MNIST; .*{MNIST_FILES[3]} there.*--download$"
+            ValueError, match=f"^{folder} has no {first} of mnist; .*{MNIST_FILES[3]} there.*--download$"
         ):
             load_data("mnist", folder)
-        with pytest.raises(ValueError, match=f"^{folder} has no {first}.* of Fashion-MNIST") as caught:
+        with pytest.raises(ValueError, match=f"^{folder} has no {first} of fashion-mnist") as caught:
             load_data("fashion-mnist", folder)
         assert f"apt-get install dataset-fashion-mnist puts them into {FASHION_FOLDER}: name " in str(caught.value)
         assert "--download" not in str(caught.value)
         if folder not in lacking:
-            with pytest.raises(ValueError, match=f"^{folder} has no {CIFAR_ARCHIVE}; .*{CIFAR_TEST}; .*--download$"):
+            with pytest.raises(ValueError, match=f"^{folder} has no data_batch_1.bin of cifar10; .*--download$"):
                 load_data("cifar10", folder)
 
 
 def test_files_of_the_other_set_are_refused(tmp_path: Path) -> None:
     """Their names are the same."""
-    for kind, first, given, expected in (
-        (FashionMNIST, "50419213143536172869", "MNIST", "Fashion-MNIST"),
-        (MNIST, "90030272550955791064", "Fashion-MNIST", "MNIST"),
+    for name, first in (
+        ("fashion-mnist", "50419213143536172869"),
+        ("mnist", "90030272550955791064"),
     ):
         labels = bytes(map(int, first)) + bytes(COUNT - 20)
         folder = put(tmp_path, {**idx_files(), LABELS: idx(0x801, COUNT, body=labels)})
-        message = f"{folder / LABELS}: the labels of {given}, expected those of {expected}, .* by --data-dir$"
+        message = f"{folder / LABELS}: the labels of another data set, expected {name}; .* by --data-dir$"
         with pytest.raises(ValueError, match=message):
-            kind(folder)
+            Images(name, folder)
 
 
 def test_the_real_fashion(fashion_package: Path) -> None:
-    data = FashionMNIST(fashion_package)
+    data = Images("fashion-mnist", fashion_package)
     assert data.length == 60_000
     inputs, targets = data.batch(0, 60_000, seed=0)
     assert targets.bincount().tolist() == [6000] * 10
@@ -184,38 +167,16 @@ def cifar_files(count: int = 8) -> dict[str, bytes]:
     return made
 
 
-def archive(path: Path, contents: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in contents.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-
-
-def in_folder(contents: dict[str, bytes]) -> dict[str, bytes]:
-    return {f"{CIFAR_FOLDER}/{name}": content for name, content in contents.items()}
-
-
 @pytest.fixture
-def cifar(tmp_path: Path) -> CIFAR10:
-    return CIFAR10(put(tmp_path, cifar_files()))
+def cifar(tmp_path: Path) -> Images:
+    return Images("cifar10", put(tmp_path, cifar_files()))
 
 
-def test_cifar_is_the_same_from_anywhere(tmp_path: Path) -> None:
-    made = cifar_files()
-    plain, nested, packed = (tmp_path / name for name in ("plain", "nested", "packed"))
-    put(plain, made)
-    put(nested / CIFAR_FOLDER, made)
-    packed.mkdir()
-    extra = {f"{CIFAR_FOLDER}/readme.html": b"text", "../outside": b"evil"}
-    archive(packed / CIFAR_ARCHIVE, {**extra, **in_folder(made)})
-    sets = [CIFAR10(folder) for folder in (plain, nested, packed)]
-    for other in sets[1:]:
-        assert other.length == 40
-        assert all(map(torch.equal, sets[0].batch(3, 60, seed=1), other.batch(3, 60, seed=1)))
-        assert all(map(torch.equal, next(sets[0].validation(8)), next(other.validation(8))))
-    assert sorted(path.name for path in packed.iterdir()) == [CIFAR_ARCHIVE]  # nothing was unpacked
-    assert not (tmp_path / "outside").exists()
+def test_cifar_is_the_same_in_its_own_folder(tmp_path: Path, cifar: Images) -> None:
+    put(tmp_path / "nested" / CIFAR_FOLDER, cifar_files())
+    other = Images("cifar10", tmp_path / "nested")
+    assert other.length == 40
+    assert all(map(torch.equal, cifar.batch(3, 60, seed=1), other.batch(3, 60, seed=1)))
 
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
@@ -231,18 +192,18 @@ def records(name: str) -> tuple[Tensor, Tensor]:
     return made[:, 1:].view(-1, 3, 32, 32), made[:, 0]
 
 
-def test_cifar_s_validation_is_what_is_in_its_file(cifar: CIFAR10) -> None:
+def test_cifar_s_validation_is_what_is_in_its_file(cifar: Images) -> None:
     inputs, targets = (torch.cat(parts) for parts in zip(*cifar.validation(3), strict=True))
-    pixels, labels = records(CIFAR_TEST)
+    pixels, labels = records(CIFAR_FILES[-1])
     assert torch.equal(pixels_of(inputs), pixels)
     assert torch.equal(targets, labels.long())
     red = (pixels[0, 0].float() / 255 - 0.4914) / 0.2470
     assert torch.allclose(inputs[0, 0], red, atol=1e-5)
 
 
-def test_training_images_are_shifted_and_mirrored(cifar: CIFAR10) -> None:
+def test_training_images_are_shifted_and_mirrored(cifar: Images) -> None:
     """Every image is one of the 9 x 9 x 2 that its original can become, and all shifts come."""
-    images, labels = (torch.cat(parts) for parts in zip(*map(records, CIFAR_TRAIN), strict=True))
+    images, labels = (torch.cat(parts) for parts in zip(*map(records, CIFAR_FILES[:-1]), strict=True))
     padded = F.pad(images, (4, 4, 4, 4))
     variants: dict[bytes, tuple[int, int, int, bool]] = {}
     for which, image in enumerate(padded):
@@ -262,7 +223,7 @@ def test_training_images_are_shifted_and_mirrored(cifar: CIFAR10) -> None:
     assert 30 < sum(one == other for one, other in zip(down, across, strict=True)) < 70  # a ninth: they are drawn apart
 
 
-def test_the_ranks_together_see_the_same_images_in_any_world(cifar: CIFAR10) -> None:
+def test_the_ranks_together_see_the_same_images_in_any_world(cifar: Images) -> None:
     whole = cifar.batch(30, 64, seed=0)  # over the border of an epoch
     for size in (4, 16, 32):
         parts = [cifar.batch(start, size, seed=0) for start in range(30, 94, size)]
@@ -273,47 +234,14 @@ def test_the_ranks_together_see_the_same_images_in_any_world(cifar: CIFAR10) -> 
 
 def test_bad_records_are_named(tmp_path: Path) -> None:
     for what, spoil, message in (
-        ("cut off", lambda good: good[:-1], "24,583 bytes, expected 1 to 10,000 records of 3,073"),
-        ("empty", lambda good: b"", "0 bytes, expected 1 to 10,000 records"),
-        ("too many records", lambda good: bytes(CIFAR_NBYTES + RECORD), "expected|more than 30,730,000 bytes"),
+        ("cut off", lambda good: good[:-1], "24,583 bytes, expected records of 3,073"),
+        ("empty", lambda good: b"", "0 bytes, expected records"),
         ("a label of 10", lambda good: b"\x0a" + good[1:], "label 10, expected 0 to 9"),
     ):
         made = cifar_files()
-        made["data_batch_3.bin"] = spoil(made["data_batch_3.bin"])
-        plain, packed = put(tmp_path / what, made), put(tmp_path / f"{what} packed", {})
-        archive(packed / CIFAR_ARCHIVE, in_folder(made))
-        in_archive = f"{CIFAR_FOLDER}/data_batch_3.bin in {packed / CIFAR_ARCHIVE}"
-        for folder, where in ((plain, f"{plain}/data_batch_3.bin"), (packed, in_archive)):
-            with pytest.raises(ValueError, match=f"^{where}: .*{message}"):
-                CIFAR10(folder)
-
-
-def test_an_archive_that_is_none_is_named(tmp_path: Path) -> None:
-    path, made = tmp_path / CIFAR_ARCHIVE, in_folder(cifar_files())
-    archive(path, made)
-    good = path.read_bytes()
-    for bad, message in (
-        (good[: len(good) // 2], "cut off, expected a whole gzip file"),
-        (b"PK" + good[2:], "expected a whole gzip file"),
-        (good[:5000] + bytes(100) + good[5100:], "expected a whole gzip file"),
-        (gzip.compress(b"no archive" * 100), "expected CIFAR-10's binary version"),
-        (gzip.compress(bytes(250_000_000), 1), "more than 185,428,576 bytes"),
-    ):
-        path.write_bytes(bad)
-        with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
-            CIFAR10(tmp_path)
-    archive(path, {name: content for name, content in made.items() if CIFAR_TEST not in name})
-    with pytest.raises(ValueError, match=f"^{path}: .*{CIFAR_TEST}.* not found.*, expected CIFAR-10's binary version"):
-        CIFAR10(tmp_path)
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(RECORD))
-    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE):
-        with tarfile.open(path, "w:gz") as tar:
-            member = tarfile.TarInfo(f"{CIFAR_FOLDER}/{CIFAR_TRAIN[0]}")
-            member.type, member.linkname = kind, str(secret)
-            tar.addfile(member)
-        with pytest.raises(ValueError, match=f"{CIFAR_TRAIN[0]} is not a plain file"):
-            CIFAR10(tmp_path)
+        folder = put(tmp_path / what, {**made, "data_batch_3.bin": spoil(made["data_batch_3.bin"])})
+        with pytest.raises(ValueError, match=f"^{folder}/data_batch_3.bin: {message}"):
+            Images("cifar10", folder)
 
 
 # Names, and models that fit ------------------------------------------------------------------------------------------
@@ -337,7 +265,6 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         ("cnn:size=28", "digits", "use model cnn:size=8, or other data"),
         ("resnet18", "text", "model resnet18 takes 3 x 32 x 32, and text has bytes: use model gpt"),
         ("gpt", "mnist", "model gpt takes bytes, and mnist has 1 x 28 x 28: use model cnn:size=28"),
-        ("cnn:classes=5", "digits", "model cnn with classes=5, but digits has 10 classes"),
         ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,6 +1,5 @@
 """`thinwire train --link`: links of a rate between ranks of this machine, and what it says of dense training."""
 
-import json
 import re
 from pathlib import Path
 
@@ -25,7 +24,6 @@ def assert_sentence_is_that_of_the_metrics(done: Done, folder: Path) -> None:
     assert float(found[1]) == pytest.approx(dense["seconds"] / ours["seconds"], **rounded)
     assert float(found[2]) == pytest.approx(100 * ours["bytes_sent"] / dense["bytes_sent"], **rounded)
     assert float(found[3]) == pytest.approx(100 * lines(folder, "evaluation")[-1]["accuracy"], abs=0.06)
-    assert done.out.index("dense training") > done.out.index("MB on the interface")
 
 
 def test_dense_training_waits_for_the_link(tmp_path: Path) -> None:
@@ -35,5 +33,3 @@ def test_dense_training_waits_for_the_link(tmp_path: Path) -> None:
     assert_sentence_is_that_of_the_metrics(done, tmp_path / "run")
     dense = last_line(tmp_path / "run" / "dense")
     assert dense["seconds"] >= 0.9 * 8 * dense["bytes_sent"] / 20e6, "no more passes than the link carries"
-    conditions = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
-    assert conditions["compile_seconds"] > 0

@@ -90,13 +90,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(
 
 
 def test_another_number_of_ranks_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    """Also from a checkpoint that a signal caused in the middle of a round."""
+    """From the last checkpoint between rounds: one that a signal caused in the middle of a round is not for it."""
     model = changed(LOCAL, model="gpt:layers=1,width=16,heads=2,context=16", data="text", batch=4)
     assert train(ranks, 3, model, tmp_path, StopInStep(23)).finished is False
     ended = train(ranks, 2, changed(model, resume="auto"), tmp_path)
     assert ended.finished, ended
-    assert "damaged" not in ended.err
-    assert "resuming from step 27\n" in ended.err
+    assert "resuming from step 20\n" in ended.err
     first, *others = states(tmp_path / RUN)
     assert len(others) == 1
     assert all(torch.equal(tensor, others[0][name]) for name, tensor in first.items())
@@ -149,8 +148,7 @@ def test_dense_training_to_compare_with_exchanges_every_step(ranks: RankPool, tm
     config = changed(LOCAL, steps=10, compare_dense=True)
     ended = train(ranks, 2, config, tmp_path)
     assert ended.finished, ended
-    assert "10 steps, 2 ranks" in ended.out
-    assert "default every 8 steps" in ended.out
+    assert "default: 10 steps in " in ended.out
     dense, ours = (lines(folder, "end")[0] for folder in (tmp_path / RUN / "dense", tmp_path / RUN))
     assert dense["bytes_dense"] == ours["bytes_dense"]
     assert dense["bytes_sent"] >= dense["bytes_dense"]

@@ -1,4 +1,4 @@
-"""What stands beside the loop: TensorBoard and Weights & Biases, lines of metrics, messages between ranks."""
+"""What stands beside the loop: TensorBoard and Weights & Biases, lines of metrics."""
 
 import importlib.util
 import json
@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from support.training_runs import SMALL, changed, lines, train
-from thinwire.collectives.cost import ring
 from thinwire.testing import RankPool
-from thinwire.tools.train.control import Control
-from thinwire.tools.train.metrics import Metrics, chosen_sinks
 from thinwire.tools.place import Place
+from thinwire.tools.train.metrics import Metrics, chosen_sinks
 
 RUN = Path("run")
 
@@ -139,29 +137,3 @@ def test_a_place_is_what_torchrun_says() -> None:
     assert Place.of_torchrun({}) is None
     assert Place.of_torchrun({"RANK": "0"}) is None
     assert Place.of_torchrun({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 0, 1)
-    for name, value in (("RANK", "one"), ("RANK", "-1"), ("LOCAL_RANK", "x")):
-        with pytest.raises(ValueError, match=f"{name}={value} in the environment, expected a whole number"):
-            Place.of_torchrun({**given, name: value})
-
-
-# Messages between ranks.
-
-
-def messages(rank: int, world_size: int) -> list[int]:
-    control, counts = Control(), []
-    for send in (
-        lambda: control.gather("x" * (100 if rank else 1000)), lambda: control.gather(None),
-        lambda: control.total([1.0, 2.0]),
-    ):  # fmt: skip
-        send()
-        counts.append(control.take_bytes_sent())
-    return counts
-
-
-def test_all_messages_between_ranks_are_counted(ranks: RankPool) -> None:
-    """Objects are padded to the longest, which all others get."""
-    for world_size in (2, 3):
-        gathered, empty, summed = ranks.run(messages, world_size)[0]
-        assert 1000 * (world_size - 1) < gathered < 1100 * (world_size - 1)
-        assert 0 < empty < 100 * (world_size - 1)
-        assert summed == ring(16, world_size)

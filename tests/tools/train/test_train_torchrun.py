@@ -100,7 +100,7 @@ def test_machines_without_a_common_disk_keep_their_own_ranks(whole: Path, tmp_pa
     first, second = on_two_machines(here, there, *arguments(CONFIG))
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert_same_weights(here / RUN, whole)
-    assert (first.out.count("20 steps, 2 ranks"), second.out) == (1, "")
+    assert (first.out.count("default: 20 steps"), second.out) == (1, "")
     assert first.out.count("run run, report run/report.html") == 1
     for machine, rank in ((here, 0), (there, 1)):
         assert checkpoints(machine / RUN) == [15, 20]

@@ -48,9 +48,9 @@ def launch(config: Config) -> int:
         with ExitStack() as stack:
             stack.enter_context(on_signals(signals.handle))
             if config.link is not None:
-                config = replace(config, device="cpu")
                 links = stack.enter_context(Relay(config.workers, *parse_link(config.link))).links
                 print(f"links of {config.link} for each rank, through a relay", file=sys.stderr)
+                config = replace(config, device="cpu")
             threads = max(1, cores() // config.workers)
             workers = stack.enter_context(Workers(config.workers, threads, LIMIT_SECONDS, links))
             workers.form(config.workers, Rank, config)
