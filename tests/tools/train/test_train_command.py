@@ -15,7 +15,6 @@ from support.training_runs import (
     SMALL,
     Done,
     arguments,
-    assert_same_weights,
     changed,
     checkpoints,
     lines,
@@ -171,8 +170,7 @@ def test_what_is_shown(ran: Ran) -> None:
 
 def test_the_pool_trains_to_the_same_weights(ran: Ran, ranks: RankPool, tmp_path: Path) -> None:
     """Which is what other tests compare the command with."""
-    ended = train(ranks, 2, changed(SMALL, out=Path("run")), tmp_path)
-    assert ended.finished, ended
+    assert train(ranks, 2, changed(SMALL, out=Path("run")), tmp_path).finished
     assert_same_weights(tmp_path / "run", ran.folder)
 
 

@@ -116,15 +116,3 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(ValueError, match=f"^config {name}: ") as caught:
             read_config(Path(name))
         assert message in str(caught.value)
-
-
-def test_a_wrong_file_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    for content, message in [
-        ({"keep": 0}, "keep 0, expected 1 to 1,099"),
-        ('{"weight_decay": NaN}', "weight_decay nan, expected 0 or more"),
-        ("{", "config mine.json: Expecting property name"),
-    ]:
-        assert cli.main(["train", "--config", put(content)]) == 2
-        output = capfd.readouterr()
-        assert (output.out, output.err.count("\n")) == ("", 1), output.err
-        assert output.err.startswith(f"thinwire train: error: {message}")

@@ -223,15 +223,6 @@ def test_training_images_are_shifted_and_mirrored(cifar: Images) -> None:
     assert 30 < sum(one == other for one, other in zip(down, across, strict=True)) < 70  # a ninth: they are drawn apart
 
 
-def test_the_ranks_together_see_the_same_images_in_any_world(cifar: Images) -> None:
-    whole = cifar.batch(30, 64, seed=0)  # over the border of an epoch
-    for size in (4, 16, 32):
-        parts = [cifar.batch(start, size, seed=0) for start in range(30, 94, size)]
-        assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
-        assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    assert not torch.equal(cifar.batch(30, 64, seed=1).inputs, whole.inputs)
-
-
 def test_bad_records_are_named(tmp_path: Path) -> None:
     for what, spoil, message in (
         ("cut off", lambda good: good[:-1], "24,583 bytes, expected records of 3,073"),

@@ -24,7 +24,7 @@ from support.training_runs import (
 from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.checks import check
-from thinwire.tools.train.config import RECIPES, Config, defaults, load_config, newest_run
+from thinwire.tools.train.config import RECIPES, Config, defaults, newest_run
 from thinwire.tools.train.rank import choose_folder, locked
 
 RUN = Path("run")
@@ -214,8 +214,3 @@ def test_a_config_that_is_damaged_is_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=f"^(config )?{tmp_path}/config.json: "):
             defaults(["--resume", "auto", "--out", str(tmp_path)])
-
-
-def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
-    put_config(tmp_path / RUN, 0)
-    assert load_config(tmp_path / RUN) == changed(SMALL, out=tmp_path / RUN)

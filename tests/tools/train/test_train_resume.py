@@ -14,7 +14,6 @@ import torch
 
 from support.slow import slow, some_slow
 from support.training_runs import (
-    PARAMETERS,
     SMALL,
     Ended,
     assert_same_weights,
@@ -137,18 +136,6 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _cut_directory(path: Path) -> None:
-    """Damage the list of entries of a zip file, and leave its end, by which it is known."""
-    content = bytearray(path.read_bytes())
-    content[content.rindex(b"PK\x01\x02")] ^= 1
-    path.write_bytes(content)
-    sign(path)
-
-
-def _not_json(path: Path) -> None:
-    path.write_text('["a list"]')
-
-
 def _manifest(**changes: object) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -186,67 +173,40 @@ class _Opens:
 DEEP = "[" * 100_000 + "]" * 100_000
 DAMAGES = {
     "no ranks": ("manifest.json", _manifest(world_size=0)),
-    "less than none": ("manifest.json", _manifest(world_size=-3)),
     "a thousand million ranks": ("manifest.json", _manifest(world_size=10**9)),
     "ranks in words": ("manifest.json", _manifest(world_size="two")),
-    "half a rank": ("manifest.json", _manifest(world_size=1.5)),
     "a list of files": ("manifest.json", _manifest(files=["model.pt"])),
     "a file in words": ("manifest.json", _manifest(files={"model.pt": "good", "rank0.pt": 1, "rank1.pt": []})),
-    "sizes in words": ("manifest.json", _manifest(files={f"rank{r}.pt": {"bytes": "many"} for r in (0, 1)})),
-    "another format": ("manifest.json", _manifest(format={"a": [1] * 1000})),
     "a deep manifest": ("manifest.json", lambda path: path.write_text(DEEP)),
     "digits without end": ("manifest.json", lambda path: path.write_text('{"format": ' + "9" * 10_000 + "}")),
     "a pickle": ("model.pt", _content(pickle.dumps(_Opens()))),
-    "a pickle of rank 0": ("rank0.pt", _content(pickle.dumps({"learner": _Opens()}))),
     "no zip": ("model.pt", _content(b"PK\x03\x04 and nothing else")),
     "weights without a run": ("model.pt", _state(lambda state: state.clear())),
-    "counts in words": ("model.pt", _state(lambda state: state.update(counts="many"))),
     "a count in words": ("model.pt", _state(lambda state: state["counts"].update(samples="many"))),
     "samples without end": ("model.pt", _state(lambda state: state["counts"].update(samples=10**30))),
-    "bytes without end": ("model.pt", _state(lambda state: state["counts"].update(bytes_sent=10**400))),
     "counts of another step": ("model.pt", _state(lambda state: state["counts"].update(step=999))),
     "a split without parts": ("model.pt", _state(lambda state: state["counts"].update(split={}))),
-    "no weights": ("model.pt", _state(lambda state: state.update(learner={}))),
-    "weights in words": ("model.pt", _state(lambda state: state["learner"].update(model="heavy"))),
     "a weight in words": ("model.pt", _state(lambda state: state["learner"]["model"].update({"head.bias": "heavy"}))),
     "a weight of another shape": (
         "model.pt",
         _state(lambda state: state["learner"]["model"].update({"head.bias": torch.zeros(3)})),
     ),
-    "another model in rank 1": (
-        "rank1.pt",
-        _state(lambda state: state["learner"]["exchange"]["thinwire"]["entries"].update(more=7)),
-    ),
-    "a rank in words": ("rank1.pt", _state(lambda state: state.update(learner="me"))),
     "no exchange": (
         "rank0.pt",
         _state(lambda state: state["learner"].update(exchange={"thinwire": 7, "param_groups": 1})),
     ),
-    "steps in words": ("rank1.pt", _state(lambda state: state["learner"]["exchange"]["thinwire"].update(steps="all"))),
     "residuals in words": (
         "rank0.pt",
         _state(lambda state: state["learner"]["exchange"]["thinwire"].update(residuals=3)),
-    ),
-    "a huge world in rank 0": (
-        "rank0.pt",
-        _state(lambda state: state["learner"]["exchange"]["thinwire"].update(world_size=0)),
-    ),
-    "a layout of lists": (
-        "rank1.pt",
-        _state(lambda state: state["learner"]["exchange"]["thinwire"].update(layout=[[{}]])),
     ),
     "betas in words": (
         "rank1.pt",
         _state(lambda state: state["learner"]["exchange"]["param_groups"][0].update(lr="high", momentum=[])),
     ),
-    "no directory of entries": ("model.pt", _cut_directory),
     "shortened weights": ("model.pt", _truncate),
-    "a bit of the weights": ("model.pt", _flip),
     "a bit of rank 1": ("rank1.pt", _flip),
-    "shortened rank 0": ("rank0.pt", _truncate),
     "no file of rank 1": ("rank1.pt", Path.unlink),
     "empty manifest": ("manifest.json", lambda path: os.truncate(path, 0)),
-    "other manifest": ("manifest.json", _not_json),
     "no manifest": ("manifest.json", Path.unlink),
 }
 
@@ -255,7 +215,7 @@ def test_damaged_checkpoints_are_reported_and_the_one_before_is_used(
     whole: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Many in a row, each damaged in its own way, from the last one on."""
-    damages, part = list(DAMAGES.items()), 14
+    damages, part = list(DAMAGES.items()), 12
     for first in range(0, len(damages), part):
         cut = copy_run(whole, tmp_path / f"from-{first}")
         (cut / "weights.pt").unlink()
@@ -427,13 +387,3 @@ def test_a_folder_with_a_run_is_not_written_over(whole: Path, ranks: RankPool, t
     ended = train(ranks, 2, changed(CUT, out=folder), tmp_path)
     assert ended.error == f"--out {folder} holds a run: add --resume auto to go on with it, or give another folder"
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_checkpoint_holds_what_it_says(whole: Path) -> None:
-    manifest = json.loads((newest(whole) / "manifest.json").read_text())
-    assert (manifest["step"], manifest["world_size"]) == (16, 2)
-    assert set(manifest["files"]) == {"model.pt", "rank0.pt", "rank1.pt"}
-    assert {path.name for path in newest(whole).iterdir()} == {*manifest["files"], "manifest.json"}
-    model = torch.load(newest(whole) / "model.pt", weights_only=True)
-    assert sum(tensor.numel() for tensor in model["learner"]["model"].values()) == PARAMETERS
-    assert (model["counts"]["step"], model["counts"]["samples"]) == (16, 16 * 2 * 8)

@@ -29,9 +29,8 @@ def check(config: Config) -> None:
         for name in names:
             value, most = getattr(config, name), LARGEST_WORLD if name == "workers" else _LARGEST
             if not least <= value <= most:
-                raise ValueError(
-                    f"{'' if name in FILE_ONLY else '--'}{name.replace('_', '-')} {value}, expected {least} to {most:,}"
-                )
+                label = name if name in FILE_ONLY else f"--{name.replace('_', '-')}"
+                raise ValueError(f"{label} {value}, expected {least} to {most:,}")
     max_bytes(None)
     check_fit(model_config(config.model), config.data)
     chosen_sinks(config.log_to)

@@ -11,6 +11,7 @@ With --shard, FSDP shards the model over the ranks of a replica, and the optimiz
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,8 +124,9 @@ class Learner:
             self._optimizer.step()
 
     def synchronize(self) -> None:
-        """Exchange local steps that were not exchanged yet, so that ranks have the same weights. All ranks call it."""
-        self._optimizer.synchronize()
+        """With --local-steps, exchange those that were not exchanged yet, so that ranks have the same weights."""
+        if self._config.local_steps:
+            self._optimizer.synchronize()
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
         """Return the sum of the losses, the number of correct predictions, and the number of targets.
@@ -217,18 +219,17 @@ def _shards_of(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Ten
 def rehearse(group: LocalGroup, config: Config, device: torch.device) -> None:
     """Train one small layer for some steps, so that all kernels of a run are compiled; see `Rank`.
 
-    Two ranks that are threads call this. It draws no random number, since a run with the same seed must draw the same
-    ones. Among the steps are one of the warm-up and a refresh of the second moment.
+    Two ranks that are threads call this. Among the steps are one of the warm-up and a refresh of the second moment.
     """
-    model = nn.utils.skip_init(nn.Linear, 64, 256, device=device)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.zeros_(model.bias)
+    model = nn.Linear(64, 256, device=device)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    config = replace(config, warmup_steps=1, local_steps=min(1, config.local_steps))
     more = {"refresh_every": 2} if config.optimizer == "adamw" else {}
     optimizer, sync = make_optimizer(config, model, group, **more)
     for step in range(4):
         optimizer.zero_grad()
-        given = torch.arange(64.0, device=device) + step + group.rank
-        model(given).square().mean().backward()
+        model(torch.arange(64.0, device=device) + step + group.rank).square().mean().backward()
         if not hasattr(optimizer, "sync"):
             sync.all_reduce_gradients(model)
         optimizer.step()

@@ -172,12 +172,6 @@ class Training:
         self._seen = replace(stats, blocked=dict(stats.blocked))
         return {name: total - seen.blocked.get(name, 0.0) for name, total in stats.blocked.items()}
 
-    def _synchronize(self) -> None:
-        """Let all ranks have the same weights, in the middle of a round of local steps too."""
-        if self._config.local_steps:
-            self._learner.synchronize()
-            self._count_exchange()
-
     def _show_choice(self) -> None:
         """Show the choice of the auto compressor once, when it is made. A resumed run does not show it again."""
         choice = self._learner.sync.choice
@@ -223,7 +217,8 @@ class Training:
     def _evaluate(self) -> None:
         """Evaluate the model on the validation data. Each rank takes a share of the batches."""
         self._events["evaluation"] = None
-        self._synchronize()
+        self._learner.synchronize()
+        self._count_exchange()
         rank, world_size = self._place.rank, self._place.world_size
         own = islice(self._data.validation(_EVALUATION_BATCH), rank, None, world_size)
         loss, right, count = self._control.total(self._learner.evaluate(own))
@@ -242,7 +237,7 @@ class Training:
             return
         self._events["checkpoint"] = None
         if not is_extra:
-            self._synchronize()
+            self._learner.synchronize()
         own = self._learner.own_state()
         self._count_exchange()  # own_state() has waited for an exchange that was under way
         counts = {**vars(self._counts), "seconds": self._seconds()}

@@ -37,7 +37,7 @@ from .models import model_config
 from .view import compare, describe_end, say
 
 _LOCK_FILE = ".lock"
-_MAY_DIFFER = ("out", "data_dir", "download", "workers", "device")
+_MAY_DIFFER = {"out", "data_dir", "download", "workers", "device"}
 """Options that may differ between ranks."""
 _LASTING = ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed")
 """Options that a resumed run cannot change."""
@@ -79,11 +79,11 @@ class Rank:
     def _compare(self, control: Control) -> None:
         """Raise ValueError on all ranks if their options differ, except for those in `_MAY_DIFFER`."""
         first, *others = control.gather(self._config.record())
-        for rank, other in enumerate(others, start=1):
-            for name, value in other.items():
-                if value != first[name] and name not in _MAY_DIFFER:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"rank {rank} has {flag} {value} and rank 0 {first[name]}: give all the same")
+        differ = {name for other in others for name in first if other[name] != first[name]} - _MAY_DIFFER
+        if differ:
+            raise ValueError(
+                f"expected the same options on all ranks, got several values of {', '.join(sorted(differ))}"
+            )
 
     def _choose_folder(self, control: Control, stack: ExitStack) -> Path:
         """Return the folder of the run, which rank 0 chooses and locks; raise its error on all ranks."""
@@ -101,16 +101,10 @@ class Rank:
         return Path(folder)
 
     def _compile_kernels(self, control: Control) -> None:
-        """Compile or load the kernels that the run needs before its clock starts.
-
-        The first rank of each node compiles them and keeps them on disk, from where the others load them.
-        """
+        """Compile or load the kernels that the run needs, which are kept on disk, before its clock starts."""
         started = time.perf_counter()
-        config = replace(self._config, warmup_steps=1, local_steps=min(1, self._config.local_steps))
-        for leads in (True, False):
-            if (self._place.local_rank == 0) == leads:
-                LocalWorld(2, turns=True).run(rehearse, config, self._device)
-            control.gather(None)
+        LocalWorld(2, turns=True).run(rehearse, self._config, self._device)
+        control.gather(None)
         if self._place.rank == 0:
             say(f"kernels compiled or loaded in {time.perf_counter() - started:.1f} s")
 
