@@ -15,6 +15,7 @@ from support.training_runs import (
     SMALL,
     Done,
     arguments,
+    assert_same_weights,
     changed,
     checkpoints,
     lines,

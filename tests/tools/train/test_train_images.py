@@ -77,18 +77,14 @@ def test_images_are_what_is_in_their_files(tmp_path: Path, name: str, mean: floa
 
 IMAGES, LABELS = MNIST_FILES[:2]
 BAD_IDX: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "labels for images": (IMAGES, lambda _: idx_files()[LABELS], "header 0000080100000028"),
-    "images for labels": (LABELS, lambda _: idx_files()[IMAGES], "header 0000080300000028"),
-    "other pixels": (
-        IMAGES,
-        lambda _: idx(0x803, 1, 32, 28, body=bytes(32 * 28)),
-        "000000200000001c, expected one of 3",
-    ),
-    "cut off": (IMAGES, lambda good: good[:-1], "31,375 bytes, expected 31,376 for 40 samples"),
-    "a byte too many": (IMAGES, lambda good: good + b"\0", "31,377 bytes, expected 31,376"),
-    "no header": (IMAGES, lambda _: b"\0\0\x08", "header 000008, expected"),
-    "empty": (LABELS, lambda _: b"", "header , expected"),
-    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "8 bytes, expected 8 for 0 samples"),
+    "labels for images": (IMAGES, lambda _: idx_files()[LABELS], "48 bytes that begin with 0000080100000028"),
+    "images for labels": (LABELS, lambda _: idx_files()[IMAGES], "31,376 bytes that begin with 0000080300000028"),
+    "other pixels": (IMAGES, lambda _: idx(0x803, 1, 32, 28, body=bytes(32 * 28)), "expected 800 that begin with"),
+    "cut off": (IMAGES, lambda good: good[:-1], "31,375 bytes that begin with"),
+    "a byte too many": (IMAGES, lambda good: good + b"\0", "31,377 bytes that begin with"),
+    "no header": (IMAGES, lambda _: b"\0\0\x08", "3 bytes that begin with 000008, expected"),
+    "empty": (LABELS, lambda _: b"", "0 bytes"),
+    "no samples": (LABELS, lambda _: idx(0x801, 0, body=b""), "8 bytes that begin with"),
     "other counts": (LABELS, lambda _: idx(0x801, 39, body=bytes(39)), "39 labels, expected one for each of 40 images"),
     "a label of 10": (LABELS, lambda good: good[:-1] + b"\x0a", "label 10, expected 0 to 9"),
 }

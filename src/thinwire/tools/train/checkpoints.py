@@ -2,7 +2,7 @@
 
     checkpoints/step-00000100/
         model.pt        state that is the same on all ranks: weights, torch's optimizer, position in the run
-        rank0.pt ...    state of one rank: residuals, momentum, buffers, random number generators
+        rank0.pt ...    state of one rank: residuals, momentum, buffers
         manifest.json   the size and SHA-256 of each file; written last
 
 All files are written into a hidden folder and synced to disk. Then the folder is renamed, so that a process that is

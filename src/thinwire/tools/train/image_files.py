@@ -129,19 +129,14 @@ def _read_part(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
-    header, per_sample = 4 * (2 + len(shape)), torch.Size(shape).numel()
     content = _content(path)
-    expected = struct.pack(f">I{len(shape)}I", 0x0801 + len(shape), *shape)
-    if content[:4] + content[8:header] != expected:
-        raise ValueError(
-            f"{path}: header {content[:header].hex()}, expected one of {len(shape) + 1} dimensions of bytes"
-        )
     count = int.from_bytes(content[4:8], "big")
-    if count < 1 or len(content) != header + count * per_sample:
-        raise ValueError(
-            f"{path}: {len(content):,} bytes, expected {header + count * per_sample:,} for {count:,} samples"
-        )
-    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(count, *shape)
+    header = struct.pack(f">{2 + len(shape)}I", 0x0801 + len(shape), count, *shape)
+    nbytes = len(header) + count * torch.Size(shape).numel()
+    if not count or not content.startswith(header) or len(content) != nbytes:
+        got = f"{len(content):,} bytes that begin with {content[: len(header)].hex()}"
+        raise ValueError(f"{path}: {got}, expected {nbytes:,} that begin with {header.hex()}")
+    return torch.frombuffer(bytearray(content[len(header) :]), dtype=torch.uint8).view(count, *shape)
 
 
 def _read_records(path: Path) -> tuple[Tensor, Tensor]:
