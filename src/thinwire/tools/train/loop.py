@@ -246,7 +246,7 @@ class Training:
         self._saved = self._counts.step
 
     def _so_far(self) -> dict[str, Any]:
-        return {"seconds": self._seconds(), **{name: getattr(self._counts, name) for name in _SO_FAR}}
+        return {**{name: getattr(self._counts, name) for name in _SO_FAR}, "seconds": self._seconds()}
 
     def _after_warmup(self) -> dict[str, float]:
         """Return the reduction of this process's steps after the warm-up, if there are any."""
