@@ -42,7 +42,7 @@ def reduce(world_size: int, algorithm: str = "gather", **options: Any) -> Failur
 
 def die_in_segment(segment: int) -> None:
     """This process ends when it has begun to encode its n-th segment: in the middle of an exchange, at any speed."""
-    encode = thinwire.Quantize._encode
+    encode = thinwire.Quantize.encode
     left = [segment]
 
     def encode_or_die(self: Any, *args: Any, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def die_in_segment(segment: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(self, *args, **options)
 
-    thinwire.Quantize._encode = encode_or_die  # type: ignore[method-assign]
+    thinwire.Quantize.encode = encode_or_die  # type: ignore[method-assign]
 
 
 def lose(rank: int, world_size: int, victim: int, when: str, algorithm: str, folder: Path) -> Any:

@@ -91,19 +91,19 @@ def test_a_rank_joins_the_others_again_after_an_error(ranks: RankPool, known: bo
 def break_inside(rank: int, world_size: int, algorithm: str) -> str:
     """Rank 1 fails by itself in the middle, as it would when memory runs out."""
     start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
+    whole = thinwire.Quantize.encode
     if rank == 1:
 
         def fails(*args: Any, **options: Any) -> Any:
             raise MemoryError("no memory left")
 
-        thinwire.Quantize._encode = fails  # type: ignore[method-assign]
+        thinwire.Quantize.encode = fails  # type: ignore[method-assign]
     try:
         work, _ = start(5000, algorithm=algorithm, timeout=20.0)
         with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
             work.wait()
     finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
+        thinwire.Quantize.encode = whole  # type: ignore[method-assign]
     store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
     works(world_size)
     return str(caught.value)
@@ -118,20 +118,20 @@ def test_a_rank_that_fails_inside_ends_the_others(ranks: RankPool) -> None:
 def stick_inside(rank: int, world_size: int, algorithm: str) -> str:
     """Rank 1 stands still in the middle until the others have given up, then goes on."""
     start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
+    whole = thinwire.Quantize.encode
     if rank == 1:
 
         def waits(*args: Any, **options: Any) -> Any:
             store_barrier("others gave up", world_size)
             return whole(*args, **options)
 
-        thinwire.Quantize._encode = waits  # type: ignore[method-assign]
+        thinwire.Quantize.encode = waits  # type: ignore[method-assign]
     try:
         work, _ = start(5000, algorithm=algorithm, timeout=2.5)
         with pytest.raises(thinwire.CollectiveError) as caught:
             work.wait()
     finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
+        thinwire.Quantize.encode = whole  # type: ignore[method-assign]
     if rank != 1:
         store_barrier("others gave up", world_size)
     store_barrier("all have failed", world_size)

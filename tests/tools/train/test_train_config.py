@@ -56,7 +56,7 @@ def test_toml_and_json_give_the_same_options() -> None:
 def test_the_command_line_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     name = put({"recipe": "text-gpt", "steps": 40, "seed": 3, "compare_dense": True})
     made: list[Config] = []
-    monkeypatch.setattr("thinwire.tools.train.launch.launch", lambda config, _: made.append(config) or 0)
+    monkeypatch.setattr("thinwire.tools.train.launch.launch", lambda config: made.append(config) or 0)
     monkeypatch.setattr("thinwire.testing.server.start", lambda: None)
     assert cli.main(["train", "--seed", "4", "--config", name, "--no-compare-dense"]) == 0
     assert made == [changed(RECIPES["text-gpt"], steps=40, seed=4)]
