@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from support.training import Given, average, gradients, identical, residuals, weight_bits
+from support.training import Given, average, gradients, identical, residuals, take, weight_bits
 from thinwire import format_spec
 from thinwire.collectives import cost
 from thinwire.sync.policy import default_compressor
@@ -38,9 +38,7 @@ def all_residuals(sync: thinwire.Synchronizer) -> dict[str, Tensor]:
 def train(rank: int, model: Given, optimizer: Any, steps: range, totals: list[Tensor]) -> None:
     for step in steps:
         given = gradients(model, rank, step)
-        optimizer.zero_grad()
-        model(given).backward()
-        optimizer.step()
+        take(optimizer, model(given))
         add(totals, given)
 
 
@@ -94,9 +92,7 @@ def train_from_the_start(rank: int, world_size: int) -> list[int]:
     optimizer = make(model)
     sent = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        model(gradients(model, rank, step % 4)).backward()
-        optimizer.step()
+        take(optimizer, model(gradients(model, rank, step % 4)))
         sent.append(optimizer.sync.stats.last_bytes_sent)
     return sent
 

@@ -26,6 +26,7 @@ from support.training import (
     optimizer_bits,
     plain_module,
     raises,
+    take,
     weight_bits,
 )
 from thinwire.testing import RankPool
@@ -280,9 +281,7 @@ def thaw(rank: int, world_size: int, kind: str, view: bool) -> dict[str, bytes]:
                     optimizer.step()
                 assert_same(before, optimizer_bits(optimizer), f"step {step}")
             module[2].requires_grad_(False)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
     assert optimizer.sync.steps == 8
     assert_same(weight_bits(module[2]), weight_bits(make_net()[2]), "frozen weights")
     return weight_bits(model)

@@ -9,25 +9,14 @@ from torch import nn
 
 import thinwire
 from support.optimizers import OPTIONS, make
-from support.training import (
-    TOPK,
-    assert_same,
-    identical,
-    loss_of,
-    make_net,
-    optimizer_bits,
-    policy,
-    weight_bits,
-)
+from support.training import TOPK, assert_same, identical, loss_of, make_net, optimizer_bits, policy, take, weight_bits
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int, scheduler: Any = None) -> None:
     for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         if scheduler is not None:
             scheduler.step()
 
@@ -67,8 +56,7 @@ def test_arguments_have_torchs_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})],
+    ("kind", "options"), [("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})]
 )
 def test_one_process_without_a_group_is_torchs_optimizer(kind: str, options: dict[str, Any]) -> None:
     ends = []

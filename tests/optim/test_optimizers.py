@@ -22,6 +22,7 @@ from support.training import (
     plain_module,
     policy,
     raises,
+    take,
     weight_bits,
 )
 from thinwire.testing import RankPool
@@ -49,9 +50,7 @@ def compare_with_torch(
     schedulers = [torch.optim.lr_scheduler.StepLR(made, 4, 0.5) for made in (theirs, ours)]
     for step in range(12):
         for model, optimizer in zip(models, (theirs, ours), strict=True):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            take(optimizer, loss_of(model, rank, step))
         for scheduler in schedulers:
             scheduler.step()
         if exact:
@@ -101,9 +100,7 @@ def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype, g
         norm = torch.cat(given).double().norm()
         factor = min(1.0, float(limit * world_size**0.5 / (norm + 1e-6)))
         assert (factor == 1.0) == (step == 2)
-        optimizer.zero_grad()
-        model(given).backward()
-        optimizer.step()
+        take(optimizer, model(given))
         for total, part in zip(expected, given, strict=True):
             total -= average(factor * part.double(), group=group)
         for weight, total in zip(plain_module(model).weights, expected, strict=True):
@@ -135,14 +132,10 @@ def skip(rank: int, world_size: int, kind: str, ddp: bool, options: dict[str, An
                 given = gradients(plain_module(model), rank, 100 + step)
                 if rank == 1:
                     given[step % 4][5] = torch.inf
-                optimizer.zero_grad()
-                model(given).backward()
-                optimizer.step()
+                take(optimizer, model(given))
                 assert_same(before, optimizer_bits(optimizer), f"step {step}")
                 assert optimizer.sync.finite is False
-            optimizer.zero_grad()
-            model(gradients(plain_module(model), rank, step)).backward()
-            optimizer.step()
+            take(optimizer, model(gradients(plain_module(model), rank, step)))
         assert (optimizer.skipped, optimizer.sync.steps) == (len(bad_steps), 9)
         ends.append(optimizer_bits(optimizer))
     assert_same(*ends, "the ends of the runs")
@@ -161,9 +154,7 @@ def misuse(rank: int, world_size: int) -> None:
         optimizer.step()
     with raises(ValueError, "DDP", "exchange"):
         optimizer.exchange()
-    optimizer.zero_grad()
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
+    take(optimizer, loss_of(model, rank, 0))
     with raises(RuntimeError, "step()"):
         optimizer.step()
 
@@ -249,9 +240,7 @@ def change_kind(rank: int, world_size: int, kind: str, options: dict[str, Any], 
     except ValueError as error:
         return str(error)
     for step in range(14):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
     return weight_bits(model)
 
 
@@ -320,9 +309,7 @@ def through_zero(rank: int, world_size: int, kind: str, start: float, group: Any
     optimizer = make(kind, model, warmup_steps=2, lr=start, group=group)
     for step, factor in enumerate((start, start, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0, 1.0)):
         optimizer.param_groups[0]["lr"] = factor * OPTIONS[kind]["lr"]
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         kept = [tensor for state in optimizer.state_dict()["state"].values() for tensor in state.values()]
         assert all(bool(tensor.isfinite().all()) for tensor in kept), f"moments after step {step}"
     changes = zip(model.parameters(), make_net().parameters(), strict=True)
@@ -345,10 +332,8 @@ def warm_up_sharded(rank: int, world_size: int, group: Any = None) -> float:
     )
     reference = torch.optim.SGD(twin.parameters(), lr=1.0)
     for step in range(3):
-        optimizer.zero_grad()
         given = gradients(model, rank, step)
-        model(given).backward()
-        optimizer.step()
+        take(optimizer, model(given))
         for weight, part in zip(twin.weights, given, strict=True):
             weight.grad = average(part, group).float()
         reference.step()

@@ -9,7 +9,7 @@ from torch import Tensor
 import thinwire
 from support.group import run_group
 from support.oracle import bytes_of
-from support.training import Given, gradients, loss_of, make_net, policy, seeded
+from support.training import Given, gradients, loss_of, make_net, policy, seeded, take
 from thinwire.optim.adamw import _AT_ONCE
 
 TOPK = "topk:ratio=1/16,bits=4,chunk=512"
@@ -26,9 +26,7 @@ def follow(rank: int, world_size: int, group: Any = None) -> list[tuple[bytes, i
     optimizer = thinwire.AdamW(model, compressor=policy(TOPK), warmup_steps=4, refresh_every=40, group=group)
     found = []
     for step in range(85):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         found.append((bytes_of(second_moments(optimizer)), optimizer.sync.stats.last_bytes_sent))
     return found
 
@@ -49,9 +47,7 @@ def of_many_tensors(rank: int, world_size: int, group: Any = None) -> list[dict[
     optimizer = thinwire.AdamW(model, compressor=everything, warmup_steps=2, refresh_every=20, group=group)
     found = []
     for step in range(1, 17):
-        optimizer.zero_grad()
-        model(gradients(model, rank, step)).backward()
-        optimizer.step()
+        take(optimizer, model(gradients(model, rank, step)))
         if step >= 15:
             seconds = optimizer._vectors["exp_avg_sq"].named()
             assert len(seconds) == len(model.weights) > 2 * _AT_ONCE
@@ -81,9 +77,7 @@ def resume_frozen(rank: int, world_size: int, group: Any = None) -> tuple[bytes,
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
             if step >= 20 or not stops:
-                optimizer.zero_grad()
-                model(gradients(model, rank, step)).backward()
-                optimizer.step()
+                take(optimizer, model(gradients(model, rank, step)))
             if step == 3 and not stops:
                 frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
         assert stops or torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
@@ -110,9 +104,7 @@ def rare(rank: int, world_size: int, refresh_every: int, group: Any = None) -> f
         )
         if step > 40:
             tokens[0] = 63
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
-        optimizer.step()
+        take(optimizer, torch.nn.functional.cross_entropy(model(tokens), tokens))
     return float((model[0].weight.detach() - start)[63].abs().max())
 
 

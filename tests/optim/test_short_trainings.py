@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from support.training import take
 from thinwire.collectives.local import LocalGroup, LocalWorld
 
 STEPS, ROWS, LR = 200, 32, 3e-4
@@ -53,9 +54,7 @@ def dense() -> float:
     model = copy.deepcopy(start())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, 0, 1, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, 0, 1, step))
     return validate(model)
 
 
@@ -67,9 +66,7 @@ def ours(ranks: int, warmup_steps: int) -> float:
         model = models[group.rank]
         optimizer = thinwire.AdamW(model, lr=LR, warmup_steps=warmup_steps, group=group)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, group.rank, ranks, step).backward()
-            optimizer.step()
+            take(optimizer, loss_of(model, group.rank, ranks, step))
         return validate(model)
 
     found = LocalWorld(ranks, timeout=120.0).run(work)

@@ -21,6 +21,7 @@ from support.training import (
     optimizer_bits,
     policy,
     raises,
+    take,
     weight_bits,
 )
 from thinwire.collectives import LocalGroup
@@ -40,9 +41,7 @@ def train(model: nn.Module, optimizer: Any, ranks: list[int], steps: range) -> l
         layer = (model.module if isinstance(model, DistributedDataParallel) else model)[LATE]
         if not isinstance(model, DistributedDataParallel):
             layer.requires_grad_(step not in FROZEN)
-        optimizer.zero_grad()
-        torch.stack([loss_of(model, rank, step) for rank in ranks]).mean().backward()
-        optimizer.step()
+        take(optimizer, torch.stack([loss_of(model, rank, step) for rank in ranks]).mean())
         made.append(layer.weight.detach().clone())
     return made
 
@@ -64,9 +63,7 @@ def compressed(group: LocalGroup, compressor: Any, first: int) -> tuple[list[Ten
     weights = [model[LATE].weight.detach().clone()]
     for step in range(first + 8):
         model[LATE].requires_grad_(step >= first)
-        optimizer.zero_grad()
-        loss_of(model, group.rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, group.rank, step))
         weights.append(model[LATE].weight.detach().clone())
     changes = [(after - before) / ADAMW["lr"] for before, after in pairwise(weights)]
     return changes, weight_bits(model), optimizer.second_moment_scale[f"{LATE}.weight"]

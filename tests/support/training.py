@@ -67,6 +67,13 @@ def loss_of(model: nn.Module, rank: int, step: int, rows: int = 8) -> Tensor:
     return (model(given) - wanted).float().square().mean()
 
 
+def take(optimizer: Any, loss: Tensor) -> None:
+    """Take a whole step, by this loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 class Given(nn.Module):
     """A model whose gradients are what it is called with, to the last bit."""
 

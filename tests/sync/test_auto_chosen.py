@@ -9,7 +9,7 @@ from torch import Tensor
 
 import thinwire
 from support.auto import force
-from support.training import Given, gradients
+from support.training import Given, gradients, take
 from thinwire.collectives import LocalGroup
 from thinwire.sync.auto import GRADIENTS, Choice, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS
@@ -76,9 +76,7 @@ def follow_torch(group: LocalGroup) -> None:
             theirs.load_state_dict(ours.state_dict())
             kept = copy.deepcopy(mine.state_dict()["state"])  # torch would use the same memory
             reference.load_state_dict({**reference.state_dict(), "state": kept})
-        mine.zero_grad()
-        ours(gradients(ours, group.rank, step)).backward()
-        mine.step()
+        take(mine, ours(gradients(ours, group.rank, step)))
         if step > OVER_UPDATES:
             for weight, average in zip(theirs.weights, averages(theirs, step, group.size), strict=True):
                 weight.grad = average.float()
@@ -97,9 +95,7 @@ def second_moments_after(group: LocalGroup) -> list[float]:
     optimizer = thinwire.AdamW(model, compressor="auto", betas=betas, compressed_betas=(0.5, 0.99), group=group)
     force(optimizer.sync, 0)
     for step in range(OVER_UPDATES):
-        optimizer.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        optimizer.step()
+        take(optimizer, model(gradients(model, group.rank, step)))
     assert optimizer.sync.choice is not None
     found = []
     for number, state in optimizer.state_dict()["state"].items():

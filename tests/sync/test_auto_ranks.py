@@ -28,6 +28,7 @@ from support.training import (
     loss_of,
     make_net,
     policy,
+    take,
     weight_bits,
 )
 from thinwire.compressors import format_spec
@@ -147,9 +148,7 @@ def poison(rank: int, world_size: int) -> Any:
     run = Run("AdamW", ddp=True, best=0)
     run.train(rank, 0, OVER_UPDATES + 2)
     before, steps = run.bits(), run.sync.steps
-    run.optimizer.zero_grad()
-    (loss_of(run.model, rank, 99) * (float("nan") if rank else 1.0)).backward()
-    run.optimizer.step()
+    take(run.optimizer, (loss_of(run.model, rank, 99) * (float("nan") if rank else 1.0)))
     assert run.sync.finite is False
     assert_same(before, run.bits(), "after a step that was to be skipped")
     assert (run.optimizer.skipped, run.sync.steps) == (1, steps)

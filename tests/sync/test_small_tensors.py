@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.training import Given, average, gradients, make_net, residuals
+from support.training import Given, average, gradients, make_net, residuals, take
 from thinwire.collectives import cost
 from thinwire.testing import RankPool
 
@@ -25,9 +25,7 @@ def bytes_of_a_step(rank: int, world_size: int, ddp: bool, small_compressor: str
         called, lr=1e-3, compressor=thinwire.Policy(TOPK, small_compressor=small_compressor), algorithm="gather"
     )
     for step in range(4):
-        optimizer.zero_grad()
-        called(gradients(model, rank, step)).backward()
-        optimizer.step()
+        take(optimizer, called(gradients(model, rank, step)))
     large, small = thinwire.compressor(TOPK), thinwire.compressor(small_compressor)
     # The last tensors come first, and small ones between two large ones are zeros in their slice.
     elements = sum(SIZES) - SIZES[-1] - SIZES[-2]
