@@ -64,25 +64,22 @@ def test_all_of_many_tensors_are_averaged() -> None:
 
 def resume_frozen(rank: int, world_size: int, group: Any = None) -> tuple[bytes, bytes]:
     """The weights of a run, and those of one that was saved and loaded long after its second moments were frozen."""
-    ends, saved = [], None
-    for stops in (False, True):
+    runs = []
+    for _ in range(2):
         model = Given((5000, 8192))
         options: dict[str, Any] = {"compressor": TOPK, "warmup_steps": 4, "refresh_every": 0, "betas": (0.9, 0.99)}
-        optimizer = thinwire.AdamW(model, group=group, **options)
-        for step in range(24):
-            if step == 20 and not stops:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            if step == 20 and stops:
-                assert saved is not None
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-            if step >= 20 or not stops:
-                take(optimizer, model(gradients(model, rank, step)))
-            if step == 3 and not stops:
-                frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
-        assert stops or torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
-        ends.append(b"".join(bytes_of(weight.detach()) for weight in model.weights))
-    return ends[0], ends[1]
+        runs.append((model, thinwire.AdamW(model, group=group, **options)))
+    (model, optimizer), (other, resumed) = runs
+    for step in range(24):
+        if step == 4:
+            frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
+        if step == 20:
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its_optimizer in runs if step >= 20 else runs[:1]:
+            take(its_optimizer, each(gradients(each, rank, step)))
+    assert torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
+    return tuple(b"".join(bytes_of(weight.detach()) for weight in each.weights) for each, _ in runs)  # type: ignore
 
 
 def test_a_frozen_one_is_loaded_as_it_was() -> None:
@@ -99,9 +96,8 @@ def rare(rank: int, world_size: int, refresh_every: int, group: Any = None) -> f
     )
     start = model[0].weight.detach().clone()
     for step in range(60):
-        tokens = torch.randint(
-            0, 64 if step > 40 else 63, (32,), generator=torch.Generator().manual_seed(2 * step + rank)
-        )
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        tokens = torch.randint(0, 64 if step > 40 else 63, (32,), generator=generator)
         if step > 40:
             tokens[0] = 63
         take(optimizer, torch.nn.functional.cross_entropy(model(tokens), tokens))
