@@ -28,6 +28,17 @@ def averages(model: Given, step: int, ranks: int) -> list[Tensor]:
     return [torch.stack(part).double().mean(dim=0) for part in parts]
 
 
+def train(sync: thinwire.Synchronizer, model: Given, group: LocalGroup, steps: int) -> list[int]:
+    """Exchange gradients without an optimizer. Return the bytes of each step."""
+    sent = []
+    for step in range(steps):
+        model.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        sync.all_reduce_gradients(model)
+        sent.append(sync.stats.last_bytes_sent)
+    return sent
+
+
 def go_back(group: LocalGroup, sends_updates: bool) -> None:
     """Weights of SGD are minus the sum of all averages once dense is chosen, however they were sent before."""
     model, options = Given(SIZES), {"group": group, "algorithm": "sharded", "shard_compressor": OF_SUMS}
@@ -115,10 +126,7 @@ def miss_a_time(group: LocalGroup) -> Choice:
     """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
     sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
-    for step in range(OVER + 1):
-        model.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        sync.all_reduce_gradients(model)
+    train(sync, model, group, OVER + 1)
     assert sync.choice is not None
     return sync.choice
 
@@ -134,13 +142,7 @@ def bytes_of_steps(group: LocalGroup) -> list[float]:
     """The share of the dense bytes that each step sends; 8 bits are chosen."""
     model, sync = Given((4000, 8000)), thinwire.Synchronizer("auto", group=group)
     force(sync, 1)
-    shares = []
-    for step in range(OVER + 2):
-        model.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        sync.all_reduce_gradients(model)
-        shares.append(sync.stats.last_bytes_sent / 48_000)
-    return shares
+    return [sent / 48_000 for sent in train(sync, model, group, OVER + 2)]
 
 
 def test_small_tensors_are_dense_until_the_choice_and_compressed_after_it() -> None:
