@@ -1,6 +1,7 @@
 """Ranks that die, leave and join while others go on: real processes, killed by SIGKILL."""
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -146,13 +147,6 @@ class TestProtocol:
         one._board.write("beat/1", "3")
         assert one.wishes()[1] == 0
 
-    def test_numbers_that_no_rank_wrote(self) -> None:
-        (one,) = self.groups(1)
-        for text in ("-1", "1e9", "1" * 30, "x"):
-            one._board.write("joins", text)
-            with pytest.raises(thinwire.PeerError, match="which no rank wrote"):
-                one.wishes()
-
     def test_nobody_is_admitted_by_the_last_that_leaves(self) -> None:
         (one,) = self.groups(1)
         change = one.decide([0], [1])
@@ -166,26 +160,26 @@ class TestProtocol:
 
         def answer(group: Any) -> Any:
             if group.rank == 1:
-                import time
-
                 time.sleep(1.5)
             return (one, two)[group.rank].call_roll([1])
 
         assert [change.lost for change in run_threads(answer, 2)] == [[], []]
 
-    def test_a_decision_that_no_rank_wrote(self) -> None:
+    def test_what_no_rank_wrote(self) -> None:
         (one,) = self.groups(1)
+        for text in ("-1", "1e9", "1" * 30, "x"):
+            one._board.write("joins", text)
+            with pytest.raises(thinwire.PeerError, match="which no rank wrote"):
+                one.wishes()
         for text in ("{}", "[true, 5, [], []]", "x", '[true, ["a"], [], []]', "[true, [0]]", "[" * 10_000):
             one._board.write(f"decision/{one._exchange + 1}", text)
             with pytest.raises(thinwire.PeerError, match="a decision that no rank wrote"):
                 one.decide([], [])
 
-    def test_a_rank_that_does_not_come(self) -> None:
+    def test_a_rank_that_does_not_come_and_a_newcomer_whom_nobody_admits(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
         with pytest.raises(thinwire.PeerError, match=r"rank 1 did not come within 0\.2 s"):
             thinwire.ElasticGroup(dist.HashStore(), rank=0, size=2, timeout=0.2)  # type: ignore[attr-defined]
-
-    def test_a_newcomer_whom_nobody_admits(self) -> None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
         with pytest.raises(thinwire.PeerError, match="no group named 'default'"):
             thinwire.ElasticGroup(store, timeout=0.2)
         thinwire.ElasticGroup(store, rank=0, size=1)
@@ -196,19 +190,14 @@ class TestProtocol:
 
     def test_bad_input(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
+        thinwire.ElasticGroup(store, rank=0, size=1)
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"store": None}, "store of type NoneType"),
             ({"rank": 0}, "rank 0 and size None, expected both"),
             ({"rank": 2, "size": 2}, "rank 2 of 2"),
             ({"rank": 0, "size": 1, "patience": 0}, "patience 0, expected seconds above 0"),
+            ({"rank": 0, "size": 1}, "rank 0 of a group named 'default' was there before"),
         ]
         for options, message in wrong:
             with pytest.raises(ValueError, match=message):
                 thinwire.ElasticGroup(**{"store": store, **options})
-
-    def test_one_name_for_one_group(self) -> None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        thinwire.ElasticGroup(store, rank=0, size=1)
-        with pytest.raises(ValueError, match="rank 0 of a group named 'default' was there before"):
-            thinwire.ElasticGroup(store, rank=0, size=1)
-        thinwire.ElasticGroup(store, rank=0, size=1, name="another")

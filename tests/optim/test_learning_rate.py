@@ -26,26 +26,36 @@ def take_averaged(optimizer: torch.optim.Optimizer, model: Given, given: list[Te
     optimizer.step()
 
 
-def assert_near(ours: Given, theirs: Given, step: int) -> None:
-    for one, other in zip(ours.weights, theirs.weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text: f"step {step}: {text}")
-
-
-def follow_sgd(rank: int, world_size: int, nesterov: bool, group: Any = None) -> None:
-    ours, theirs = Given(SIZES), Given(SIZES)
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-    mine = thinwire.SGD(ours, compressed_momentum=0.9, compressor=EVERYTHING, **options, group=group)
-    reference = torch.optim.SGD(theirs.parameters(), **options)
-    for step in range(12):
-        given = gradients(ours, rank, step)
-        take(mine, ours(given))
-        take_averaged(reference, theirs, given, group=group)
-        assert_near(ours, theirs, step)
+def follow(
+    rank: int, world_size: int, kind: str, rates: Any, options: dict[str, Any], ours: dict[str, Any], group: Any = None
+) -> None:
+    """With everything sent it is torch's optimizer; AdamW's with a constant gradient, decay by the current lr too."""
+    mine_model, model = Given(SIZES), Given(SIZES)
+    for weight in (*mine_model.weights, *model.weights):
+        weight.data.fill_(1.0)
+    mine = getattr(thinwire, kind)(mine_model, compressor=EVERYTHING, **options, **ours, group=group)
+    reference = getattr(torch.optim, kind)(model.parameters(), **options)
+    for step, lr in enumerate(rates):
+        for options_of in (*mine.param_groups, *reference.param_groups):
+            options_of["lr"] = lr
+        given = nearly_alike(model, rank) if kind == "AdamW" else gradients(model, rank, step)
+        take(mine, mine_model(given))
+        take_averaged(reference, model, given, group=group)
+        for one, other in zip(mine_model.weights, model.weights, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=1e-4, atol=1e-4, msg=lambda text, step=step: f"step {step}: {text}"
+            )
 
 
 def test_sgd_with_everything_sent_is_torchs_step_for_step() -> None:
     for nesterov in (False, True):
-        run_group(follow_sgd, 2, nesterov)
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+        run_group(follow, 2, "SGD", [0.1] * 12, options, {"compressed_momentum": 0.9})
+
+
+def test_adamw_follows_an_lr_that_changes() -> None:
+    options = {"lr": RATES[0], "betas": (0.9, 0.99), "weight_decay": 0.5}
+    run_group(follow, 2, "AdamW", RATES, options, {"compressed_betas": (0.9, 0.99), "warmup": "none"})
 
 
 def keep_rates(rank: int, world_size: int, kind: str, group: Any = None) -> float:
@@ -114,29 +124,6 @@ def test_what_is_sent_dense_has_torchs_betas() -> None:
 def nearly_alike(model: Given, rank: int) -> list[Tensor]:
     """No element is near 0. Gradients that are the same on all ranks would be warned of."""
     return [(part.sign() + part) * (1 + 1e-5 * rank) for part in gradients(model, 0, 0)]
-
-
-def follow_adamw(rank: int, world_size: int, group: Any = None) -> None:
-    """With a constant gradient, the same on all ranks, everything sent is torch's, decay by the current lr included."""
-    ours, theirs = Given(SIZES), Given(SIZES)
-    for weight in (*ours.weights, *theirs.weights):
-        weight.data.fill_(1.0)
-    options: dict[str, Any] = {"lr": RATES[0], "betas": (0.9, 0.99), "weight_decay": 0.5}
-    mine = thinwire.AdamW(
-        ours, compressed_betas=(0.9, 0.99), compressor=EVERYTHING, warmup="none", **options, group=group
-    )
-    reference = torch.optim.AdamW(theirs.parameters(), **options)
-    given = nearly_alike(ours, rank)
-    for step, lr in enumerate(RATES):
-        for options_of in (*mine.param_groups, *reference.param_groups):
-            options_of["lr"] = lr
-        take(mine, ours(given))
-        take_averaged(reference, theirs, given, group=group)
-        assert_near(ours, theirs, step)
-
-
-def test_adamw_follows_an_lr_that_changes() -> None:
-    run_group(follow_adamw, 2)
 
 
 def test_every_group_has_the_compressed_momentum_of_its_own_momentum() -> None:

@@ -54,24 +54,6 @@ class TestARound:
         for steps in (16, 17):
             assert weights_of_all(run_threads(lambda group, n=steps: train(group, n, {}), 3)) == (steps == 16)
 
-    def test_one_dense_step_is_data_parallelism(self) -> None:
-        """SGD by the mean of gradients, in plain torch, is the oracle."""
-
-        ours = run_threads(lambda group: train(group, 10, {"every": 1, "compressor": "none"}, make=sgd), 3)[0]
-        model = network()
-        optimizer = sgd(model)
-        for step in range(10):
-            gradients = []
-            for rank in range(3):
-                model.zero_grad()
-                loss_of(model, step, rank).backward()
-                gradients.append(copies(p.grad for p in model.parameters()))
-            for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-                parameter.grad = sum(parts) / 3  # type: ignore[assignment]
-            optimizer.step()
-        for mine, theirs in zip(ours.weights, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
-
     def test_the_mean_of_all_differences_and_an_outer_step_by_hand(self) -> None:
         """Two rounds of DiLoCo, dense: common weights by the formulas of the paper, from the local weights."""
         options = {"compressor": "none", "outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True, "every": 3}

@@ -108,27 +108,23 @@ def take_part(rank: int, world_size: int, plans: list[Plan], steps: int, options
     else:
         wait_for(store, f"reached/{plan.joins_after}")
         group = thinwire.ElasticGroup(store, patience=PATIENCE, timeout=60)
-        if plan.dies is not None and plan.dies[0] == "when it has asked":
+        if plan.dies == ("when it has asked", 0):
             die()
-        if plan.dies is not None and plan.dies[0] == "when it is admitted":
+        if plan.dies == ("when it is admitted", 0):
             kill_at(group, "call_roll", "before", lambda: True)
-        if plan.dies is not None and plan.dies[0] == "before it gets the weights":
+        if plan.dies == ("before it gets the weights", 0):
             kill_at(group, "call_roll", "after", lambda: True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = thinwire.LocalSteps(adamw(model), group=group, model=model, **{"every": 4, **options})
-        owners = {
-            "optimizer": optimizer, "sync": optimizer.sync, "group": group, "membership": optimizer._membership,
-        }  # fmt: skip
+        membership: Any = optimizer._membership
+        owners = {"optimizer": optimizer, "sync": optimizer.sync, "group": group, "membership": membership}
         if plan.dies is not None and plan.dies[0] in PHASES:
-            owner, name, when = PHASES[plan.dies[0]]
-            has_newcomers = plan.dies[0] == "when it hands over"
+            (owner, name, when), at = PHASES[plan.dies[0]], plan.dies[1]
             kill_at(
-                owners[owner],
-                name,
-                when,
-                lambda: optimizer.steps >= plan.dies[1] and (not has_newcomers or optimizer._membership._newcomers),  # type: ignore
-            )
+                owners[owner], name, when,
+                lambda: optimizer.steps >= at and (owner != "membership" or membership._newcomers),
+            )  # fmt: skip
         if waits_at is not None and plan.dies is None:
             wait_between_buckets(optimizer.sync, lambda: optimizer.steps >= waits_at)
         digests: dict[int, str] = {}

@@ -74,6 +74,15 @@ def take(optimizer: Any, loss: Tensor) -> None:
     optimizer.step()
 
 
+def averaged(sync: thinwire.Synchronizer, **gradients: Tensor) -> dict[str, Tensor]:
+    """Send these gradients, and return what came back."""
+    named = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+    for name, parameter in named.items():
+        parameter.grad = gradients[name].clone()
+    sync.all_reduce_gradients(named.items())
+    return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
+
 class Given(nn.Module):
     """A model whose gradients are what it is called with, to the last bit."""
 

@@ -43,18 +43,14 @@ def test_a_world_of_any_size_takes_no_memory() -> None:
         choose({**GOOD, "world_size": 10**12}, 0, 1)
 
 
-def test_values_of_other_types_are_damage() -> None:
+def test_values_of_other_types_are_damage_and_another_format_is_one_short_line() -> None:
     assert choose(GOOD, 0, 1).same_world
     for name, value in WRONG:
         with pytest.raises(DamagedError, match="damaged"):
             pytest.fail(f"{name} {value!r}: {choose({**GOOD, name: value}, 0, 1)}")
-
-
-def test_another_format_is_one_short_line_that_says_what_to_do() -> None:
+    what_to_do = r"a checkpoint of format .*, expected 3: go on with .* new optimizer"
     for value in (1, 2, None, "3", {"a": 1}, [3] * 1000, 10**100):
-        with pytest.raises(
-            ValueError, match=r"a checkpoint of format .*, expected 3: go on with .* new optimizer"
-        ) as error:
+        with pytest.raises(ValueError, match=what_to_do) as error:
             choose({**GOOD, "format": value}, 0, 1)
         assert len(str(error.value)) < 300
 
