@@ -8,7 +8,7 @@ from torch import nn
 
 import thinwire
 from support.group import run_group, run_ranks
-from support.optimizers import ADAMW, DDP_OR_PLAIN, OPTIONS, SGD, make, wrapped
+from support.optimizers import ADAMW, OPTIONS, SGD, make, wrapped
 from support.training import (
     TOPK,
     Given,
@@ -142,7 +142,7 @@ def misuse(rank: int, world_size: int, ddp: bool, group: Any = None) -> None:
     assert_same(before, optimizer_bits(optimizer), "the state")
 
 
-@DDP_OR_PLAIN
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
 def test_two_exchanges_before_a_step_and_steps_without_one(ranks: RankPool, ddp: bool) -> None:
     run_ranks(ranks if ddp else None, misuse, 2, ddp)
 

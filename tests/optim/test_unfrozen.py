@@ -1,7 +1,6 @@
 """Parameters that AdamW trains from a later step on: their own bias corrections, their own warm-up, and resumes."""
 
 import copy
-import io
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +21,10 @@ from support.training import (
     plain_module,
     policy,
     raises,
+    read,
     take,
     weight_bits,
+    written,
 )
 from thinwire.collectives import LocalGroup
 from thinwire.sync.checkpoint import DamagedError
@@ -90,12 +91,10 @@ class Run:
         train(self.model, self.optimizer, [self.group.rank], range(first, last))
 
     def saved(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
-        return buffer.getvalue()
+        return written({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
     def load(self, *saved: bytes) -> None:
-        states = [torch.load(io.BytesIO(one), weights_only=True) for one in saved]
+        states = [read(one) for one in saved]
         self.model.load_state_dict(states[0]["model"])
         self.optimizer.load_state_dict([state["optimizer"] for state in states])
 

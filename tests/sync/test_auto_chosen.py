@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from support.auto import force
-from support.training import Given, gradients, take
+from support.training import Given, force, gradients, take
 from thinwire.collectives import LocalGroup
 from thinwire.sync.auto import GRADIENTS, Choice, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS

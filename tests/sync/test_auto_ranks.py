@@ -13,7 +13,6 @@ import torch
 from test_checkpoints import Run, file_of, run_through
 from torch.nn.parallel import DistributedDataParallel
 
-from support.auto import force
 from support.slow import slow
 from support.training import (
     SEVERAL,
@@ -22,6 +21,7 @@ from support.training import (
     attached,
     average,
     average_residuals,
+    force,
     gradients,
     identical,
     loss_of,

@@ -1,6 +1,5 @@
 """`consolidate_state_dict`: what rank 0 then saves alone is enough for every rank, and for any number of ranks."""
 
-import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ from support.training import (
     optimizer_bits,
     policy,
     raises,
+    read,
     sync_bits,
     weight_bits,
+    written,
 )
 from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.collectives.stream import stream
@@ -65,16 +66,6 @@ class Run:
     def bits(self) -> dict[str, bytes]:
         kept = sync_bits(self.owner) if self.owner is not self.optimizer else optimizer_bits(self.optimizer)
         return weight_bits(self.model) | kept
-
-
-def written(state: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def read(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def save(group: LocalGroup, how: dict[str, Any], to: int = 0) -> dict[str, Any]:

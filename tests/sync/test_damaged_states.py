@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_consolidate import Run, read, written
+from test_consolidate import Run
 
 import thinwire
 from soak.files import change_value
-from support.training import loss_of, make_net
+from support.training import loss_of, make_net, read, written
 from thinwire.collectives import LocalGroup
 from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import FORMAT, DamagedError, choose, old_ranks
