@@ -25,6 +25,7 @@ from support.training import (
     optimizer_bits,
     policy,
     sync_bits,
+    take,
     weight_bits,
 )
 from thinwire.testing import RankPool
@@ -78,9 +79,7 @@ def spoil(rank: int, world_size: int, kind: str, algorithm: str, options: dict[s
             assert (sync.stats.skipped, sync.steps) == (void, step)
             assert_same(before, bits(*runs[0]), f"step {step}, weight {place}")
         for other, stepper, _ in runs:
-            stepper.zero_grad()
-            other(gradients(other.module, rank, step)).backward()
-            stepper.step()
+            take(stepper, other(gradients(other.module, rank, step)))
         assert sync.finite is True
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
         assert_same(*(bits(*run) for run in runs), f"the runs with and without a NaN, after step {step}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from support.training import averaged
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
@@ -25,13 +26,8 @@ def gradient(rank: int, step: int) -> dict[str, Tensor]:
 
 
 def take(sync: thinwire.Synchronizer, given: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    named = {name: nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
-    for name, parameter in named.items():
-        parameter.grad = given[name].clone()
-    sync.all_reduce_gradients(named.items())
-    for name, parameter in named.items():
-        assert parameter.grad is not None
-        out[name] += parameter.grad.double()
+    for name, average in averaged(sync, **given).items():
+        out[name] += average.double()
 
 
 def zeros() -> dict[str, Tensor]:
