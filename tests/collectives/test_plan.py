@@ -33,14 +33,7 @@ def test_bytes_and_messages_are_those_of_the_formulas() -> None:
         assert math.isclose(sharded.sent, (payload + second) * (ranks - 1) / ranks), ranks
         assert sharded.messages == dense.messages == 2 * (ranks - 1)
         assert math.isclose(dense.sent, 8 * numel * (ranks - 1) / ranks), ranks
-
-
-def test_sharded_is_flat_in_the_world_and_gather_is_not() -> None:
-    numel = 4096 * CHUNK
-    sent = [cost.sharded(TOPK, TOPK.for_sum(ranks), numel, torch.float32, ranks).sent for ranks in WORLDS]
-    assert max(sent[2:]) / min(sent[2:]) < 1.15  # from 8 ranks on the second stage is the same
-    gather = [cost.gather(TOPK, numel, torch.float32, ranks).sent for ranks in WORLDS]
-    assert gather[-1] / gather[0] == 4095
+        assert ranks < 8 or TOPK.for_sum(ranks) == TOPK.for_sum(8), "from there on, sharded is flat in the world"
 
 
 def test_memory_stays_within_the_budget_at_any_world_size() -> None:
@@ -90,24 +83,12 @@ def test_a_short_share_that_would_be_sent_dense_is_not_cut_off() -> None:
             assert pieces == compressor.nbytes(numel)
 
 
-def test_a_budget_that_cannot_hold_one_segment_says_by_how_much_to_raise_it() -> None:
-    with pytest.raises(ValueError, match=r"max_bytes 1,000 cannot hold one segment.*by (\S+) to (\S+) ") as caught:
-        make("gather", 25_000_000, 8, 1000)
-    needed = int(str(caught.value).split(" to ")[1].split(" ")[0].replace(",", ""))
-    assert len(make("gather", 25_000_000, 8, needed).segments) == math.ceil(25_000_000 / CHUNK)
-    with pytest.raises(ValueError, match="cannot hold one segment"):
-        make("gather", 25_000_000, 8, needed - AT_ONCE)
-
-
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"1000": 1000, "256MiB": 256 << 20, "1GiB": 1 << 30, "2 kb": 2000, "3KiB": 3072, "7b": 7, "": 1 << 30}
     for text, expected in texts.items():
         monkeypatch.setenv("THINWIRE_MAX_BYTES", text)
         assert max_bytes(None) == expected, text
         assert max_bytes(77) == 77
-
-
-def test_a_bad_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (0, -1, 1.5, True, "1GiB"):
         with pytest.raises(ValueError, match=f"max_bytes {given!r}"):
             max_bytes(given)  # type: ignore[arg-type]
@@ -138,18 +119,17 @@ def test_auto_takes_the_one_that_sends_the_least() -> None:
 
 
 def test_auto_says_why_it_does_not_take_what_would_send_less() -> None:
-    assert chosen("topk:ratio=1/64,bits=2", 1 << 24, 64)[0] == "sharded"
-    name, reason = chosen("topk:ratio=1/64,bits=2", 1 << 24, 64, can_shard=False)
-    assert name == "gather"
-    assert "no state was given" in reason
-    name, reason = chosen("topk:ratio=1/64,bits=2,chunk=none", 1 << 24, 64)
-    assert name == "gather"
-    assert "not sharded, because there is one record, which one rank would own" in reason
-
-
-def test_auto_shards_two_records_among_more_ranks() -> None:
-    """Some ranks own nothing then, and it sends less all the same."""
-    for ranks in (3, 4, 64):
+    for spec, can_shard, expected, words in (
+        ("topk:ratio=1/64,bits=2", True, "sharded", ""),
+        ("topk:ratio=1/64,bits=2", False, "gather", "no state was given"),
+        (
+            "topk:ratio=1/64,bits=2,chunk=none", True, "gather",
+            "not sharded, because there is one record, which one rank would own",
+        ),
+    ):  # fmt: skip
+        name, reason = chosen(spec, 1 << 24, 64, can_shard=can_shard)
+        assert (name, words in reason) == (expected, True), (spec, can_shard, reason)
+    for ranks in (3, 4, 64):  # two records: some ranks own nothing then, and it sends less all the same
         assert chosen("quantize:bits=8", 4096, ranks)[0] != "sharded"
         assert chosen("quantize:bits=8", 4097, ranks)[0] == "sharded"
 
