@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import thinwire
 from support.optimizers import make
 from support.oracle import bytes_of
-from support.sharded import SECONDS, call_all, local_bits, make_mesh, options, sharded_net, take_step
+from support.sharded import SECONDS, call_all, local_bits, make_mesh, options, sharded_net, spoil_last_rank, take_step
 from support.training import make_batch, sync_bits
 from thinwire.collectives.transport.link import GlooLink, LinkBroken
 from thinwire.testing import LOST, RankPool, store_barrier
@@ -28,14 +27,7 @@ def state_bits(model: nn.Module, optimizer: Any) -> dict[Any, bytes]:
 def not_finite(rank: int, mesh: Any) -> Any:
     """Rank 3 has a NaN in its shard at step 3: no shard of any replica changes."""
     model = sharded_net(mesh)
-    bad = [False]
-
-    def spoil(parameter: Any) -> None:
-        if bad[0]:
-            parameter.grad.to_local().view(-1)[0] = torch.nan
-
-    if rank == 3:
-        dict(model.named_parameters())["4.weight"].register_post_accumulate_grad_hook(spoil)
+    bad = spoil_last_rank(model, rank)
     optimizer = make("AdamW", model, group=mesh["replicate"], **options("AdamW"))
     changed = []
     for step in range(6):
@@ -44,15 +36,6 @@ def not_finite(rank: int, mesh: Any) -> Any:
         take_step(model, optimizer, [rank], step)
         changed.append(state_bits(model, optimizer) != before)
     return changed, optimizer.skipped, local_bits(model)
-
-
-def test_a_nan_in_one_shard_voids_the_step_everywhere(ranks: RankPool) -> None:
-    each = call_all(ranks, {"not_finite": (not_finite,)})["not_finite"]
-    for changed, skipped, _ in each:
-        assert changed == [True, True, True, False, True, True]
-        assert skipped == 1
-    assert each[0][2] == each[2][2]
-    assert each[1][2] == each[3][2]
 
 
 def fails_once(rank: int, mesh: Any, where: str) -> Any:
@@ -77,13 +60,21 @@ def fails_once(rank: int, mesh: Any, where: str) -> Any:
     return "", False
 
 
-@pytest.mark.parametrize(("where", "reason"), [("backward", "the disk is on fire"), ("link", "the wire is cut")])
-def test_an_error_on_one_rank_reaches_all_before_anything_changes(ranks: RankPool, where: str, reason: str) -> None:
-    each = call_all(ranks, {"fails_once": (fails_once, where)})["fails_once"]
-    for rank, (error, is_unchanged) in enumerate(each):
-        assert reason in error, rank
+def test_what_one_rank_finds_reaches_all_before_anything_changes(ranks: RankPool) -> None:
+    """A NaN voids the step of all; an error is raised on all."""
+    found = call_all(ranks, {"not_finite": (not_finite,), "backward": (fails_once, "backward")})
+    each = found["not_finite"]
+    for changed, skipped, _ in each:
+        assert changed == [True, True, True, False, True, True]
+        assert skipped == 1
+    assert [bits for *_, bits in each[:2]] == [bits for *_, bits in each[2:]]
+    for rank, (error, is_unchanged) in enumerate(found["backward"]):
+        assert "the disk is on fire" in error, rank
+        assert "rank 3" in error or rank == 3, rank
         assert is_unchanged, rank
-    assert where != "backward" or all("rank 3" in error for error, _ in each[:3])
+    for rank, (error, is_unchanged) in enumerate(call_all(ranks, {"link": (fails_once, "link")})["link"]):
+        assert "the wire is cut" in error, rank
+        assert is_unchanged, rank
 
 
 def killed(rank: int, world_size: int, where: str, folder: Path) -> Any:

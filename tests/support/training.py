@@ -67,6 +67,14 @@ def loss_of(model: nn.Module, rank: int, step: int, rows: int = 8) -> Tensor:
     return (model(given) - wanted).float().square().mean()
 
 
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> None:
+    """The steps from `first` to `last` - 1, as an ordinary loop takes them."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
 class Given(nn.Module):
     """A model whose gradients are what it is called with, to the last bit."""
 

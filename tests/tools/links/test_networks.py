@@ -5,8 +5,7 @@ import torch
 import thinwire
 from support.link_ranks import TestedRank
 from support.ports import listening
-from support.round_trips import round_trips
-from support.transfer import Build, Transfer
+from support.transfer import Build, Transfer, round_trips
 from thinwire.tools.links.network import network
 from thinwire.tools.workers import Workers
 
