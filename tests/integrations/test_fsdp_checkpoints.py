@@ -169,5 +169,3 @@ def without_shards(rank: int, mesh: Any, path: Path) -> dict[str, Tensor]:
         residual /= mesh.size()
     take_step(ddp, optimizer, [rank], AT)
     return kept
-
-
