@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from support.group import run_group
 from support.oracle import bytes_of, same_bits
+from support.reductions import placed
 from support.slow import slow
 from support.training import SEVERAL, TOPK, Given, assert_same, attached, gradients, policy, raises, weight_bits
 from thinwire.testing import RankPool
@@ -49,10 +50,7 @@ def perform(
             tensor, spec, residual, algorithm=algorithm, state=state, max_bytes=max_bytes, group=group
         )
         results += bytes_of(tensor)
-    owned, at = torch.zeros(NUMEL), 0
-    for start, stop in state.spans:
-        owned[start:stop] = state.residual[at : (at := at + stop - start)]  # type: ignore[index]
-    return Outcome(results, residual, owned, work.report)
+    return Outcome(results, residual, placed(state, NUMEL), work.report)
 
 
 def in_segments(

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from support.group import run_group
+from support.reductions import placed
 from support.slow import slow
 from thinwire.testing import RankPool
 
@@ -80,10 +81,7 @@ def keep_ledger(rank: int, world_size: int, variant: Variant, steps: int, group:
             tensor, compressor, kept, op=op, group=group, algorithm=variant.algorithm, state=state
         )
         came_out += tensor.double() * (world_size if variant.average else 1)
-    owned, at = torch.zeros(NUMEL, dtype=torch.float64), 0
-    for start, stop in state.spans:
-        owned[start:stop] = state.residual[at : (at := at + stop - start)]  # type: ignore[index]
-    return Ledger(came_in, came_out, kept, owned)
+    return Ledger(came_in, came_out, kept, placed(state, NUMEL, torch.float64))
 
 
 def check_ledgers(variants: list[Variant], found: list[list[Ledger]], steps: int) -> None:

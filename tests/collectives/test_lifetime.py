@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def keep_nothing(world_size: int, job: Callable[[int], None]) -> None:
         time.sleep(0.05)
 
 
-def fail_often(rank: int, world_size: int) -> None:
+def failed_calls_keep_nothing(rank: int, world_size: int) -> None:
     tensors = []
 
     def fail(turn: int) -> None:
@@ -67,7 +67,7 @@ def fail_often(rank: int, world_size: int) -> None:
     assert not watch._since
 
 
-def make_and_destroy(rank: int, world_size: int) -> None:
+def destroyed_groups_keep_nothing(rank: int, world_size: int) -> None:
     def make(turn: int) -> None:
         group = dist.new_group(list(range(world_size)))
         reduce(group=group, timeout=20.0)
@@ -78,12 +78,7 @@ def make_and_destroy(rank: int, world_size: int) -> None:
     keep_nothing(world_size, make)
 
 
-def test_failed_calls_and_destroyed_groups_keep_nothing(ranks: RankPool) -> None:
-    ranks.run(fail_often, 2)
-    ranks.run(make_and_destroy, 3)
-
-
-def live_again(rank: int, world_size: int) -> None:
+def what_an_earlier_group_wrote_is_not_read(rank: int, world_size: int) -> None:
     """As after a second initialisation on the same store, which under torchrun outlives the group."""
     for life in range(4):
         reduce(5000 + life % 2)
@@ -94,11 +89,8 @@ def live_again(rank: int, world_size: int) -> None:
         channel._channels.clear()
 
 
-def test_what_an_earlier_group_wrote_into_the_store_is_not_read(ranks: RankPool) -> None:
-    ranks.run(live_again, 3)
-
-
-def new_shapes(rank: int, world_size: int) -> int:
+def new_shapes_do_not_fill_the_store(rank: int, world_size: int) -> None:
+    """Thirty more shapes on two ranks: only the slots in which ranks say where they are, and what `meet` writes."""
     counts = []
     for turn in range(40):
         reduce(5000 + turn)
@@ -106,16 +98,10 @@ def new_shapes(rank: int, world_size: int) -> int:
             store_barrier(f"turn {turn}", world_size)
             counts.append(dist.group.WORLD.get_group_store().num_keys())
             store_barrier(f"counted {turn}", world_size)
-    return counts[1] - counts[0]
+    assert counts[1] - counts[0] <= 2 * 30 + 10
 
 
-def test_new_shapes_do_not_fill_the_store(ranks: RankPool) -> None:
-    """Thirty more shapes on two ranks: only the slots in which ranks say where they are, and what `meet` writes."""
-    for more in ranks.run(new_shapes, 2):
-        assert more <= 2 * 30 + 10
-
-
-def uneven_calls(rank: int, world_size: int) -> None:
+def numbers_of_calls_may_differ_between_groups(rank: int, world_size: int) -> None:
     """Ranks of a node whose groups between nodes have seen different numbers of calls."""
     mesh = init_device_mesh("cpu", (2, 2))
     if rank in (0, 2):
@@ -125,8 +111,19 @@ def uneven_calls(rank: int, world_size: int) -> None:
     assert work.report.algorithm == "hierarchical, values"
 
 
-def test_numbers_of_calls_may_differ_between_groups(ranks: RankPool) -> None:
-    ranks.run(uneven_calls, 4)
+@pytest.mark.parametrize(
+    ("scene", "world_size"),
+    [
+        (failed_calls_keep_nothing, 2),
+        (destroyed_groups_keep_nothing, 3),
+        (what_an_earlier_group_wrote_is_not_read, 3),
+        (new_shapes_do_not_fill_the_store, 2),
+        (numbers_of_calls_may_differ_between_groups, 4),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
+    ranks.run(scene, world_size)
 
 
 class Slow:

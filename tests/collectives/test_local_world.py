@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -39,24 +38,6 @@ def reduce(group: LocalGroup, spec: str, algorithm: str) -> tuple[list[Tensor], 
     return results, residual
 
 
-def test_a_last_share_that_is_too_short_to_be_compressed() -> None:
-    """A share of 2 elements of 16 bits is as long dense as in 8 bits, and must not be taken for one that is not."""
-
-    def work(group: LocalGroup) -> list[Tensor]:
-        results = []
-        for case in product((EIGHT_BITS, "topk:ratio=1/16,bits=2"), (1, 2, 3, 4095), ("auto", "sharded")):
-            spec, tail, algorithm = case
-            found = torch.randn(4096 + tail, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
-            residual, state = torch.zeros(4096 + tail), thinwire.ShardState()
-            thinwire.all_reduce_compressed(found, spec, residual, group=group, algorithm=algorithm, state=state)
-            assert bool(found.isfinite().all()), case
-            results.append(found)
-        return results
-
-    found = LocalWorld(8, timeout=SECONDS).run(work)
-    assert all(all(map(same_bits, results, found[0])) for results in found)
-
-
 def test_ranks_that_take_turns_have_the_same_sums() -> None:
     free, in_turn = (
         LocalWorld(5, timeout=SECONDS, turns=turns).run(reduce, TOPK, "sharded") for turns in (False, True)
@@ -65,18 +46,6 @@ def test_ranks_that_take_turns_have_the_same_sums() -> None:
     for (one, one_kept), (other, other_kept) in zip(free, in_turn, strict=True):
         assert all(map(same_bits, one, other))
         assert same_bits(one_kept, other_kept)
-
-
-def test_two_worlds_stay_apart() -> None:
-    worlds = [LocalWorld(2, timeout=SECONDS) for _ in range(2)]
-
-    def both(group: LocalGroup) -> float:
-        tensor = torch.full((3000,), 127.0)
-        for world in worlds:
-            thinwire.all_reduce_compressed(tensor, EIGHT_BITS, group=world.groups[group.rank])
-        return float(tensor[0])
-
-    assert LocalWorld(2).run(both) == [4 * 127.0] * 2
 
 
 # What goes wrong ----------------------------------------------------------------------------------------------------
@@ -219,16 +188,18 @@ def test_nothing_is_left_behind() -> None:
         time.sleep(0.02)
 
 
-def test_each_compressor_counts_its_own_calls() -> None:
-    """Equal ones too, whose plans are the same."""
+def test_worlds_stay_apart_and_each_compressor_counts_its_own_calls() -> None:
+    """Equal compressors too, whose plans are the same."""
+    worlds = [LocalWorld(2, timeout=SECONDS) for _ in range(2)]
 
-    def work(group: LocalGroup) -> list[int]:
-        mine = [thinwire.TopK("1/64", bits=2) for _ in range(2)]
-        for compressor in (*mine, mine[1]):
-            thinwire.all_reduce_compressed(gradient(group.rank, 0), compressor, group=group)
-        return [compressor.stats.calls for compressor in mine]
+    def both(group: LocalGroup) -> tuple[float, list[int]]:
+        tensor, mine = torch.full((3000,), 127.0), [thinwire.Quantize(bits=8) for _ in range(2)]
+        for world, compressor in zip(worlds, mine, strict=True):
+            thinwire.all_reduce_compressed(tensor, compressor, group=world.groups[group.rank])
+        thinwire.all_reduce_compressed(torch.ones(3000), mine[1], group=worlds[0].groups[group.rank])
+        return float(tensor[0]), [compressor.stats.calls for compressor in mine]
 
-    assert LocalWorld(2, timeout=SECONDS).run(work) == [[1, 2]] * 2
+    assert LocalWorld(2).run(both) == [(4 * 127.0, [1, 2])] * 2
 
 
 @pytest.mark.parametrize(("world", "messages"), [(2, 1), (3, 4)])

@@ -45,6 +45,11 @@ ROUNDED = [
     for dtype in (torch.float16, torch.bfloat16)
     for average in (False, True)
     for spec, algorithm in ((TOPK, "sharded"), (TOPK, "dense"), (QUANTIZE, "sharded"), (RANDOMK, "values"))
+] + [
+    # A last share of 2 elements of 16 bits is as long dense as in 8 bits, and must not be taken for one that is not.
+    Case(spec, "sharded", (4096 + tail,), torch.bfloat16)
+    for spec in ("quantize:bits=8", "topk:ratio=1/16,bits=2")
+    for tail in (1, 2, 3, 4095)
 ]
 
 

@@ -19,6 +19,14 @@ from thinwire.kernels.layout import residual_dtype
 KEY = 11
 
 
+def placed(state: thinwire.ShardState, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank keeps as an owner, at its place in the whole tensor."""
+    owned, at = torch.zeros(numel, dtype=dtype), 0
+    for start, stop in state.spans:
+        owned[start:stop] = state.residual[at : (at := at + stop - start)]  # type: ignore[index]
+    return owned
+
+
 @dataclass(frozen=True)
 class Case:
     """What all ranks call alike. `str` names it in failures."""
