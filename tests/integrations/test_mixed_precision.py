@@ -58,99 +58,75 @@ def test_autocast(ranks: RankPool) -> None:
             assert last < 0.95 * first, f"{kind} does not learn"
 
 
-def scaled_attach(rank: int, world_size: int, ddp: bool, algorithm: str) -> None:
-    """Scales are powers of two, so the run with them is the run without them, to the last bit."""
+def under_a_scaler(rank: int, world_size: int, kind: str, ddp: bool, algorithm: str) -> None:
+    """With a changed scale and a NaN on one rank, twice, for an optimizer in the warm-up and after it: as without one.
+
+    Scales are powers of two, so gradients ("attach") are those without them to the last bit.
+    """
     ends = []
     for scaled in (True, False):
         scaler = make_scaler(enabled=scaled)
-        model, sync, finish = attached(Given(), policy(TOPK), ddp, SEVERAL, algorithm=algorithm, grad_scaler=scaler)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        options: dict[str, Any] = {"algorithm": algorithm, "grad_scaler": scaler}
+        if kind == "attach":
+            model, sync, finish = attached(Given(), policy(TOPK), ddp, SEVERAL, **options)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        else:
+            model = wrapped(Given(), ddp)
+            optimizer = make(kind, model, warmup_steps=4, max_grad_norm=50.0, **options)
+            sync, finish = optimizer.sync, (lambda: None) if ddp else optimizer.exchange
 
-        def step_with(given: list[Tensor], of: Any = (model, finish, scaler, optimizer)) -> None:
-            model, finish, scaler, optimizer = of
+        def step_with(given: list[Tensor], of: Any = (model, optimizer, finish, scaler)) -> dict[str, bytes]:
+            model, optimizer, finish, scaler = of
             optimizer.zero_grad()
             scaler.scale(model(given)).backward()
             finish()
             scaler.step(optimizer)
             scaler.update()
+            return bits()
 
-        for step in range(8):
-            if scaled and step == 3:
-                scaler.update(4096.0)
-            if scaled and step == 5:  # an Inf on one rank: skipped, and the scale falls
-                before = sync_bits(sync) | weight_bits(model)
-                given = gradients(plain_module(model), rank, 77)
-                given[3][9] = torch.inf if rank == 0 else 1.0
-                step_with(given)
-                assert_same(before, sync_bits(sync) | weight_bits(model), "residuals and weights")
-                assert scaler.get_scale() == 2048.0
-            step_with(gradients(plain_module(model), rank, step))
-        scale = scaler.get_scale() if scaled else 1.0
-        kept = {f"kept {name}": (tensor / scale).numpy().tobytes() for name, tensor in residuals(sync).items()}
-        ends.append(weight_bits(model) | kept)
-        assert sync.steps == 8
-    assert_same(*ends, "the ends of the runs")
-
-
-@pytest.mark.parametrize(("ddp", "algorithm"), [(True, "sharded"), (False, "gather")])
-def test_residuals_follow_the_scale(ranks: RankPool, ddp: bool, algorithm: str) -> None:
-    ranks.run(scaled_attach, 2, ddp, algorithm)
-
-
-def scaled_optimizer(rank: int, world_size: int, kind: str, ddp: bool) -> None:
-    """In the warm-up and after it, with a changed scale and an Inf in each: as the run without a scaler."""
-    ends = []
-    for scaled in (True, False):
-        scaler = make_scaler(enabled=scaled)
-        model = wrapped(Given(), ddp)
-        optimizer = make(kind, model, warmup_steps=4, grad_scaler=scaler, max_grad_norm=50.0)
-
-        def step_with(given: list[Tensor], of: Any = (model, optimizer, scaler)) -> None:
-            model, optimizer, scaler = of
-            optimizer.zero_grad()
-            scaler.scale(model(given)).backward()
-            if not ddp:
-                optimizer.exchange()
-            scaler.step(optimizer)
-            scaler.update()
+        def bits(of: Any = (model, optimizer, sync)) -> dict[str, bytes]:
+            model, optimizer, sync = of
+            return weight_bits(model) | sync_bits(sync) if kind == "attach" else optimizer_bits(optimizer)
 
         for step in range(9):
             if scaled and step in (1, 6):
                 scaler.update(2.0**step * 256)
             if scaled and step in (3, 7):
-                before, scale = optimizer_bits(optimizer), scaler.get_scale()
+                before, scale = bits(), scaler.get_scale()
                 given = gradients(plain_module(model), rank, 77)
-                given[step % 4][3] = torch.nan if rank == 1 else 1.0
-                step_with(given)
-                assert_same(before, optimizer_bits(optimizer), f"step {step}")
+                given[step % 4][3] = 1.0 if rank == 0 else torch.nan if step == 3 else torch.inf
+                assert_same(before, step_with(given), f"step {step}")
                 assert scaler.get_scale() == scale / 2
             step_with(gradients(plain_module(model), rank, step))
-        assert (optimizer.sync.steps, optimizer.skipped) == (9, 2 if scaled else 0)
-        ends.append([weight.detach().clone() for weight in plain_module(model).weights])
-    for one, other in zip(*ends, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert sync.steps == 9
+        assert kind == "attach" or optimizer.skipped == (2 if scaled else 0)
+        scale = scaler.get_scale() if scaled else 1.0
+        ends.append((plain_module(model), {name: kept / scale for name, kept in residuals(sync).items()}))
+    (one, kept), (other, kept_by_other) = ends
+    if kind == "attach":
+        assert_same(weight_bits(one), weight_bits(other), "weights")
+        for name, residual in kept.items():
+            assert torch.equal(residual, kept_by_other[name]), name
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "ddp"), [("AdamW", True), ("SGD", False)])
-def test_an_optimizer_under_a_scaler(ranks: RankPool, kind: str, ddp: bool) -> None:
-    ranks.run(scaled_optimizer, 2, kind, ddp)
+@pytest.mark.parametrize(
+    ("kind", "ddp", "algorithm"),
+    [("attach", True, "sharded"), ("attach", False, "gather"), ("AdamW", True, "auto"), ("SGD", False, "auto")],
+)
+def test_residuals_follow_the_scale(ranks: RankPool, kind: str, ddp: bool, algorithm: str) -> None:
+    ranks.run(under_a_scaler, 2, kind, ddp, algorithm)
 
 
 def misuse(rank: int, world_size: int) -> None:
-    for given in (None, make_scaler()):
-        scaler = given or make_scaler()
-        model: Any = wrapped(Given(), True)
-        optimizer = make("SGD", model, grad_scaler=given)
-        scaler.scale(model(gradients(model.module, rank, 0))).backward()
-        before = weight_bits(model)
-        if given is None:
-            with raises(ValueError, "grad_scaler=scaler"):
-                scaler.step(optimizer)
-        else:
-            with raises((ValueError, RuntimeError), "unscale_", "max_grad_norm"):
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-        assert_same(before, weight_bits(model), "weights")
+    scaler, model = make_scaler(), wrapped(Given(), True)
+    optimizer = make("SGD", model, grad_scaler=None)
+    scaler.scale(model(gradients(plain_module(model), rank, 0))).backward()
+    before = weight_bits(model)
+    with raises(ValueError, "grad_scaler=scaler"):
+        scaler.step(optimizer)
+    assert_same(before, weight_bits(model), "weights")
 
     scaler = make_scaler()
     plain_model = Given()

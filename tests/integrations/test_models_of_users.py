@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.training import TOPK, identical, loss_of, make_net, policy, raises, seeded, train, weight_bits
+from support.training import TOPK, loss_of, make_net, policy, raises, seeded, train
 from thinwire.testing import RankPool
 
 
@@ -44,46 +44,6 @@ def convolve(rank: int, world_size: int, ddp: bool, kind: str) -> float:
 def test_channels_last_is_the_same_training(ranks: RankPool, ddp: bool, kind: str) -> None:
     for apart in ranks.run(convolve, 2, ddp, kind):
         assert apart < 1e-4
-
-
-def unfreeze(rank: int, world_size: int) -> bytes:
-    model = make_net()
-    model[0].requires_grad_(False)
-    optimizer = thinwire.SGD(model, lr=0.1, compressor=policy(TOPK))
-    start = model[0].weight.detach().clone()
-    train(model, optimizer, rank, 0, 3)
-    assert torch.equal(model[0].weight, start)
-    model[0].requires_grad_(True)
-    train(model, optimizer, rank, 3, 6)
-    assert not torch.equal(model[0].weight, start)
-    return b"".join(weight_bits(model).values())
-
-
-def test_a_layer_may_be_unfrozen_later(ranks: RankPool) -> None:
-    assert identical(ranks.run(unfreeze, 2))
-
-
-def come_late(rank: int, world_size: int) -> float:
-    """A second head gets its first gradient long after the warm-up."""
-    with seeded(0):
-        body, heads = nn.Linear(32, 64), nn.ModuleList([nn.Linear(64, 8), nn.Linear(64, 8)])
-    model = nn.ModuleList([body, heads])
-    optimizer = thinwire.AdamW(model, lr=1e-2, compressor=policy("topk:ratio=1/4"), warmup_steps=5)
-    for step in range(120):
-        given = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
-        late = step >= 20
-        hidden = torch.tanh(body(given))
-        loss = (heads[0](hidden) - given[:, :8]).square().mean()
-        loss = loss + (heads[1](hidden) - given[:, 8:16]).square().mean() if late else loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return float((heads[1](hidden) - given[:, 8:16]).detach().square().mean())
-
-
-def test_a_layer_whose_first_gradient_is_late_learns(ranks: RankPool) -> None:
-    for loss in ranks.run(come_late, 2):
-        assert loss < 0.6  # 1.0 is that of not learning at all
 
 
 def odd_loops(rank: int, world_size: int) -> None:

@@ -4,6 +4,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class Derived(DistributedDataParallel):
     """As frameworks have it."""
 
 
-def in_groups(rank: int, world_size: int) -> dict[str, bytes]:
+def groups_of_parameters_beside_ddp(rank: int, world_size: int) -> dict[str, bytes]:
     """Groups of parameters, as for weight decay: DDP is found, and sends nothing by itself."""
     others = [DistributedDataParallel(make_net(seed)) for seed in (1, 2)]  # they must not be taken
     ends = []
@@ -52,11 +53,7 @@ def in_groups(rank: int, world_size: int) -> dict[str, bytes]:
     return ends[0]
 
 
-def test_groups_of_parameters_beside_ddp(ranks: RankPool) -> None:
-    assert identical(ranks.run(in_groups, 2))
-
-
-def before_ddp(rank: int, world_size: int) -> None:
+def an_optimizer_that_was_made_before_ddp_is_refused(rank: int, world_size: int) -> None:
     module = make_net()
     optimizer = thinwire.SGD(module.parameters(), lr=0.1, compressor=policy(TOPK))
     model = DistributedDataParallel(module)
@@ -84,10 +81,6 @@ def before_ddp(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_that_was_made_before_ddp_is_refused(ranks: RankPool) -> None:
-    ranks.run(before_ddp, 2)
-
-
 class Tied(nn.Module):
     """Two names for one weight."""
 
@@ -103,7 +96,7 @@ class Tied(nn.Module):
         return result
 
 
-def copied(rank: int, world_size: int) -> dict[str, bytes]:
+def averaged_and_tied_models(rank: int, world_size: int) -> dict[str, bytes]:
     """Averages of weights, of the DDP model and of the model inside; of a model with a weight that has two names."""
     module = Tied()
     model = DistributedDataParallel(module)
@@ -128,11 +121,7 @@ def copied(rank: int, world_size: int) -> dict[str, bytes]:
     return weight_bits(model)
 
 
-def test_averaged_and_tied_models(ranks: RankPool) -> None:
-    assert identical(ranks.run(copied, 2))
-
-
-def compiled(rank: int, world_size: int) -> None:
+def a_compiled_model_is_resumed_without_it(rank: int, world_size: int) -> None:
     """torch.compile before or after DDP, or not at all, on either side of a resume."""
     states, names = [], []
     for how in ("not", "before", "after"):
@@ -159,10 +148,6 @@ def compiled(rank: int, world_size: int) -> None:
     sync = thinwire.attach(DistributedDataParallel(torch.compile(make_net(), backend="eager")), policy(TOPK))
     assert sync.numels is not None
     assert list(sync.numels) == names[0]
-
-
-def test_a_compiled_model_is_resumed_without_it(ranks: RankPool) -> None:
-    ranks.run(compiled, 2)
 
 
 # What they get wrong: the error names the cause that is the likeliest for what is there.
@@ -225,3 +210,18 @@ def test_the_likeliest_cause_is_named(ranks: RankPool) -> None:
     text = ranks.run(every_kind, 2)[0]
     assert "rank 1 is late" in text
     assert "All ranks call consolidate_state_dict(): it must not stand behind `if rank == 0`." in text
+
+
+@pytest.mark.parametrize(
+    ("scene", "world_size"),
+    [
+        (groups_of_parameters_beside_ddp, 2),
+        (an_optimizer_that_was_made_before_ddp_is_refused, 2),
+        (averaged_and_tied_models, 2),
+        (a_compiled_model_is_resumed_without_it, 2),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
+    """What all ranks return is the same."""
+    assert identical(ranks.run(scene, world_size))

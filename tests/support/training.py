@@ -67,12 +67,16 @@ def loss_of(model: nn.Module, rank: int, step: int, rows: int = 8) -> Tensor:
     return (model(given) - wanted).float().square().mean()
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> None:
-    """The steps from `first` to `last` - 1, as an ordinary loop takes them."""
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> list[float]:
+    """The steps from `first` to `last` - 1, as an ordinary loop takes them; their losses."""
+    losses = []
     for step in range(first, last):
         optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
+        loss = loss_of(model, rank, step)
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Given(nn.Module):
