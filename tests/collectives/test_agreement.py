@@ -30,18 +30,20 @@ class Call(NamedTuple):
         return thinwire.all_reduce_compressed(tensor, self.spec, residual, **self.options)
 
 
-def differ(rank: int, world_size: int, odd: int, pairs: list[tuple[Call, Call]], known: bool) -> list[Failure | None]:
-    """Rank `odd` makes the second call of each pair, the others the first; then all make one alike.
+def differ(rank: int, world_size: int, odd: int, words: list[str], known: bool, between: bool) -> list[Failure | None]:
+    """Rank `odd` makes the second call of each pair, the others the first; in the end all make one alike.
 
-    known: every call was made by all ranks before, so that none of them is new.
+    known     every call was made by all ranks before, so that none of them is new.
+    between   all make a call alike after each pair, too.
     """
     found = []
-    for pair in pairs:
-        if known:
-            for call in pair:
-                call()
-        found.append(catch(pair[rank == odd]))
-        reduce(algorithm="gather")
+    for call in [call for word in words for call in DIFFERENT[word]] if known else []:
+        call()
+    for word in words:
+        found.append(catch(DIFFERENT[word][rank == odd]))
+        if between:
+            reduce(algorithm="gather")
+    reduce(algorithm="gather")
     return found
 
 
@@ -66,12 +68,15 @@ KNOWN = {2: ["topk", "float32", "algorithm"], 3: ["quantize", "10000", "op", "re
 """Fewer, since each takes a second to show. A key is new on every call, and so is not here."""
 
 
-@pytest.mark.parametrize(("world_size", "odd", "known"), [(2, 1, False), (2, 1, True), (3, 0, False), slow(3, 0, True)])
+@pytest.mark.parametrize(
+    ("world_size", "odd", "known", "between"),
+    [(2, 1, False, True), (2, 1, True, False), (3, 0, False, False), slow(3, 0, True, True)],
+)
 def test_different_calls_are_an_error_that_names_the_rank(
-    ranks: RankPool, world_size: int, odd: int, known: bool
+    ranks: RankPool, world_size: int, odd: int, known: bool, between: bool
 ) -> None:
     words = KNOWN[world_size] if known else [*DIFFERENT]
-    found = ranks.run(differ, world_size, odd, [DIFFERENT[word] for word in words], known, timeout=100)
+    found = ranks.run(differ, world_size, odd, words, known, between, timeout=100)
     for rank, failures in enumerate(found):
         for word, failure in zip(words, failures, strict=True):
             where = f"rank {rank}, {word}: {failure}"
@@ -80,28 +85,6 @@ def test_different_calls_are_an_error_that_names_the_rank(
             assert failure.seconds < 15, where
             assert f"rank {odd}" in failure.message, where
             assert word in failure.message, where
-
-
-def swap(rank: int, world_size: int, new: bool) -> list[Failure | None]:
-    """Two calls that all ranks make, rank 1 in the other order."""
-    calls = [Call(), Call(spec="quantize:bits=8", shape=(77, 5))]
-    if not new:
-        for call in calls:
-            call()
-    if rank == 1:
-        calls.reverse()
-    found = [catch(call) for call in calls]
-    reduce(algorithm="gather")
-    return found
-
-
-@pytest.mark.parametrize("new", [True, False])
-def test_calls_in_another_order_are_an_error(ranks: RankPool, new: bool) -> None:
-    for rank, failures in enumerate(ranks.run(swap, 3, new)):
-        for failure in failures:
-            assert failure is not None, f"rank {rank} did not notice"
-            assert failure.error == "MismatchError", failure
-            assert failure.seconds < 15, failure
 
 
 def refuse(rank: int, world_size: int) -> list[Failure | None]:

@@ -80,10 +80,6 @@ def interleave(rank: int, world_size: int) -> None:
         assert [int(other) for other in gathered] == list(range(world_size))
 
 
-def test_the_programs_own_collectives_may_run_beside(ranks: RankPool) -> None:
-    ranks.run(interleave, 3)
-
-
 def use_handle(rank: int, world_size: int) -> None:
     tensor = torch.full((3, 2000), 127.0 * (rank + 1))  # eight bits hold it exactly
     total = 127.0 * sum(range(1, world_size + 1))
@@ -108,6 +104,7 @@ def use_handle(rank: int, world_size: int) -> None:
     assert (last == 127 * world_size).all()
 
 
-def test_a_handle_has_what_torchs_handles_have(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks.run(use_handle, world_size)
+def test_a_handle_has_what_torchs_handles_have_and_the_programs_own_collectives_may_run_beside(ranks: RankPool) -> None:
+    ranks.run(use_handle, 1)
+    ranks.run(use_handle, 2)
+    ranks.run(interleave, 3)

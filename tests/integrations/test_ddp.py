@@ -32,6 +32,7 @@ from support.training import (
     raises,
     skip_not_finite,
     sync_bits,
+    train,
     weight_bits,
 )
 from thinwire.testing import RankPool
@@ -72,16 +73,9 @@ def test_none_equals_plain_ddp(
     ranks.run(compare_with_plain, world_size, used, options, dtype)
 
 
-def train(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
+def learn(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
     model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, algorithm=algorithm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), rank, 0, steps)
     assert sync.steps == steps
     assert sync.finite is True
     assert len(sync.state_dict()["layout"]) >= 2
@@ -95,7 +89,7 @@ def train(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> 
     [("topk", 2, 300), slow("quantize", 3, 100), slow("randomk", 2, 300), ("sharded", 3, 100)],
 )
 def test_compressed_replicas_stay_identical(ranks: RankPool, name: str, world_size: int, steps: int) -> None:
-    found = ranks.run(train, world_size, *SPECS[name], steps)
+    found = ranks.run(learn, world_size, *SPECS[name], steps)
     assert identical(weights for weights, _, _ in found)
     for _, first, last in found:
         assert last < 0.8 * first, "it does not learn"
@@ -155,7 +149,7 @@ def test_nothing_is_lost_of_parameters_without_use_in_a_step(ranks: RankPool) ->
         ranks.run(conserve_unused, 2, view)
 
 
-def accumulate(rank: int, world_size: int) -> None:
+def four_micro_batches_are_one_big_batch(rank: int, world_size: int) -> None:
     """Whole numbers: the sum over micro-batches is exact, so bits must be those of one big batch."""
     (model, sync, _), (big, big_sync, _) = (attached(Given(), policy(TOPK), True, SEVERAL) for _ in range(2))
     for step in range(4):
@@ -172,45 +166,34 @@ def accumulate(rank: int, world_size: int) -> None:
     assert sync.steps == 4
 
 
-def test_four_micro_batches_are_one_big_batch(ranks: RankPool) -> None:
-    ranks.run(accumulate, 2)
-
-
-def interleave(rank: int, world_size: int) -> None:
+def several_models_in_one_process(rank: int, world_size: int) -> None:
     """Three models, alone and then mixed: one backward pass for two of them, their own collectives between."""
     ends: list[list[dict[str, bytes]]] = []
     for mixed in (False, True):
-        models, syncs, optimizers = [], [], []
+        made: list[tuple[Any, Any, Any]] = []
         for index, (spec, algorithm) in enumerate(list(SPECS.values())[:3]):
             model, sync, _ = attached(make_net(index), policy(spec), True, SEVERAL, algorithm=algorithm)
-            models.append(model)
-            syncs.append(sync)
-            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.05))
-        for step in range(6):
-            for model in models:
-                model.zero_grad()
-            losses = [loss_of(model, rank, step) for model in models]
+            made.append((model, torch.optim.SGD(model.parameters(), lr=0.05), sync))
+            if not mixed:
+                train(*made[-1][:2], rank, 0, 6)
+        for step in range(6 if mixed else 0):
+            losses = []
+            for model, optimizer, _ in made:
+                optimizer.zero_grad()
+                losses.append(loss_of(model, rank, step))
+            total = torch.tensor(float(rank))
             losses[2].backward()
-            if mixed:
-                total = torch.tensor(float(rank))
-                dist.all_reduce(total)
-                (losses[0] + losses[1]).backward()
-                assert total == sum(range(world_size))
-            else:
-                losses[0].backward()
-                losses[1].backward()
-            for optimizer in optimizers:
+            dist.all_reduce(total)
+            (losses[0] + losses[1]).backward()
+            assert total == sum(range(world_size))
+            for _, optimizer, _ in made:
                 optimizer.step()
-        ends.append([weight_bits(model) | sync_bits(sync) for model, sync in zip(models, syncs, strict=True)])
+        ends.append([weight_bits(model) | sync_bits(sync) for model, _, sync in made])
     for index, (alone, together) in enumerate(zip(*ends, strict=True)):
         assert_same(alone, together, f"model {index}")
 
 
-def test_several_models_in_one_process(ranks: RankPool) -> None:
-    ranks.run(interleave, 3)
-
-
-def many_buckets(rank: int, world_size: int) -> dict[str, bytes]:
+def more_than_20_buckets_in_flight(rank: int, world_size: int) -> dict[str, bytes]:
     """Chunks are parameters, so the results are those of a plain loop, which has one bucket."""
     sizes = [1024] * 26
     spec = policy("topk:ratio=1/16,bits=8,chunk=1024")
@@ -230,70 +213,44 @@ def many_buckets(rank: int, world_size: int) -> dict[str, bytes]:
     return grad_bits(model)
 
 
-def test_more_than_20_buckets_in_flight(ranks: RankPool) -> None:
-    assert identical(ranks.run(many_buckets, 4))
-
-
 def test_an_inf_on_one_rank_is_skipped_by_all(ranks: RankPool) -> None:
     for spec in SPECS.values():
         ranks.run(skip_not_finite, 3, *spec, True)
 
 
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor) -> Tensor:
-        return given.clone()
+def fail_in_backward(rank: int, world_size: int, breaks_at: int) -> None:
+    """The first layer to be reached breaks: DDP itself goes on. One in the middle: DDP wants to be made anew."""
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
+    def fail(*_: Any) -> None:
         raise KeyError("in the backward pass")
 
-
-class Breakable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.breaks_after = make_net(), -1
-
-    def forward(self, given: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            given = layer(given)
-            if index == self.breaks_after:
-                given = Breaks.apply(given)
-        return given
-
-
-def fail_in_backward(rank: int, world_size: int, breaks_after: int) -> None:
-    """The first layer to be reached breaks: DDP itself goes on. One in the middle: DDP wants to be made anew."""
     ends = []
-    for bad_step in (3, None):
-        model, sync, _ = attached(Breakable(), policy(TOPK), True, SEVERAL)
+    for is_bad in (True, False):
+        model, sync, _ = attached(make_net(), policy(TOPK), True, SEVERAL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(6):
-            if step == bad_step:
-                before = sync_bits(sync)
-                model.module.breaks_after = breaks_after
-                optimizer.zero_grad()
-                with raises(KeyError):
-                    loss_of(model, rank, 99).backward()
-                model.module.breaks_after = -1
-                assert_same(before, sync_bits(sync), "residuals")
-                if breaks_after < 6:
-                    saved = sync.state_dict()
-                    model, sync, _ = attached(model.module, policy(TOPK), True, SEVERAL)
-                    sync.load_state_dict(saved)
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+        train(model, optimizer, rank, 0, 3)
+        if is_bad:
+            before = sync_bits(sync)
+            hook = model.module[breaks_at].register_full_backward_pre_hook(fail)
+            with raises(KeyError):
+                train(model, optimizer, rank, 99, 100)
+            hook.remove()
+            assert_same(before, sync_bits(sync), "residuals")
+            if breaks_at < 6:
+                saved = sync.state_dict()
+                model, sync, _ = attached(model.module, policy(TOPK), True, SEVERAL)
+                sync.load_state_dict(saved)
+        train(model, optimizer, rank, 3, 6)
         ends.append(weight_bits(model) | sync_bits(sync))
     assert_same(*ends, "the ends of the two runs")
 
 
-@pytest.mark.parametrize("breaks_after", [6, 3], ids=["at its start", "in the middle"])
-def test_an_exception_in_backward_does_not_poison_the_next_step(ranks: RankPool, breaks_after: int) -> None:
-    ranks.run(fail_in_backward, 2, breaks_after)
+@pytest.mark.parametrize("breaks_at", [6, 3], ids=["at its start", "in the middle"])
+def test_an_exception_in_backward_does_not_poison_the_next_step(ranks: RankPool, breaks_at: int) -> None:
+    ranks.run(fail_in_backward, 2, breaks_at)
 
 
-def warned(rank: int, world_size: int) -> None:
+def the_warning_for_adam_on_sparse_gradients(rank: int, world_size: int) -> None:
     bystander = torch.optim.Adam([torch.ones(3, requires_grad=True)])  # of no attached model
     for spec, kind, count in (
         (policy(TOPK), "AdamW", 1),
@@ -316,11 +273,7 @@ def warned(rank: int, world_size: int) -> None:
         assert all("thinwire.AdamW" in text and kind in text for text in found)
 
 
-def test_the_warning_for_adam_on_sparse_gradients(ranks: RankPool) -> None:
-    ranks.run(warned, 1)
-
-
-def wrong_arguments(rank: int, world_size: int) -> None:
+def what_attach_cannot_do_is_refused(rank: int, world_size: int) -> None:
     def make() -> DistributedDataParallel:
         return DistributedDataParallel(make_net())
 
@@ -356,7 +309,7 @@ class Words(nn.Module):
         return self.layer(self.embedding(words)).square().mean()
 
 
-def refuse_sparse_gradients(rank: int, world_size: int) -> None:
+def a_sparse_gradient_is_refused_before_ddp_gets_a_hook(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(Words())
     for make in (lambda: thinwire.attach(ddp, "none"), lambda: thinwire.AdamW(ddp), lambda: thinwire.SGD(ddp)):
         with raises(ValueError, "'embedding.weight'", "sparse=False"):
@@ -370,11 +323,6 @@ def refuse_sparse_gradients(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(ignoring)
     thinwire.attach(ddp, "none")
     ddp(torch.tensor([1, 2, 3])).backward()
-
-
-def test_what_attach_cannot_do_is_refused(ranks: RankPool) -> None:
-    ranks.run(wrong_arguments, 1)
-    ranks.run(refuse_sparse_gradients, 2)
 
 
 DIFFERENT = [
@@ -402,6 +350,23 @@ def test_ranks_that_disagree_fail_at_once(ranks: RankPool) -> None:
         found = ranks.run(disagree, 3, specs, number not in (2, 4), timeout=12)  # else a rank waits in vain
         assert all("rank" in text for text in found), (number, found)
         assert any("differ" in text or "compressor" in text or "spec" in text for text in found), (number, found)
+
+
+@pytest.mark.parametrize(
+    ("scene", "world_size"),
+    [
+        (four_micro_batches_are_one_big_batch, 2),
+        (several_models_in_one_process, 3),
+        (more_than_20_buckets_in_flight, 4),
+        (the_warning_for_adam_on_sparse_gradients, 1),
+        (a_sparse_gradient_is_refused_before_ddp_gets_a_hook, 2),
+        (what_attach_cannot_do_is_refused, 1),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
+    """What all ranks return is the same."""
+    assert identical(ranks.run(scene, world_size))
 
 
 def bits_per_rank(rank: int, world_size: int) -> bytes:

@@ -106,7 +106,7 @@ def test_replicas_have_the_same_bits_for_200_steps_and_the_loss_of_ddp(
 
 @pytest.fixture(scope="module")
 def found(ranks: RankPool) -> Found:
-    calls = {each.__name__: (each,) for each in (clipped, global_rule, auto, count_bytes, attached)}
+    calls = {each.__name__: (each,) for each in (clipped, auto, count_bytes, attached)}
     return call_all(ranks, {**calls, **{f"released {kind}": (released, kind) for kind in ("AdamW", "attach")}})
 
 
@@ -131,21 +131,6 @@ def test_clipping_is_by_the_norm_over_all_shards(found: Found) -> None:
     for to_ddp, to_unclipped in found["clipped"]:
         assert to_ddp < 1e-6
         assert to_unclipped > 1e-3
-
-
-def global_rule(rank: int, mesh: Any) -> set[str]:
-    """Of 4,096 elements and more a parameter is compressed, though this rank has half of them."""
-    model = sharded_net(mesh)
-    optimizer = thinwire.AdamW(model, group=mesh["replicate"], warmup_steps=1)
-    for step in range(3):
-        take_step(model, optimizer, [rank], step)
-    sent = [slot.slice.names for slot in optimizer.sync.last_step.slots if slot.slice.compressor.sparse]
-    assert all(part.numel() < 4096 for part in local_parts(model).values())
-    return {name for names in sent for name in names if name}
-
-
-def test_small_is_by_the_size_over_all_shards(found: Found) -> None:
-    assert found["global_rule"] == [{"2.weight", "4.weight"}] * 4
 
 
 def auto(rank: int, mesh: Any) -> Any:
@@ -217,27 +202,32 @@ def test_attach_averages_gradients_between_replicas(found: Found) -> None:
     assert [bits for _, bits, *_ in each[:2]] == [bits for _, bits, *_ in each[2:]]
 
 
-def released(rank: int, mesh: Any, kind: str) -> tuple[bool, bool]:
-    """Whether the gradients are freed by zero_grad, and the model with its last reference."""
-    model = sharded_net(mesh)
+def released(rank: int, mesh: Any, kind: str) -> tuple[set[str], bool, bool]:
+    """What is compressed, whether the gradients are freed by zero_grad, and the model with its last reference."""
+    model, between = sharded_net(mesh), mesh["replicate"]
     if kind == "attach":
-        thinwire.attach(model, policy(TOPK), group=mesh["replicate"])
+        sync = thinwire.attach(model, policy(TOPK), group=between)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     else:
-        optimizer = make(kind, model, group=mesh["replicate"])
+        optimizer = thinwire.AdamW(model, group=between, warmup_steps=1)
+        sync = optimizer.sync
     for step in range(3):
         take_step(model, optimizer, [rank], step)
+    slots = sync.last_step.slots if kind == "AdamW" else []  # type: ignore[union-attr]
+    compressed = {name for slot in slots if slot.slice.compressor.sparse for name in slot.slice.names if name}
+    assert all(part.numel() < 4096 for part in local_parts(model).values())
     parameter = next(iter(model.parameters()))
     gradient = weakref.ref(parameter.grad.to_local().untyped_storage())  # type: ignore[union-attr,attr-defined]
     shard_ = weakref.ref(parameter)
     optimizer.zero_grad()
     gc.collect()
     is_freed = gradient() is None
-    del optimizer, model, parameter
+    del optimizer, model, parameter, sync, slots
     gc.collect()
-    return is_freed, shard_() is None
+    return compressed, is_freed, shard_() is None
 
 
-def test_nothing_keeps_gradients_or_the_model(found: Found) -> None:
-    for kind in ("AdamW", "attach"):
-        assert found[f"released {kind}"] == [(True, True)] * 4, kind
+def test_small_is_by_the_size_over_all_shards_and_nothing_keeps_gradients_or_the_model(found: Found) -> None:
+    """Of 4,096 elements and more a parameter is compressed, though this rank has half of them."""
+    assert found["released AdamW"] == [({"2.weight", "4.weight"}, True, True)] * 4
+    assert found["released attach"] == [(set(), True, True)] * 4

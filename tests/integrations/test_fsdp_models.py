@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from support.optimizers import make, make_scaler
-from support.sharded import Found, apart, call_all, local_bits, options, shard, sharded_net, take_step, whole
+from support.sharded import Found, apart, call_all, local_bits, shard, take_step, whole
 from support.training import TOPK, make_batch, policy, raises, seeded
 from thinwire.sync.buckets import plain_name
 from thinwire.testing import RankPool
@@ -19,7 +18,7 @@ from thinwire.testing import RankPool
 @pytest.fixture(scope="module")
 def found(ranks: RankPool) -> Found:
     cases = {name: (as_users_do, name) for name in CASES if name != "compiled"}
-    return call_all(ranks, {**cases, "accumulate": (accumulate,), "scaled": (scaled,), "freeze": (freeze,)})
+    return call_all(ranks, {**cases, "accumulate": (accumulate,), "freeze": (freeze,)})
 
 
 class Block(nn.Module):
@@ -199,26 +198,6 @@ def accumulate(rank: int, mesh: Any) -> Any:
     return apart(whole(model), whole(reference))
 
 
-def scaled(rank: int, mesh: Any) -> Any:
-    """A GradScaler finds Inf in a shard of rank 3: the step is void everywhere, and all scales fall."""
-    model = sharded_net(mesh)
-    scaler = make_scaler(64.0)
-    optimizer = make("AdamW", model, group=mesh["replicate"], grad_scaler=scaler, **options("AdamW"))
-    changed = []
-    for step in range(5):
-        before = local_bits(model)
-        optimizer.zero_grad()
-        given, wanted = make_batch(rank, step)
-        loss = (model(given) - wanted).square().mean()
-        if step == 3 and rank == 3:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        changed.append(local_bits(model) != before)
-    return changed, scaler.get_scale(), local_bits(model)
-
-
 def freeze(rank: int, mesh: Any) -> Any:
     """A block that is frozen between steps is not exchanged from then on, so that it takes no step."""
     model: Any = as_blocks(mesh)
@@ -232,11 +211,6 @@ def freeze(rank: int, mesh: Any) -> Any:
     return local_bits(model.blocks[0]) == before, float(state[0]["step"]), float(state[len(state) - 1]["step"])
 
 
-def test_steps_that_are_void_accumulated_or_without_a_block(found: Found) -> None:
-    assert set(found["freeze"]) == {(True, 2.0, 4.0)}
-    each = found["scaled"]
-    for changed_, scale, _ in each:
-        assert changed_ == [True, True, True, False, True]
-        assert scale == 32.0
-    assert [bits for *_, bits in each[:2]] == [bits for *_, bits in each[2:]]
+def test_micro_batches_are_reduced_once_and_a_frozen_block_takes_no_step(found: Found) -> None:
     assert max(found["accumulate"]) < 2e-5
+    assert set(found["freeze"]) == {(True, 2.0, 4.0)}
