@@ -17,8 +17,7 @@ from support.link_ranks import GRACE, OURS, TestedRank, disturb
 from support.namespaces import FOLDER, ours, wait_until
 from support.ports import listening
 from support.processes import start_module
-from support.round_trips import round_trips
-from support.transfer import Build, Transfer
+from support.transfer import Build, Transfer, round_trips
 from thinwire.testing.pool import Workers
 from thinwire.tools.links.relay import Relay
 

@@ -84,6 +84,18 @@ def averaged(sync: thinwire.Synchronizer, **gradients: Tensor) -> dict[str, Tens
     return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
 
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> list[float]:
+    """The steps from `first` to `last` - 1, as an ordinary loop takes them; their losses."""
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 class Given(nn.Module):
     """A model whose gradients are what it is called with, to the last bit."""
 
