@@ -76,7 +76,6 @@ class Decision(NamedTuple):
 
     @staticmethod
     def read(text: str) -> "Decision":
-        """Return the decision with this JSON text; raise PeerError if no rank can have written it."""
         try:
             counts, *lists = json.loads(text)
             members, left, joined = (list(ranks) for ranks in lists)
@@ -156,24 +155,20 @@ class ElasticGroup:
 
     @property
     def is_newcomer(self) -> bool:
-        """Return whether this rank has not been admitted yet."""
         return not self.members
 
     @property
     def rank(self) -> int:
-        """Return the place of this rank among the members; raise RuntimeError if it is none."""
         if self.number not in self.members:
             raise RuntimeError("this rank is no member: it has left, or was left behind")
         return self.members.index(self.number)
 
     @property
     def size(self) -> int:
-        """Return the number of members."""
         return len(self.members)
 
     @property
     def channel(self) -> Channel:
-        """Return the channel between the members of now."""
         if self._channel is None:
             raise RuntimeError("this rank is no member: it has left, or thinwire.LocalSteps was not made for it yet")
         return self._channel
@@ -253,14 +248,12 @@ class ElasticGroup:
         return admitted.joined
 
     def find_silent(self) -> PeerError | None:
-        """Return an error that names a member without a sign of life, or None."""
         for member in self.members:
             if member != self.number and self._silence(member) > self.patience:
                 return PeerError(f"rank {member} is lost: no sign of life for {self.patience:g} s", [member])
         return None
 
     def _follow(self, proposed: Decision | None) -> Change:
-        """Write a decision, unless there is one, and do what it says."""
         number, before = self._exchange + 1, self.members
         found = self._decision(number, proposed)
         self._exchange, self.members = number, tuple(found.members)
@@ -291,7 +284,6 @@ class ElasticGroup:
         )
 
     def _decision(self, number: int, proposed: Decision | None = None) -> Decision:
-        """Return the decision after an exchange; write the proposed one, unless there is one."""
         key = f"decision/{number}"
         text = self._board.read(key) if proposed is None else self._board.write_once(key, json.dumps(proposed))
         if text is None:
@@ -318,14 +310,12 @@ class ElasticGroup:
         return [n for n in numbers if self._board.read(f"admitted/{n}") is None]  # it was here before, and is not now
 
     def _number(self, key: str) -> int:
-        """Return a number in the store, 0 if there is none; raise PeerError if no rank can have written it."""
         text = self._board.read(key) or "0"
         if not text.isdecimal() or int(text) > _LARGEST:
             raise PeerError(f"the store of the group has {text[:40]!r} as {key}, which no rank wrote")
         return int(text)
 
     def _is_awake(self, number: int) -> bool:
-        """Return whether a rank has given a sign of life since the last look."""
         before = self._seen.get(number)
         if self._silence(number) > self.patience:
             self._asleep.add(number)
@@ -352,7 +342,6 @@ class ElasticGroup:
         self._begin(rank)
 
     def _begin(self, number: int) -> None:
-        """Give signs of life as the rank with this number."""
         self.number, self._stop_beating = number, threading.Event()
         ended = self._stop_beating
         threading.Thread(target=_beat, args=(self._board, number, ended), name="thinwire-beat", daemon=True).start()
@@ -387,7 +376,6 @@ class ElasticChannel(Channel):
         self._looked_at = 0.0
 
     def find_silent(self) -> PeerError | None:
-        """Return an error that names a member without a sign of life; look once a second."""
         group, now = self._members(), time.monotonic()
         if group is None or now < self._looked_at + 1.0:
             return None
@@ -396,7 +384,6 @@ class ElasticChannel(Channel):
 
 
 def _beat(board: Board, number: int, ended: threading.Event) -> None:
-    """Give signs of life until the group is closed or its store is lost."""
     count = 0
     while board.lost is None and not ended.is_set():
         count += 1

@@ -50,7 +50,6 @@ class Report:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the total seconds of each phase."""
         total: dict[str, float] = {}
         for phase, start, stop in self.spans:
             total[phase] = total.get(phase, 0.0) + stop - start
@@ -100,15 +99,12 @@ class Handle:
         return True
 
     def wait_quietly(self) -> None:
-        """Wait until the operation has ended. Do not raise its error."""
         self._done.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, with a result or with an error."""
         return self._done.is_set()
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """Return a torch future of `[tensor]`."""
         assert self._future is not None
         return self._future
 

@@ -126,7 +126,6 @@ class LocalWorld:
                 self.turns.leave(rank)
 
     def switchboard(self, number: int) -> Switchboard:
-        """Return the switchboard that the links of all ranks share from operation `number` on."""
         with self._lock:
             return self._switchboards.setdefault(number, Switchboard(self.size, self.turns))
 
@@ -147,10 +146,8 @@ class LocalChannel(Channel):
         self._world = world
 
     def pause(self, seconds: float) -> None:
-        """Sleep for at most a millisecond, and let the other ranks run."""
         time.sleep(min(seconds, 1e-3))
         self._world.turns.wait(self.rank, lambda: True, None)
 
     def connect(self, number: int, deadline: float) -> Link:
-        """Return a link to the switchboard of operation `number`."""
         return LocalLink(self._world.switchboard(number), self.rank)

@@ -115,7 +115,6 @@ class Reduction:
         self.encoded = True
 
     def wait_until_replayed(self) -> None:
-        """Wait until the wire has started the recording of `encode_on_wire`, if there is one."""
         if self._replayed is not None:
             self._replayed.wait()
 
@@ -151,7 +150,6 @@ class Reduction:
             raise
 
     def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
-        """Update the residuals and moments, and write the result. See `Outcome.apply`."""
         assert self._outcome is not None
         self._outcome.apply(gradient, update, out)
         self.drop()
@@ -165,12 +163,10 @@ class Reduction:
         return next((error for operation in self._operations if (error := operation.failure) is not None), None)
 
     def join_streams(self) -> None:
-        """Make the current stream wait for the work that the wire has queued on its own stream."""
         if self._stream is not None and not self._through_host:
             torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
 
     def drop(self) -> None:
-        """Release the memory of this reduction."""
         self._outcome = self._exchanges = self._asked = self._posted = None
         self._parts.clear()
 
@@ -178,7 +174,6 @@ class Reduction:
 
     @property
     def waits_for_all(self) -> bool:
-        """Return whether this reduction waits for all ranks before its first byte."""
         return any(operation.waits_for_all for operation in self._operations)
 
     @property
@@ -257,7 +252,6 @@ class Reduction:
         return True
 
     def _end(self) -> bool:
-        """Complete the handle. Return False."""
         report, operations = self.handle.report, self._operations
         if self._result and not report.finite:
             self._tensor.fill_(torch.nan)

@@ -55,7 +55,6 @@ class Request:
 
     @property
     def algorithm(self) -> str:
-        """Return the name of the algorithm, with "hierarchical, " in front if there are two stages."""
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 
     def key_of(self, key: int | None, number: int) -> int | None:

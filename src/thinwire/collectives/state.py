@@ -24,7 +24,6 @@ class ShardState:
         self.spans: list[Span] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residual and its spans, for a checkpoint."""
         return {"residual": self.residual, "spans": [list(span) for span in self.spans]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

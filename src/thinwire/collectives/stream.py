@@ -106,7 +106,6 @@ class _Line(NamedTuple):
             self._exchange({self.peer: message.to(self.device)}, {})
 
     def messages(self) -> Iterator[Tensor]:
-        """Yield the messages of the peer until its turn ends."""
         while length := int(self._receive(8).view(torch.int64)):
             yield self._receive(length)
 

@@ -202,7 +202,6 @@ class ShardedParameters:
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
-        """Forget the buckets, so that their memory is freed with the gradients."""
         self._sampled = []
 
     def register_hook(self, hook: Callable[[str], None]) -> None:
@@ -265,7 +264,6 @@ class BackwardPass:
         parameters.register_hook(self._on_gradient)
 
     def reset(self) -> None:
-        """Forget a backward pass that did not come to its end."""
         self._came: Counter[str] = Counter()
         self._groups: list[list[str]] = []
         self._sent = 0

@@ -445,7 +445,6 @@ class AdamW(CompressedOptimizer):
         return early or count % self.refresh_every == 0
 
     def _refresh(self, seconds: Sequence[Tensor]) -> None:
-        """Average the logarithms of second moments over ranks."""
         self.sync.stats.refreshes += 1
         pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)

@@ -118,19 +118,16 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """Return the DDP model whose backward pass exchanges, if there is one."""
         return None if self._ddp is None else self._ddp()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) pairs, group by group."""
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         if hasattr(self, "sync"):
             raise ValueError("parameter groups cannot be added after construction: make a new optimizer with all")
         super().add_param_group(param_group)
@@ -174,7 +171,6 @@ class CompressedOptimizer(Optimizer):
             self.add_bucket(bucket, first=first, last=last)
 
     def _forget_sent(self) -> None:
-        """Forget the gradients that were sent, whose memory would be kept."""
         self._guard.forget()
         if self._sharded is not None:
             self._sharded.forget_buckets()
@@ -194,7 +190,6 @@ class CompressedOptimizer(Optimizer):
         self.sync.send(bucket, last=last)
 
     def watch_gradients(self) -> None:
-        """Record all gradients after they were sent: they must not change before `step`."""
         self._guard.record()
 
     def end_backward(self, error: Exception | None) -> None:
@@ -246,7 +241,6 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> int:
-        """Return the number of steps that were skipped because a rank's gradient was not finite."""
         return self.sync.stats.skipped
 
     # Defined by subclasses.
@@ -268,7 +262,6 @@ class CompressedOptimizer(Optimizer):
         """Apply the averaged updates, and everything else that a step does to a parameter."""
 
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
-        """Return the factor by which an averaged update changes a parameter."""
         return float(group["reference_lr"])
 
     def _to_updates(self, names: Collection[str]) -> None:
@@ -284,7 +277,6 @@ class CompressedOptimizer(Optimizer):
         """
 
     def _steps_of(self, name: str) -> int:
-        """Return the number of steps that a parameter has taken."""
         return self._count
 
     def _after_step(self, sent: Step) -> None:
@@ -399,11 +391,9 @@ class CompressedOptimizer(Optimizer):
                 self._to_torch(name, moments)
 
     def _group_of(self, family: int) -> dict[str, Any]:
-        """Return the parameter group of the family with this number."""
         return self.param_groups[self._families.all[family].group]
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """Return the factor of an update when it is sent."""
         return float(group["lr"]) / float(group["reference_lr"])
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
@@ -471,7 +461,6 @@ class CompressedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin with the moments and settings of a state of torch's optimizer."""
         groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
         loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
         numbers = [number for group in groups for number in group["params"]]

@@ -46,7 +46,6 @@ class Families:
         """The parameters that `present` leaves out; None if it was not computed from any."""
 
     def of(self, name: str) -> Family:
-        """Return the family of a parameter."""
         return self.all[self.number_of[name]]
 
     def leave_out(self, absent: set[str]) -> None:
@@ -76,7 +75,6 @@ class Families:
         self.number_of.update({name: kinds.index(kind) for name, kind in kind_of.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {
             "weights": [family.weights for family in self.all],
             "families": [[family.group, family.steps] for family in self.all],
@@ -102,6 +100,5 @@ class Families:
         return made
 
     def take(self, other: "Families") -> None:
-        """Take over the families that `parsed` has returned."""
         self.all, self._absent = other.all, None
         self.number_of.update(other.number_of)

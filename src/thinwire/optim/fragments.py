@@ -34,38 +34,31 @@ class Part:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the tensors."""
         return self._layout.names
 
     @property
     def common(self) -> Tensor:
-        """Return the common values, one tensor after the other."""
         return self._layout.tensor
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the part of each tensor in a flat one, by name."""
         return self.bucket(flat).parts()
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return one flat tensor of values by name."""
         flat = torch.empty_like(self.common)
         for name, view in self.named(flat).items():
             view.copy_(named[name].view(-1))
         return flat
 
     def load(self, common: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
-        """Load the common values, and the outer momentum if there is one."""
         self.common.copy_(self.flat(common))
         self.momentum = self.flat(momentum) if self.names[0] in momentum else None
 
     def local(self) -> Tensor:
-        """Return a copy of the local values, one tensor after the other."""
         flat = torch.empty_like(self.common)
         torch._foreach_copy_(self._shaped(flat), self.tensors)
         return flat
 
     def take_common(self) -> None:
-        """Make the local values the common ones, at the start."""
         torch._foreach_copy_(self._shaped(self.common), self.tensors)
 
     def difference(self, *, is_overlapped: bool) -> Bucket:
@@ -76,7 +69,6 @@ class Part:
         return self.bucket(torch.sub(self.common, local, out=out))
 
     def bucket(self, flat: Tensor) -> Bucket:
-        """Return a flat tensor as the bucket in which this part is sent."""
         return self._layout._replace(tensor=flat)
 
     def move(self, mean: Tensor, *, lr: float, momentum: float, nesterov: bool) -> None:
@@ -98,7 +90,6 @@ class Part:
             self.before = None
 
     def set_local(self, flat: Tensor) -> None:
-        """Set the local values, each in the dtype of its tensor."""
         torch._foreach_copy_(self.tensors, self._shaped(flat))
 
     def restart(self) -> None:

@@ -33,7 +33,6 @@ class GradientGuard:
             self._sent[name] = grad, -1 if grad is None else local_of(grad)._version
 
     def forget(self) -> None:
-        """Forget the gradients that were sent, whose memory would be kept."""
         self._sent = {}
 
     def find_fault(self, sent: Collection[str], *, is_checked_by_scaler: bool) -> str | None:
@@ -60,7 +59,6 @@ class GradientGuard:
         return None
 
     def changed(self, which: str) -> str:
-        """Return the message for a gradient that has changed."""
         return (
             f"the gradient of {which} was changed after it was exchanged, as clip_grad_norm_ does; what was sent is "
             f"the gradient before that. To clip, leave clip_grad_norm_ out and give thinwire.{self._optimizer} "

@@ -182,7 +182,6 @@ class LocalSteps(Optimizer):
             raise ValueError("parameter groups cannot be added: make the optimizer with all, and LocalSteps after it")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -216,12 +215,10 @@ class LocalSteps(Optimizer):
 
     @property
     def rounds(self) -> int:
-        """Return the number of times that all fragments were exchanged."""
         return self.sync.steps // len(self.fragments)
 
     @property
     def has_left(self) -> bool:
-        """Return whether this rank has left an `ElasticGroup`."""
         return self._membership is not None and self._membership.group.has_left
 
     def _step_here(self, closure: Callable[[], float] | None) -> float | None:
@@ -329,7 +326,6 @@ class LocalSteps(Optimizer):
             self._resume(under_way)
 
     def common_state(self) -> dict[str, Any]:
-        """Return what all ranks have in common, and a newcomer needs."""
         return {
             "common": self._by_name(lambda part: part.common),
             "outer": self._by_name(lambda part: part.momentum),
@@ -357,7 +353,6 @@ class LocalSteps(Optimizer):
 
     @property
     def _setting(self) -> dict[str, Any]:
-        """Return the options by which a saved state and this optimizer must agree."""
         return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
 
     def _by_name(self, flat: Any) -> dict[str, Tensor]:
@@ -368,7 +363,6 @@ class LocalSteps(Optimizer):
         return made
 
     def _under_way(self) -> dict[str, Any] | None:
-        """Return an exchange that was received and is not applied yet."""
         current = self._round
         if current is None:
             return None
@@ -520,7 +514,6 @@ class LocalSteps(Optimizer):
                     del optimizer.state[parameter]
 
     def _check_start(self) -> None:
-        """Check before the first step that all ranks have the same common weights."""
         if self._is_checked:
             return
         parts = [part for part in self._parts() if not part.is_averaged]  # a forward pass has changed the others

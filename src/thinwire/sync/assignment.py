@@ -62,7 +62,6 @@ class Assignment:
         return made
 
     def is_dense(self, step: int) -> bool:
-        """Return whether no parameter is compressed in the current step."""
         return self.policy.is_dense(step, self._chosen)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
@@ -85,7 +84,6 @@ class Assignment:
         """Make the choice if the trials are over; the base class does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:

@@ -39,7 +39,6 @@ class Choice(NamedTuple):
     reason: str
 
     def record(self) -> dict[str, Any]:
-        """Return the choice as a dict, for JSON and checkpoints."""
         return self._asdict()
 
     @staticmethod
@@ -50,7 +49,6 @@ class Choice(NamedTuple):
         return made
 
     def describe(self) -> str:
-        """Return the choice as text."""
         return f"auto: {self.reason}"
 
 

@@ -35,7 +35,6 @@ class Bucket(NamedTuple):
     sizes: tuple[int, ...]
 
     def parts(self) -> dict[str, Tensor]:
-        """Return a view of each parameter's part of the tensor, by name."""
         return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
 
 
@@ -77,7 +76,6 @@ class Slice:
 
     @cached_property
     def key(self) -> tuple[tuple[str | None, int], ...]:
-        """Return the names and sizes of the parameters, which identify the slice."""
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
@@ -106,7 +104,6 @@ class Packed(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.stop - self.start
 
 

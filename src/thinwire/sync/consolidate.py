@@ -89,7 +89,6 @@ def gather_states(
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor, as views of at most `_PIECE` bytes."""
     return [piece for piece in _bytes_of(tensor).split(_PIECE) if piece.numel()]
 
 

@@ -102,11 +102,9 @@ class PackedGradients(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of the gradients."""
         return sum(part.stop - part.start for part in self.parts) * self.bucket.flat.dtype.itemsize
 
     def pieces(self) -> list[Tensor]:
-        """Return the gradients, in order."""
         if self.copied is not None:
             return [self.copied]
         return [piece for part in self.parts for piece in tensors_of(self.bucket.flat[part.start : part.stop])]
@@ -149,5 +147,4 @@ class StepRecord:
 
     @property
     def warms_up(self) -> bool:
-        """Return whether an optimizer sends gradients instead of updates in this step."""
         return self.updates is not None and self.updates.warms_up

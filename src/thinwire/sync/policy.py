@@ -85,16 +85,13 @@ class Policy:
 
     @property
     def auto(self) -> bool:
-        """Return whether the compressor is chosen by measurement."""
         return self.compressor == AUTO
 
     @property
     def by_ranks(self) -> bool:
-        """Return whether the compressor depends on the number of ranks."""
         return self.compressor == DEFAULT
 
     def for_ranks(self, ranks: int) -> "Policy":
-        """Return the policy for this number of ranks."""
         return replace(self, ranks=ranks) if self.by_ranks else self
 
     @property
@@ -106,7 +103,6 @@ class Policy:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of steps in the warm-up."""
         return sum(steps for steps, _ in self.warmup)
 
     def phase(self, step: int) -> int:

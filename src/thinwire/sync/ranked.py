@@ -135,13 +135,11 @@ def _empty(entry: "TensorStorageMetadata") -> Tensor:
 
 
 def _sync_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that a synchronizer has saved."""
     made: dict[str, Any] = state.get("thinwire", state)
     return made
 
 
 def _names(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of an optimizer's parameters, in the order of their numbers in its state."""
     return [name for group in state.get("param_groups", ()) for name in group["param_names"]]
 
 

@@ -62,7 +62,6 @@ class Ranks:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps taken, without those that were skipped."""
         return self.stats.steps
 
     @property
@@ -103,12 +102,10 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Return the rank of this process among all ranks that take part."""
         return place(self.group)[0]
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that take part."""
         return place(self.group)[1]
 
     def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
@@ -119,7 +116,6 @@ class Ranks:
         return self.unsent.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
 
     def number_operations(self, device: torch.device) -> list[Operation]:
-        """Return the next operations on the group's channels."""
         operations = [Operation(channel) for channel in self.channels_of(device)]
         for operation in operations:
             operation.limit(self._timeout_seconds)
@@ -156,7 +152,6 @@ class Saves:
                 self._numbers[channel] = next(channel.users)
 
     def note(self, channels: Sequence[Channel], steps: int) -> None:
-        """Note a call of `state_dict()` after `steps` steps."""
         channel = next((each for each in channels if each.size > 1), None)
         if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
             return

@@ -78,7 +78,6 @@ class NamedVectors:
         return made
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a view of one parameter's vector."""
         return self._parts[name]
 
     def __contains__(self, name: str) -> bool:
@@ -88,11 +87,9 @@ class NamedVectors:
         return iter(self._parts)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the vectors of all parameters, by name, without copying them."""
         return dict(self._parts)
 
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Replace all vectors by copies of these."""
         self._parts = {name: tensor.detach().clone().view(-1) for name, tensor in named.items()}
         self._slices = {}
         self.generation = next(_generations)
@@ -151,7 +148,6 @@ class Residuals(NamedVectors):
                 state.residual.mul_(factor)
 
     def owner_states(self) -> list[dict[str, Any]]:
-        """Return the states of all slices with a residual, for a checkpoint."""
         return [
             {"run": [list(part) for part in key], "compressor": format_spec(compressor), **state.state_dict()}
             for key, (compressor, state) in self._states.items()
@@ -159,7 +155,6 @@ class Residuals(NamedVectors):
         ]
 
     def load(self, named: Mapping[str, Tensor], owner_states: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Replace all vectors by copies of these, and all states by those of a checkpoint."""
         made: dict[_Key, tuple[Compressor, ShardState]] = {}
         for saved in owner_states:
             state = ShardState()

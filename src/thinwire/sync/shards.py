@@ -54,7 +54,6 @@ class ShardGroup:
 
     @property
     def place(self) -> list[int]:
-        """Return the number of this rank's shard, and the number of shards, as a checkpoint has them."""
         return [self.rank, self.size]
 
     def distributed(self, name: str, local: Tensor) -> Tensor:
@@ -77,7 +76,6 @@ class ShardGroup:
         return made  # type: ignore[no-any-return]
 
     def shard(self, name: str) -> Tensor:
-        """Return this rank's shard of a parameter."""
         return local_of(self.parameters[name])
 
     def add(self, tensor: Tensor) -> Tensor:

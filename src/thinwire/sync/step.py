@@ -177,7 +177,6 @@ class Step(StepRecord):
 
     @property
     def _samples(self) -> bool:
-        """Return whether this step samples gradients, which a recording cannot do."""
         return self.updates is not None and bool(self.updates.sampled)
 
     def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
@@ -325,7 +324,6 @@ class Step(StepRecord):
             self.sync.workspace.prepare(sent)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a slice by calling `encode`, and hand the payload to the wire."""
         reduction = sent.reduction
         self.handles.append(reduction.handle)
         label = f"bucket {self._encoded}, {sent.gradient.numel():,} elements"
@@ -485,7 +483,6 @@ class Step(StepRecord):
             yield sent.update is not None, sent.slice.parts(out)
 
     def release(self) -> None:
-        """Release the gradients, payloads and copies of a finished step."""
         self._sent, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 

@@ -120,7 +120,6 @@ class Synchronizer(Ranks):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps and residuals."""
         self.drop()
         self.unsent, self.stats = Residuals(), SyncStats()
         self._scale = 1.0
@@ -176,7 +175,6 @@ class Synchronizer(Ranks):
 
     @property
     def _whole_numels(self) -> Mapping[str, int]:
-        """Return the number of elements of each parameter, over all shards."""
         return (self.numels or {}) if self.shards is None else self.shards.numels
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,7 +290,6 @@ class Synchronizer(Ranks):
         self.numels, self._unchecked = numels, None
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step. Call `finish` after the last one."""
         if first:
             self.begin(bucket.tensor.device)
         self.send(bucket, last=last)
@@ -333,11 +330,9 @@ class Synchronizer(Ranks):
 
     @property
     def sends_by_torch(self) -> bool:
-        """Return whether DDP's hook has to send the buckets of the step under way by itself."""
         return self._step is not None and self._step.is_sent_by_torch
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
-        """Send one bucket of the step under way."""
         step = self._step
         assert step is not None
         try:
@@ -412,12 +407,10 @@ class Synchronizer(Ranks):
 
     @property
     def is_pending(self) -> bool:
-        """Return whether all buckets of a step were sent, and the step is not finished."""
         return self._step is not None and self._step.closed
 
     @property
     def pending_names(self) -> Collection[str]:
-        """Return the names of the parameters whose gradients were sent in the step under way."""
         return () if self._step is None else self._step.numels
 
     def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
@@ -438,7 +431,6 @@ class Synchronizer(Ranks):
             yield flatten(group), index == 0, index == len(groups) - 1
 
     def drop(self) -> None:
-        """Drop a step that was begun and not finished."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()

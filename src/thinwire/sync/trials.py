@@ -66,7 +66,6 @@ class Auto(Assignment):
         """The step under way, and the time at which it began."""
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
-        """Choose the compressor of this step, and measure the one before it."""
         self.choose_if_due(sync, device)
         if device.type == "cuda" and self.choice is None and step > self._start:
             # A time measurement begins or ends here, and a step that skips the wait would seem quick.
@@ -96,7 +95,6 @@ class Auto(Assignment):
 
     @property
     def end(self) -> int:
-        """Return the first step after the trials."""
         return self._start + len(self._schedule)
 
     def tries_gradients(self, step: int) -> bool:
@@ -161,7 +159,6 @@ class Auto(Assignment):
     # The place of a step in the trials.
 
     def _number(self, step: int) -> int | None:
-        """Return the number of the compressor that a step tries; None if it is no step of the trials."""
         place = step - self._start
         return self._schedule[place] if self.choice is None and 0 <= place < len(self._schedule) else None
 

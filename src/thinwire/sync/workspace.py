@@ -42,7 +42,6 @@ class Workspace:
         self.clear()
 
     def clear(self) -> None:
-        """Drop everything except the streams and the memory pool."""
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         """Views of the beginning of the same memory, by number of elements."""
@@ -125,7 +124,6 @@ class Workspace:
         return self.new_recording() if kernels.is_recordable(kernel, layout) else None
 
     def new_recording(self) -> Recording:
-        """Return a recording that shares its memory with all others here, because they run one after the other."""
         return Recording(self._memory)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:

@@ -131,22 +131,18 @@ class Stage:
 
     @property
     def rank(self) -> int:
-        """Return this rank in the group."""
         return self.operation.channel.rank
 
     @property
     def size(self) -> int:
-        """Return the number of ranks in the group."""
         return self.operation.channel.size
 
     @property
     def others(self) -> list[int]:
-        """Return all other ranks in the group."""
         return self.operation.channel.others
 
     @property
     def layout(self) -> Layout:
-        """Return the payload layout of the first compressor for the tensor."""
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
     def encode(
@@ -199,7 +195,6 @@ class Stage:
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 
     def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-        """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
         return is_unmarked(payloads, layouts)
 
@@ -227,7 +222,6 @@ class Stage:
                 raise self.operation.malformed(rank, "some values are marked as not finite and others are not")
 
     def buffer(self, *shape: int) -> Tensor:
-        """Return a uint8 tensor from `buffers`, on the device of the tensor."""
         return self.buffers.next_buffer(shape, self.tensor.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

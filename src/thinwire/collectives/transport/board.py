@@ -72,15 +72,12 @@ class Board:
         """Reason why the store does not answer any more, or None."""
 
     def below(self, name: str) -> "Board":
-        """Return a board with separate keys on the same store, for a name that is not used twice."""
         return Board(f"{self._prefix}/{name}", None, self._root, self._thread)
 
     def store(self, name: str) -> "PatientStore":
-        """Return a store with separate keys, for use by torch."""
         return PatientStore(self._prefixed(f"{self._prefix}/{name}"), self._thread)
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
         there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for the key
         text = self._ask(lambda: self._store.get(key), None) if there else None
         return None if text is None else bytes(text).decode(errors="replace")
@@ -91,20 +88,16 @@ class Board:
         self._ask(lambda: (self._store.set(key, text), self._store.check([key])), None)
 
     def write_once(self, key: str, text: str) -> str | None:
-        """Set the text of a key, unless a rank has already set it. Return the text that is there now."""
         found = self._ask(lambda: self._store.compare_set(key, "", text), None)
         return None if found is None else bytes(found).decode(errors="replace")
 
     def count(self, key: str) -> int:
-        """Return the number of calls with this key on all ranks, this call included."""
         return self._ask(lambda: int(self._store.add(key, 1)), 0)
 
     def delete(self, key: str) -> None:
-        """Delete a key."""
         self._ask(lambda: self._store.delete_key(key), None)
 
     def _prefixed(self, prefix: str) -> Any:
-        """Return a view of the same store with prefixed keys."""
         return dist.PrefixStore(prefix, self._root)  # type: ignore[attr-defined]
 
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
@@ -124,28 +117,22 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
         self._store, self._thread = store, thread
 
     def set(self, key: str, value: bytes) -> None:
-        """Set the value of a key."""
         self._thread.ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._thread.ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key and return the sum."""
         return self._thread.ask(lambda: int(self._store.add(key, amount)))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return self._thread.ask(lambda: bool(self._store.check(keys)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed."""
         return self._thread.ask(lambda: bool(self._store.delete_key(key)))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until all keys exist. Raise RuntimeError after the timeout."""
         end, pause = time.monotonic() + timeout.total_seconds(), 1e-4
         while not self.check(keys):
             if time.monotonic() > end:

@@ -65,7 +65,6 @@ class Channel:
         self._connection = None
 
     def pause(self, seconds: float) -> None:
-        """Sleep while other ranks make progress."""
         time.sleep(seconds)
 
     def find_silent(self) -> PeerError | None:
@@ -102,7 +101,6 @@ class Connection:
 
     @property
     def connected(self) -> bool:
-        """Return whether the link exists."""
         return self._link is not None
 
     def link(self, deadline: float) -> Link:
@@ -201,7 +199,6 @@ def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> 
 
 
 def _forget_destroyed() -> None:
-    """Close the channels of destroyed groups, with their connections and threads."""
     living = dist.distributed_c10d._world.pg_map
     for key, channel in list(_channels.items()):
         if channel.group not in living:

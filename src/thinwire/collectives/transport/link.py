@@ -89,7 +89,6 @@ class GlooLink(Link):
         """Keeps the buffers of `check`, which gloo may still refer to."""
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Start gloo's sends and receives, and return a function that waits for them."""
         different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one can be for all peers
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
@@ -179,7 +178,6 @@ class NcclLink(Link):
         return wait
 
     def close(self) -> None:
-        """Abort the NCCL group of this link."""
         self._group.abort()
 
     def check(self) -> None:

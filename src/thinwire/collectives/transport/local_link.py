@@ -52,7 +52,6 @@ class Switchboard:
         """Posts by (tag, rank)."""
 
     def close(self, rank: int) -> None:
-        """End all messages under way."""
         with self._lock:
             if self.closed_by is None:
                 self.closed_by = rank
@@ -85,7 +84,6 @@ class Switchboard:
         self.turns.changed()
 
     def remove(self, rank: int, tag: int) -> None:
-        """Remove a post."""
         with self._lock:
             self._posts.pop((tag, rank), None)
 
@@ -98,7 +96,6 @@ class LocalLink(Link):
         self._board = board
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Add a post to the switchboard, and return a function that waits for its messages."""
         post = _post(sends, receives)
         self._board.post(self.rank, tag, post)
 
@@ -114,11 +111,9 @@ class LocalLink(Link):
         return wait
 
     def close(self) -> None:
-        """Close the switchboard for all ranks."""
         self._board.close(self.rank)
 
     def check(self) -> None:
-        """Raise `LinkBroken` if a rank has closed the switchboard."""
         if self._board.closed_by is not None:
             raise LinkBroken(self._board.closed_by, False, f"rank {self._board.closed_by} closed the connection")
 

@@ -52,7 +52,6 @@ class Operation:
         self._timeout = self._timeout if timeout is None else timeout
 
     def restart(self) -> None:
-        """Start the timeout again, in an operation of many exchanges."""
         self._deadline = time.monotonic() + self._timeout
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
@@ -96,7 +95,6 @@ class Operation:
 
     @property
     def failure(self) -> CollectiveError | None:
-        """Return the error that has ended the connections of this operation; None while they are open."""
         cause = self._connection.cause
         return None if cause is None else self._error(cause)
 
@@ -143,7 +141,6 @@ class Operation:
         return self._error(self._connection.fail(found))
 
     def finish(self) -> None:
-        """End this operation after its last byte."""
         watch.end(self)
 
     def give_up(self, error: BaseException) -> CollectiveError:
@@ -292,7 +289,6 @@ class Operation:
         self.channel.board.write(f"here/{self.channel.rank}/{self.number % _SLOTS}", self._record.text)
 
     def _read_here(self, rank: int) -> Record | None:
-        """Return the record of a rank for this operation, or None."""
         text = self.channel.board.read(f"here/{rank}/{self.number % _SLOTS}")
         record = None if text is None else Record.read(text)
         return record if record is not None and record.number == self.number else None

@@ -22,7 +22,6 @@ class Record:
 
     @property
     def text(self) -> str:
-        """Return this record as JSON."""
         return json.dumps([self.number, self.call, self.refused])
 
     @staticmethod

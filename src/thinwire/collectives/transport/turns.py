@@ -30,13 +30,11 @@ class Turns:
         """Rank whose turn it is, or None."""
 
     def enter(self, rank: int) -> None:
-        """Let a rank take turns from now on, and wait for its first turn."""
         with self._lock:
             self._taking_turns.add(rank)
         self.wait(rank, lambda: True, None)
 
     def leave(self, rank: int) -> None:
-        """Let a rank take no more turns."""
         with self._lock:
             self._taking_turns.discard(rank)
             self._hand_on(rank)

@@ -44,7 +44,6 @@ class Watch:
         self._work.set()
 
     def end(self, operation: Watched) -> None:
-        """Stop watching an operation."""
         self._since.pop(operation, None)
 
     def end_all(self) -> None:

@@ -78,7 +78,6 @@ class Wire:
         self._thread.shutdown(wait=False)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the CUDA stream of this thread for a device, or None if the device is not a GPU."""
         if device.type != "cuda":
             return None
         with self._lock:
@@ -87,7 +86,6 @@ class Wire:
             return self._streams[device]
 
     def _work(self) -> None:
-        """Work on reductions until the queue is empty."""
         under_way: deque[WireTask] = deque()
         while True:
             if self._waiting and self._may_post(self._waiting[0], len(under_way)):
