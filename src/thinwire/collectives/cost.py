@@ -67,10 +67,7 @@ def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tupl
 
 
 def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequence[Span]) -> bool:
-    """Return whether the concatenated payloads of the shares are the payload of the whole tensor.
-
-    They are if shares are cut between records and no share is so short that it is sent dense.
-    """
+    """Return whether the concatenated payloads of the shares are the payload of the whole tensor."""
     layout = compressor.layout(numel, dtype)
     kinds = {type(compressor.layout(stop - start, dtype)) for start, stop in cut if start < stop}
     return kinds <= {type(layout)} and all(start % layout.granule == 0 for start, stop in cut if start < stop)
@@ -122,10 +119,7 @@ def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype:
 def hierarchical(
     between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
 ) -> Cost:
-    """Return the cost of a dense stage inside the nodes and a stage between them.
-
-    between   returns the cost between nodes for the (numel, dtype) of one share.
-    """
+    """Return the cost of a dense stage inside the nodes, and of `between` nodes for the (numel, dtype) of a share."""
     inside, wide = dense(numel, dtype, ranks_in_node), residual_dtype(dtype)
     sizes = Counter(stop - start for start, stop in shares(numel, granule, ranks_in_node))
     outside = {size: between(size, wide) for size in sizes}
@@ -138,11 +132,7 @@ def hierarchical(
 
 
 def dtype_of_sum(second: Compressor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which owners encode a sum.
-
-    Owners add in float32 (float64 for float64) and compress the result in that dtype. Without compression, they send
-    the sum in the dtype of the tensor.
-    """
+    """Return the dtype in which owners encode a sum: that in which they add, unless the sum is sent dense."""
     return dtype if isinstance(second, NoCompression) else residual_dtype(dtype)
 
 

@@ -187,10 +187,7 @@ class ElasticGroup:
     # After an exchange.
 
     def wishes(self) -> list[int]:
-        """Return what this rank tells the others with its receipt: whether it leaves, and whom it would admit.
-
-        The first member looks for newcomers. It admits those that have given a sign of life since it last looked.
-        """
+        """Return whether this rank leaves and, from the first member, the newcomers that it would admit."""
         admitted = [number for number in self._candidates() if self._is_awake(number)] if self.rank == 0 else []
         admitted = admitted[:MOST_ADMITTED]
         return [int(self._wants_to_leave), *admitted, *[0] * (MOST_ADMITTED - len(admitted))]
@@ -203,10 +200,7 @@ class ElasticGroup:
         return self._follow(Decision(True, members, list(left), list(joined)))
 
     def call_roll(self, named: Collection[int] = ()) -> Change:
-        """Decide that the exchange is void, and who is left: all that answer, or have shown that they are alive.
-
-        named   ranks that an error has named: if they are silent, they are lost sooner.
-        """
+        """Decide that the exchange is void, and who is left: all that answer or live; less patience for `named`."""
         if self.number not in self.members:
             raise RuntimeError("a roll call by a rank that is no member")
         number, started = self._exchange + 1, time.monotonic()
@@ -231,10 +225,7 @@ class ElasticGroup:
         self._begin(self._number("size") + self._board.count("joins") - 1)
 
     def wait_for_admission(self) -> list[int]:
-        """Wait, as a newcomer, until the members admit this rank, and take part in their roll call.
-
-        Returns the numbers of all newcomers that were admitted with it.
-        """
+        """Wait until the members admit this rank, and answer their roll call; return all newcomers."""
         if self._missing(f"admitted/{self.number}"):
             raise PeerError(
                 f"nobody has admitted rank {self.number} within {self.timeout:g} s: newcomers are admitted when a "

@@ -66,10 +66,7 @@ class Report:
 
 
 class Handle:
-    """A running all-reduce, with the methods of torch's `Work`.
-
-    Only the first result or error counts. Later ones are dropped, for example after a mismatch.
-    """
+    """A running all-reduce, with the methods of torch's `Work`. Only the first result or error counts."""
 
     def __init__(self, report: Report, device: torch.device | None = None) -> None:
         """Create a handle. With a device, the handle also has a torch future."""

@@ -108,10 +108,7 @@ class LocalWorld:
     def run_rank(
         self, rank: int, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
-        """Call the function in this thread as one rank. The other ranks are threads of the caller, too.
-
-        If it raises, the error gets a note with the rank, and no other rank waits for this one.
-        """
+        """Call the function in this thread as one rank. If it raises, no other rank waits for this one."""
         group = self.groups[rank]
         if self.takes_turns:
             self.turns.enter(rank)

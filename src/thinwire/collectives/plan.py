@@ -50,10 +50,7 @@ def choose(
     *,
     can_shard: bool,
 ) -> tuple[str, str]:
-    """Return the algorithm to use, and the reason. Raise ValueError if the given one does not fit the compressor.
-
-    can_shard   whether "auto" may choose "sharded". Without a state for the residual of owners, it may not.
-    """
+    """Return the algorithm and the reason; ValueError if it does not fit. "auto" shards only if it `can_shard`."""
     layout = first.layout(numel, dtype)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")

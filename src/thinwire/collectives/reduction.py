@@ -156,10 +156,7 @@ class Reduction:
 
     @property
     def failure(self) -> CollectiveError | None:
-        """Return the error that has ended the connections of this reduction; None while they are open.
-
-        It is there before the wire has reported it: operations that begin from now on are on new connections.
-        """
+        """Return the error that has ended the connections, even if the wire has not reported it yet."""
         return next((error for operation in self._operations if (error := operation.failure) is not None), None)
 
     def join_streams(self) -> None:

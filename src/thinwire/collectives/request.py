@@ -58,10 +58,7 @@ class Request:
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 
     def key_of(self, key: int | None, number: int) -> int | None:
-        """Return the key of operation `number`. By default, a compressor that draws gets a key made from the number.
-
-        Raise ValueError if the given key is not an int.
-        """
+        """Return the key of an operation: from its number if none is given and the compressor draws."""
         if key is None and self.draws:
             channel = self.channels[-1]
             key = number if self.positions_drawn else mix_key(number, channel.ranks[channel.rank])
@@ -100,10 +97,7 @@ def make_request(
     state: ShardState | None,
     max_bytes: int,
 ) -> Request:
-    """Check and plan a call. Raise ValueError if it is not possible.
-
-    tensor   an example: only its shape and dtype are used.
-    """
+    """Check and plan a call for tensors like this one. Raise ValueError if it is not possible."""
     *nodes, channel = channels
     in_node = nodes[0].size if nodes else 1
     first = _made(compressor)
@@ -173,10 +167,7 @@ def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
 
 @lru_cache(maxsize=256)
 def _shared(made: Compressor) -> Compressor:
-    """Return one shared object for all equal compressors that are made here.
-
-    On a GPU, the first use of a new compressor waits until its counters are initialized.
-    """
+    """Return one object for all equal compressors: on a GPU, the first use of a new one waits for its counters."""
     return made
 
 

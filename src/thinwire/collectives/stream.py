@@ -143,10 +143,7 @@ class _Task:
 
 
 def _lines(operations: list[Operation], *, to: int, source: int, device: torch.device) -> tuple[_Line, _Line, bool]:
-    """Return the lines of this rank toward rank `to` and toward rank `source`, and whether it is between them.
-
-    The rank between them is in the node of rank `to`, in the place of rank `source`.
-    """
+    """Return the lines toward ranks `to` and `source`, and whether this rank is between: in the node of the first."""
     *inside, last = operations
     staged = device if last.channel.backend == "nccl" else torch.device("cpu")
     if not inside:

@@ -151,10 +151,7 @@ def _hook_of_sync(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Send a bucket, and return a future of its averages.
-
-    The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
-    """
+    """Send a bucket, and return a future of its averages. The last bucket waits for all, within the backward pass."""
     sync, (flat, future) = state.receiver, _send(state, bucket)
     if state.error is None and sync.sends_by_torch:
         if bucket.is_last():

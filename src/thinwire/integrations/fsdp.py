@@ -30,10 +30,7 @@ _SAMPLES = 1024
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Run an action after everything that DDP or FSDP does at the end of the backward pass under way.
-
-    A callback that is queued by another callback comes last.
-    """
+    """Run an action after all that DDP or FSDP does after backward: a callback queued by a callback comes last."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(action))
 
@@ -54,10 +51,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def sharded_parameters(named: Mapping[str, Tensor], group: Group) -> "ShardedParameters | None":
-    """Return the parameters of a sharded model; None if none is; raise ValueError if they cannot be exchanged by shard.
-
-    group   the ranks that hold the same shard of the other replicas.
-    """
+    """Return a sharded model's parameters, to exchange between the ranks of `group`; None if it is not sharded."""
     found = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
     if not found:
         return None
@@ -182,10 +176,7 @@ class ShardedParameters:
         return self._positions[bucket.names]
 
     def changed(self) -> str | None:
-        """Return the name of a parameter whose gradient has changed since it was copied into its bucket, if any is.
-
-        torch counts no change when an operation on many DTensors changes them, as clip_grad_norm_ does.
-        """
+        """Return a parameter whose gradient has changed, of which torch counts nothing if many DTensors change."""
         for bucket, positions, before in self._sampled:
             now = bucket.tensor[positions]
             differs = (now != before) & ~(now.isnan() & before.isnan())

@@ -504,9 +504,6 @@ def _mean_of(seconds: Sequence[Tensor]) -> float:
 
 
 def _limit(group: dict[str, Any], ranks: int) -> float:
-    """Return the largest value that a rank's part of Adam's own update can have.
-
-    With a second moment that lags behind, a rank's update could be larger.
-    """
+    """Return the largest part of Adam's update; a rank's could be larger if the second moment lags behind."""
     beta1, beta2 = group["compressed_betas"]
     return float(ranks * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

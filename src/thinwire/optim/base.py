@@ -142,10 +142,7 @@ class CompressedOptimizer(Optimizer):
             self._backward.reset()
 
     def exchange(self) -> None:
-        """Send this step now, without DDP; `step` calls this if it was not called before.
-
-        Raises ValueError with DDP, which sends in the backward pass.
-        """
+        """Send this step now, as `step` does otherwise. Raise ValueError with DDP, whose backward pass sends."""
         if self.ddp is not None or self._backward is not None:
             kind = "FSDP" if self.ddp is None else "DDP"
             raise ValueError(f"with {kind} the exchange is part of the backward pass; do not call exchange()")
@@ -271,10 +268,7 @@ class CompressedOptimizer(Optimizer):
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
 
     def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
-        """Prepare for the first step after the moments of torch's optimizer were loaded.
-
-        steps   the number of steps that each parameter has taken.
-        """
+        """Prepare for the first step with moments of torch's optimizer; `steps` were taken by each parameter."""
 
     def _steps_of(self, name: str) -> int:
         return self._count
@@ -362,10 +356,7 @@ class CompressedOptimizer(Optimizer):
         return [name for name, _ in self.named_parameters() if name not in by_gradient]
 
     def _sent_as_gradients(self, step: int) -> set[str]:
-        """Return the names of parameters whose gradients are sent at a step, while updates are sent for others.
-
-        Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
-        """
+        """Return the parameters whose gradients are sent, beside updates of others; kept by phase."""
         policy = self.sync.policy
         key = policy.phase(step), self.sync.dense
         if policy.auto or key not in self._gradients_in_phase:

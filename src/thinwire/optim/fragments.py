@@ -72,10 +72,7 @@ class Part:
         return self._layout._replace(tensor=flat)
 
     def move(self, mean: Tensor, *, lr: float, momentum: float, nesterov: bool) -> None:
-        """Move the common values against the mean difference, by SGD with momentum, and the local ones with them.
-
-        Steps that were taken meanwhile stay: they are part of the next difference.
-        """
+        """Move common values against the mean, by SGD with momentum, and local ones along: later steps stay."""
         if self.is_averaged:
             lr, momentum = 1.0, 0.0
         if momentum:

@@ -14,11 +14,7 @@ from ..sync.shards import local_of
 
 
 class GradientGuard:
-    """Compares gradients with those that were sent, by identity and by torch's count of their changes.
-
-    parameters   all parameters by name.
-    optimizer    the name of the optimizer, for messages.
-    """
+    """Compares gradients with those that were sent, by identity and by torch's count of their changes."""
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
         self._parameters, self._optimizer = parameters, optimizer
@@ -36,11 +32,7 @@ class GradientGuard:
         self._sent = {}
 
     def find_fault(self, sent: Collection[str], *, is_checked_by_scaler: bool) -> str | None:
-        """Return what is wrong with the gradients, and what to do; None if they are as they were sent.
-
-        sent                   names of the parameters whose gradients were sent.
-        is_checked_by_scaler   True if a GradScaler has looked for Inf, which torch may count as a change.
-        """
+        """Return what is wrong with the gradients, if anything; a GradScaler's look for Inf may count as a change."""
         for name, parameter in self._parameters.items():
             grad = parameter.grad
             if name not in sent:

@@ -21,10 +21,7 @@ Params = nn.Module | ParamsT
 def find_parameters(
     given: Params, ddp: DistributedDataParallel | None
 ) -> tuple[list[dict[str, Any]], DistributedDataParallel | None]:
-    """Return the parameter groups with (name, parameter) pairs, as torch's optimizers take them, and the DDP model.
-
-    `ddp` is the DDP model of the parameters, if they are not given as a DDP model. Without it, `ddp_of` looks for one.
-    """
+    """Return the groups with (name, parameter) pairs, as torch takes them, and the DDP model, given or found."""
     if ddp is not None and not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp {ddp!r}, expected the DistributedDataParallel that the parameters belong to, or None")
     params: Iterable[Any]
@@ -61,10 +58,7 @@ def find_parameters(
 
 
 def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:
-    """Return the DDP model that has one of these parameters, or None; raise ValueError if there are several.
-
-    A parameter does not refer to its DDP model, so this looks at all objects of that class.
-    """
+    """Return the DDP model of one of these parameters, from all objects of that class; raise ValueError if several."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     wanted = {id(parameter) for parameter in parameters}

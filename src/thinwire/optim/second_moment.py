@@ -20,10 +20,7 @@ from ..sync.synchronizer import Synchronizer
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return c by name, from this rank's samples.
-
-    All ranks call this with the same names, and get the same result. A tensor without any gradient is left out.
-    """
+    """Return c by name, from samples; all ranks call it, and get the same. A tensor without gradient is left out."""
     if not samples:
         return {}
     sizes = [part.numel() for part in samples.values()]

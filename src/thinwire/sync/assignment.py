@@ -20,10 +20,7 @@ from .ranks import Ranks
 
 
 class Assignment:
-    """Assigns the compressors of the policy.
-
-    families   the number of each parameter's family, for optimizers; None otherwise.
-    """
+    """Assigns the compressors of the policy. With `families`, by parameter, it is that of an optimizer."""
 
     choice: Choice | None = None
     """The choice made by measurement, and its reason; None before it is made, and without "auto"."""
@@ -65,10 +62,7 @@ class Assignment:
         return self.policy.is_dense(step, self._chosen)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Return whether this parameter is not compressed.
-
-        step   the current step or the next one.
-        """
+        """Return whether this parameter is not compressed at the current step or the next one."""
         return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
     def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
@@ -87,10 +81,6 @@ class Assignment:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        """Load the state of a checkpoint.
-
-        same_world   whether the checkpoint has the same world size.
-        """
         self._plans = {}
 
     def _chosen_at(self, step: int) -> Compressor | None:

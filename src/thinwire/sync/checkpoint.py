@@ -121,10 +121,7 @@ def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
 
 
 def choose(given: State | Sequence[State], rank: int, world_size: int, *, strict: bool = True) -> Choice:
-    """Return the states that this rank needs; raise ValueError if some are missing, invalid or inconsistent.
-
-    strict   False: warn of those that are missing, and go on without them.
-    """
+    """Return the states that this rank needs. Raise ValueError if some are invalid, or missing while `strict`."""
     states = as_list(given)
     for state in states:
         if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -188,10 +185,7 @@ def _check_types(state: State) -> None:
 
 
 def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Return the vectors of this rank, merged from those of the states that it takes over.
-
-    With the same world size they are those of its own state, which are not copied.
-    """
+    """Return the vectors of this rank, merged from those of the states that it takes over; its own are not copied."""
     if choice.same_world:
         return vectors[0] if vectors else {}
     names = {name: tensor for named in vectors for name, tensor in named.items()}
@@ -223,10 +217,7 @@ def check_same(name: str, saved: object, here: object) -> None:
 
 
 def check_shards(states: Sequence[State], here: list[int] | None) -> None:
-    """Raise ValueError if states are of another shard of a sharded model than that here.
-
-    here   the number of this rank's shard, and of shards; None if the model is not sharded.
-    """
+    """Raise ValueError if states are of another shard (number, of how many) than that here; None is no shard."""
     for state in states:
         found = state.get("shard")
         if (None if found is None else list(found)) != here:

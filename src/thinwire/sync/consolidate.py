@@ -32,11 +32,7 @@ def gather_states(
     sources: Collection[int] | None = None,
     name: str = "consolidate_state_dict",
 ) -> list[dict[str, Any]] | None:
-    """Return the states of ranks, in CPU memory, on rank `to`, and None on others. All ranks call this.
-
-    sources   the ranks whose states are returned, in order; by default all.
-    name      the name of the call, for errors.
-    """
+    """Return the states of all ranks, or of `sources`, in CPU memory, on rank `to`; None on others. All ranks call."""
     rank, world_size = place(group)
     if type(to) is not int or not 0 <= to < world_size:
         raise ValueError(f"to={to!r}, expected a rank from 0 to {world_size - 1}")

@@ -141,10 +141,7 @@ class Policy:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
     def compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None = None) -> Compressor:
-        """Return the compressor of this parameter at this step; `DENSE` if it is not compressed.
-
-        chosen   what "auto" tries or has chosen, in place of `final`.
-        """
+        """Return the compressor at this step, `DENSE` if it has none; `chosen` by "auto" replaces `final`."""
         if self.is_excluded(name):
             return DENSE
         if self.is_small(name, numel):
@@ -159,10 +156,7 @@ class Policy:
         return given or self.final
 
     def check_order(self) -> None:
-        """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
-
-        The end of the warm-up is not checked with "auto", whose dense steps send residuals too.
-        """
+        """Raise ValueError if a dense phase follows a compressed one: residuals would stay. "auto" sends them dense."""
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
         if True in compressed and not all(compressed[compressed.index(True) :]):

@@ -74,10 +74,7 @@ class Ranks:
         return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
 
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
-
-        Sums are compressed by the same compressor.
-        """
+        """Average tensors over ranks, in place and without residuals; sums have the same compressor. Count bytes."""
         started, mean, group, timeout = time.perf_counter(), dist.ReduceOp.AVG, self.group, self.timeout
         handles = [
             all_reduce_compressed(

@@ -44,10 +44,7 @@ class NamedVectors:
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return one flat tensor for these parameters, in this order, with the residual dtype for `dtype`.
-
-        A name of None stands for a gap, whose elements belong to no parameter.
-        """
+        """Return one flat tensor in residual dtype for these parameters; None stands for a gap between them."""
         key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
         with self._lock:  # backward may run in a thread of its own
             kept = self._slices.get(key)
@@ -113,10 +110,7 @@ class Residuals(NamedVectors):
         self._states: dict[_Key, tuple[Compressor, ShardState]] = {}
 
     def state(self, slice_: Slice) -> ShardState:
-        """Return the state of the shards of this slice that this rank owns.
-
-        If the slice or its compressor is new, all states with a parameter of this slice are first folded.
-        """
+        """Return the state of this slice's shards. If it is new, fold all with a parameter of this slice first."""
         kept = self._states.get(slice_.key)
         if kept is not None and kept[0] == slice_.compressor:
             return kept[1]

@@ -79,10 +79,7 @@ class ShardGroup:
         return local_of(self.parameters[name])
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a small tensor over the shards, with the same bits on each; NaN if one is not finite.
-
-        Raises CollectiveError if a shard has failed before, or does not answer.
-        """
+        """Return the sum over the shards, alike on each. Raise CollectiveError if one has failed or is silent."""
         if self.size == 1:
             return tensor
         total = tensor.detach().to(self.device, copy=True)

@@ -279,10 +279,7 @@ class Step(StepRecord):
         update: Update | None = None,
         places: Sequence[tuple[Flat, Packed]] = (),
     ) -> Sent | None:
-        """Begin the operation that sends `source`, which is written later. Only packed parameters have places.
-
-        Return None if one of this step has failed.
-        """
+        """Begin the operation that sends `source`, which is written later; return None if another has failed."""
         sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
         keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
         residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
@@ -398,10 +395,7 @@ class Step(StepRecord):
         return copy
 
     def _sample(self, slice_: Slice, gradient: Flat) -> None:
-        """Keep samples of the gradients of a slice, if the optimizer has requested them.
-
-        All ranks draw the same positions for the same step and name.
-        """
+        """Keep samples of gradients, if the optimizer has requested them, at positions that all ranks draw alike."""
         if self.updates is None or not self.updates.sampled:
             return
         for name, part in slice_.parts(gradient):
@@ -467,10 +461,7 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
-        """Update residuals and moments, and yield the averages of one slice after the other.
-
-        Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
-        """
+        """Update residuals and moments, and yield averages by slice, in shared memory, and if they are updates."""
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -497,10 +488,7 @@ class Step(StepRecord):
 
 
 def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | None) -> float | Tensor:
-    """Return the factor that clips a gradient to the norm `max_norm`; 1 if the gradient is not finite.
-
-    The gradient of a sharded model is that of all shards.
-    """
+    """Return the factor that clips the gradient, of all shards, to `max_norm`; 1 if it is not finite."""
     assert updates.max_norm is not None
     # In float64, since the square of a large float32 overflows.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -519,10 +507,6 @@ def _is_recordable(update: Update | None) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite.
-
-    The sum is checked first, which reads the tensor once. Elements are checked only if the sum is not finite, because a
-    sum of finite elements can overflow.
-    """
+    """Return whether all elements are finite. They are checked one by one only if their sum, read once, is not."""
     total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())

@@ -265,10 +265,7 @@ class Synchronizer(Ranks):
     # For integrations and optimizers.
 
     def register_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Register the model's parameters, including frozen ones; only the first call has an effect.
-
-        Raises ValueError if they do not fit the policy or a checkpoint.
-        """
+        """Register all parameters, once. Raise ValueError if they do not fit the policy or a checkpoint."""
         if self.numels is not None:
             return
         numels = {}
@@ -295,10 +292,7 @@ class Synchronizer(Ranks):
         self.send(bucket, last=last)
 
     def begin(self, device: torch.device, updates: Updates | None = None) -> None:
-        """Begin a step.
-
-        updates   the settings of an optimizer that sends updates; None if gradients are sent.
-        """
+        """Begin a step, with the settings of an optimizer if it sends updates."""
         self.drop()
         self._device = device
         if self.policy.by_ranks and self.policy.ranks is None:
@@ -370,10 +364,7 @@ class Synchronizer(Ranks):
 
     @contextmanager
     def reporting(self, device: torch.device) -> Iterator[None]:
-        """Report an error of the `with` block to the other shards, and to the other replicas of this shard.
-
-        Without shards it is not reported: the other ranks find out in their next exchange.
-        """
+        """Report an error of the `with` block to the other shards, and to the other replicas of this shard."""
         try:
             yield
         except Exception as error:
@@ -414,10 +405,7 @@ class Synchronizer(Ranks):
         return () if self._step is None else self._step.numels
 
     def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
-        """Yield gradients without DDP, as (bucket, whether it is the first, whether it is the last).
-
-        Raises ValueError for gradients that cannot be sent; the other ranks, which wait for this one, get the reason.
-        """
+        """Yield (bucket, is first, is last) without DDP. A ValueError for gradients reaches the other ranks."""
         named = [(plain_name(name), p) for name, p in named]
         trained = [(name, p) for name, p in named if p.requires_grad]
         try:
@@ -436,10 +424,7 @@ class Synchronizer(Ranks):
             step.abandon()
 
     def follow_group(self, ranks_before: int) -> None:
-        """Go on after the members of the group have changed.
-
-        A residual counts by its share of an average over ranks, which stays the same.
-        """
+        """Go on after members have changed: the share of a residual in an average over ranks stays the same."""
         self.drop()
         self.unsent.fold()
         self.unsent.scale(self.world_size / ranks_before, lambda name: True)

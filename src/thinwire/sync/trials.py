@@ -50,10 +50,7 @@ def schedule(compressors: Sequence[Compressor]) -> list[int]:
 
 
 class Auto(Assignment):
-    """Assigns the compressors that are tried, measures their steps, and finally assigns the chosen one.
-
-    compressors   the compressors to try, the densest first.
-    """
+    """Tries compressors, the densest first, measures their steps, and finally assigns the chosen one."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: Sequence[Compressor]) -> None:
         super().__init__(policy, families)
@@ -74,10 +71,7 @@ class Auto(Assignment):
         self._choose(self._chosen_at(step))
 
     def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
-        """Make the choice if the trials are over, from measurements averaged over ranks; rank 0 logs it.
-
-        With one rank, dense is chosen without trials.
-        """
+        """Make the choice if the trials are over, from averaged measurements; with one rank, choose dense at once."""
         specs = list(map(format_spec, self.compressors))
         if self.choice is not None or (sync.world_size > 1 and sync.steps < self.end):
             return
@@ -98,10 +92,7 @@ class Auto(Assignment):
         return self._start + len(self._schedule)
 
     def tries_gradients(self, step: int) -> bool:
-        """Return whether an optimizer sends gradients instead of updates at this step.
-
-        It does if the step tries a compressor that is not sparse: from gradients to updates is easy, but not back.
-        """
+        """Return whether the step tries a compressor that is not sparse: going from gradients to updates is easy."""
         number = self._number(step)
         return number is not None and not self.compressors[number].sparse
 

@@ -113,10 +113,7 @@ class Workspace:
         return slot
 
     def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
-        """Return a new recording; None if the work of this compressor cannot be recorded.
-
-        Random draws cannot be recorded because their key changes, nor an exchange that waits for other ranks of a node.
-        """
+        """Return a new recording; None if a draw has a new key at each step, or ranks of a node are waited for."""
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
         layout = compressor.layout(source.numel(), source.dtype)
@@ -127,10 +124,7 @@ class Workspace:
         return Recording(self._memory)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
-        """Return the addresses of everything that is read and written when a slice is sent and applied.
-
-        The payloads belong to the slot, whose number is included.
-        """
+        """Return the addresses of all that is read or written when a slice is sent; payloads are the slot's."""
         update, residual = sent.update, sent.residual
         made: list[Hashable] = [
             sent.slot.number,
@@ -167,10 +161,7 @@ class Workspace:
         return views[numel]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream on which buckets are encoded during the backward pass.
-
-        It is None on a CPU, and for a `LocalGroup`, whose ranks take turns on one GPU.
-        """
+        """Return the stream that encodes in backward; None on a CPU, and for ranks that take turns on a GPU."""
         if device.type != "cuda" or isinstance(self._group, LocalGroup):
             return None
         if device not in self._streams:

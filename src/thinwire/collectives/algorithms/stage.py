@@ -156,10 +156,7 @@ class Stage:
         return made
 
     def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the buffers to send from and to receive in: in pinned memory if `through_host`, else the payloads.
-
-        This rank's payload is copied to pinned memory asynchronously.
-        """
+        """Return the buffers to send from and receive in: the payloads, or pinned memory with a copy of this rank's."""
         if not self.through_host:
             return payloads
         host = self.buffers.parts_of(
@@ -225,18 +222,12 @@ class Stage:
         return self.buffers.next_buffer(shape, self.tensor.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in memory from `buffers`.
-
-        The outcome may be applied on another stream, so its memory must not be freed on this one.
-        """
+        """Return uninitialized memory that is not freed while the outcome is applied on another stream."""
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
 def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-    """Send this rank's part to all ranks, and receive their parts.
-
-    Return the parts of all ranks. If they were staged through pinned memory, these are the pinned copies.
-    """
+    """Send this rank's part to all ranks. Return the parts of all, or their pinned copies if they were staged."""
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
     return [

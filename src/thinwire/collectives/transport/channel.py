@@ -104,10 +104,7 @@ class Connection:
         return self._link is not None
 
     def link(self, deadline: float) -> Link:
-        """Return the link. It is made when every rank is ready, so that no rank waits for one that has already failed.
-
-        Raise RuntimeError if the connections were closed or a rank is not ready.
-        """
+        """Return the link, made when all are ready. Raise RuntimeError if a rank is not, or it was closed."""
         with self._making:
             with self._lock:
                 link, cause = self._link, self.cause
@@ -123,10 +120,7 @@ class Connection:
             return link
 
     def _wait_for_all(self, deadline: float) -> None:
-        """Wait until all ranks are ready to connect. Raise RuntimeError if they are not.
-
-        All ranks take the same decision. They connect if the last rank is ready before the first one gives up.
-        """
+        """Wait until all ranks are ready to connect, or raise RuntimeError; all ranks take the same decision."""
         board, decision, pause = self._channel.board, f"connect/{self.number}", 1e-4
         if board.count(f"ready/{self.number}") == self._channel.size:
             board.write_once(decision, "yes")

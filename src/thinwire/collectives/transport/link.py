@@ -59,10 +59,7 @@ class Link(ABC):
 
     @abstractmethod
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Start to send and receive all buffers, and return a function that waits for them.
-
-        Raise `LinkBroken` if a peer is gone.
-        """
+        """Start to send and receive, and return a function that waits for it. Raise `LinkBroken` if a peer is gone."""
 
     @abstractmethod
     def close(self) -> None:

@@ -38,10 +38,7 @@ class Post:
 
 
 class Switchboard:
-    """The posts of all ranks, shared by the links of one connection. If one rank closes it, it is closed for all.
-
-    turns   decides which rank may run; by default, every rank may.
-    """
+    """The posts of all ranks, shared by the links of one connection. If one rank closes it, it is closed for all."""
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size = size

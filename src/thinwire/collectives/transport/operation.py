@@ -155,10 +155,7 @@ class Operation:
         return self._error(cause)
 
     def _closed(self) -> CollectiveError | None:
-        """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.
-
-        If a rank has reported another, that one is named: a connection may be closed because of it.
-        """
+        """Return an error that names a rank whose connection is closed, or one that a rank has reported; else None."""
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (cause := self._closed_now()) is None and self._connection.connected and time.monotonic() < end:
             self.channel.pause(0.02)
@@ -179,10 +176,7 @@ class Operation:
         return [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
 
     def _lost(self, found: CollectiveError) -> CollectiveError:
-        """Return an error that names the ranks without a record after two seconds, or `found` if there are none.
-
-        This is for failures that all ranks see at the same time, so that live ranks write their records.
-        """
+        """Return an error that names ranks without a record, where all live ranks fail and write one; else `found`."""
         self._write_here()
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (gone := self._absent()) and time.monotonic() < end and self.channel.board.lost is None:

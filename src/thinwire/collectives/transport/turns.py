@@ -16,10 +16,7 @@ class _Waiter:
 
 
 class Turns:
-    """Lets the threads of `size` ranks wait for conditions.
-
-    A rank takes turns between `enter` and `leave`. Other ranks run whenever they are ready.
-    """
+    """Lets the threads of `size` ranks wait. A rank takes turns between `enter` and `leave`; others run when ready."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -56,10 +53,7 @@ class Turns:
             self._hand_on(None)
 
     def _hand_on(self, rank: int | None) -> None:
-        """End the turn of `rank`. Wake the next ready rank, and all ready ranks that take no turns.
-
-        The caller holds the lock.
-        """
+        """End the turn of `rank`. Wake the next ready rank, and all that take no turns. The caller has the lock."""
         if self._turn == rank or self._turn not in self._taking_turns:
             self._turn = None
         first = 0 if rank is None else rank + 1

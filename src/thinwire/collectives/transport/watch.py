@@ -61,10 +61,7 @@ class Watch:
                 self._check_all()
 
     def _check_all(self) -> None:
-        """Check every operation once.
-
-        This is a separate function, so that no local variable of the thread keeps an operation alive between two calls.
-        """
+        """Check every operation, in a function of its own, whose variables keep none alive between two calls."""
         now = time.monotonic()
         for operation, since in list(self._since.items()):
             if now - since >= PATIENCE_SECONDS:

@@ -103,10 +103,7 @@ class Wire:
                         return
 
     def _may_post(self, reduction: WireTask, under_way: int) -> bool:
-        """Return whether a reduction may be posted now.
-
-        A reduction that waits for all ranks is posted alone, because they may wait for another one under way here.
-        """
+        """Return whether a reduction may be posted now: alone, if its other ranks may wait for one under way here."""
         if not under_way:
             return True
         if self._ordered or reduction.waits_for_all:
