@@ -57,11 +57,7 @@ def shares(numel: int, granule: int, parts: int) -> list[Span]:
 
 @lru_cache(maxsize=1024)
 def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tuple[Span, ...]:
-    """Return the range of elements that each rank owns.
-
-    The concatenated payloads of these ranges are the payload of the whole tensor. If that is not possible, because the
-    compressor sends a short range dense, the last rank owns everything.
-    """
+    """Return the range that each rank owns: the last one owns everything if a short range would be sent dense."""
     cut = shares(numel, first.layout(numel, dtype).granule, ranks)
     return tuple(cut if is_whole(first, numel=numel, dtype=dtype, cut=cut) else shares(numel, numel, ranks))
 

@@ -37,14 +37,11 @@ from .transport.records import rank_list
 from .transport.wire import Wire
 
 _BEAT_SECONDS = 0.5
-_NAMED_SECONDS = 2.0
-"""Seconds of silence after which a rank is lost that an error has named."""
+_NAMED_SECONDS = 2.0  # of silence, after which a rank is lost that an error has named
 _POLL_SECONDS = 0.02
 _DECISIONS_KEPT = 64
-_LARGEST = 1 << 20
-"""The largest number of ranks, or of exchanges, that is believed."""
-MOST_ADMITTED = 8
-"""Newcomers that are admitted after one exchange."""
+_LARGEST = 1 << 20  # number of ranks, or of exchanges, that is believed
+MOST_ADMITTED = 8  # newcomers after one exchange
 
 
 class Change(NamedTuple):
@@ -55,7 +52,6 @@ class Change(NamedTuple):
     lost: list[int]
     """Members before, which did not answer a roll call."""
     left: list[int]
-    """Members before, which wanted to leave."""
     joined: list[int]
     """Newcomers, which have no common weights yet."""
     is_new: bool
@@ -64,15 +60,12 @@ class Change(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The entry of the store after an exchange."""
+    """The entry of the store after an exchange: who takes part in the next one, who wanted to leave, who is new."""
 
     counts: bool
     members: list[int]
-    """Those who take part in the next exchange."""
     left: list[int]
-    """Those who wanted to leave."""
     joined: list[int]
-    """Those who are new among the members."""
 
     @staticmethod
     def read(text: str) -> "Decision":
@@ -125,10 +118,8 @@ class ElasticGroup:
         own = store.clone() if hasattr(store, "clone") else store  # so that threads here never wait for the program's
         self._board = Board(f"thinwire/elastic/{name}", None, own)
         self._name = name
-        self._exchange = 0
-        """The number of exchanges that were decided."""
-        self._unchanged: list[int] = []
-        """Decisions by which no member changed; only the last ones are kept."""
+        self._exchange = 0  # number of exchanges that were decided
+        self._unchanged: list[int] = []  # the last decisions by which no member changed
         self._wants_to_leave = self.has_left = False
         self._seen: dict[int, tuple[str | None, float]] = {}
         """The last sign of life of each rank, and when it was first seen."""
@@ -136,7 +127,6 @@ class ElasticGroup:
         """Ranks that were here or asked to join, and have given no sign of life since."""
         self.members: tuple[int, ...] = ()
         self.number: int
-        """This rank's own number."""
         self._channel: ElasticChannel | None = None
         self._stop_beating = threading.Event()
         if rank is None or size is None:

@@ -11,11 +11,9 @@ from .local import LocalGroup, LocalWorld
 from .transport.channel import Channel, channel_of
 from .transport.link import backend_of
 
-_WITH_CHANNEL = (LocalGroup, ElasticGroup)
-"""Groups that have a channel of their own, and need no group of torch."""
+_WITH_CHANNEL = (LocalGroup, ElasticGroup)  # groups that need none of torch
 Group = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | ElasticGroup | None
-"""The ranks that take part: a group or a mesh of one dimension, None for all; where nodes have a fast network inside, a
-mesh of two dimensions or two groups."""
+"""The ranks that take part; two groups or two dimensions where the network inside nodes is fast. None for all."""
 
 _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None"
 
@@ -50,9 +48,9 @@ def group_of_one() -> LocalGroup:
     return LocalWorld(1).groups[0]
 
 
-def needs_torch(group: object) -> bool:
-    """Return whether torch.distributed must be initialised for a group."""
-    return not isinstance(group, _WITH_CHANNEL)
+def is_ready(group: object) -> bool:
+    """Return whether the ranks of a group are known, as after torch.distributed was initialised."""
+    return isinstance(group, _WITH_CHANNEL) or (dist.is_initialized() and is_member(group))
 
 
 def is_member(group: object) -> bool:

@@ -30,12 +30,10 @@ class Report:
     algorithm: str
     """gather, sharded, dense or values, with "hierarchical, " in front if there were two stages."""
     reason: str
-    """Reason for the choice of this algorithm."""
     segments: int = 1
     memory: int = 0
     """Planned memory in bytes, beyond the tensor and the residuals."""
     bytes_sent: int = 0
-    """Bytes sent by this rank, without headers."""
     bytes_received: int = 0
     bytes_between_nodes: int = 0
     """Part of `bytes_sent` that was sent between nodes. With one stage, this is all of it."""
@@ -43,10 +41,7 @@ class Report:
     finite: bool = True
     """False if the input of any rank was not finite. The result is then NaN, and no residual has changed."""
     spans: list[Span] = field(default_factory=list)
-    """Times of the phases encode, exchange, decode and, in training, update.
-
-    On an accelerator, every phase but exchange is the time to launch the kernels.
-    """
+    """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -69,7 +64,6 @@ class Handle:
     """A running all-reduce, with the methods of torch's `Work`. Only the first result or error counts."""
 
     def __init__(self, report: Report, device: torch.device | None = None) -> None:
-        """Create a handle. With a device, the handle also has a torch future."""
         self.report = report
         self.error: BaseException | None = None
         self.ended: float | None = None
@@ -82,9 +76,7 @@ class Handle:
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the result is in the tensor. Return True, or raise the error of the operation.
 
-        On a GPU, the current stream waits for the result: work queued afterwards can use the tensor.
-
-        timeout    seconds to wait before `TimeoutError`; the operation continues, and `wait` may be called again.
+        On a GPU, the current stream waits for the result. After a `TimeoutError`, the operation continues.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch

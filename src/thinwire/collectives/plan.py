@@ -99,10 +99,8 @@ def plan(
 ) -> Plan:
     """Return a plan with as few segments as possible, such that one operation fits its share of `max_bytes`.
 
-    ranks           number of ranks in the compressed stage.
-    ranks_in_node   number of ranks in the dense stage around it; 1: there is no such stage.
-
-    Raise ValueError if even the smallest segment does not fit.
+    There are `ranks` in the compressed stage, and `ranks_in_node` in the dense one around it, unless that is 1. Raise
+    ValueError if even the smallest segment does not fit.
     """
     if algorithm == "dense":
         first = second = cost.DENSE
@@ -151,11 +149,7 @@ def plan(
 
 
 def max_bytes(given: int | None) -> int:
-    """Return the memory budget: the argument, else the environment variable, else 1 GiB.
-
-    >>> max_bytes(1 << 20)
-    1048576
-    """
+    """Return the memory budget: the argument, else the environment variable, else 1 GiB."""
     return given_max_bytes(given) or DEFAULT_MAX_BYTES
 
 

@@ -37,11 +37,7 @@ _ALGORITHMS: dict[str, Callable[[Stage], Exchanges]] = {
 
 
 class Reduction:
-    """One execution of a request.
-
-    `handle` is completed when everything is exchanged. In training, no tensor or residual has changed by then: `apply`
-    changes them.
-    """
+    """One execution of a request; `handle` is completed when all is exchanged. In training, only `apply` changes it."""
 
     def __init__(
         self,
@@ -76,28 +72,20 @@ class Reduction:
         self._asked: Exchange | None = None
         self._posted: tuple[Wait, float] | None = None
         self._outcome: Outcome | None = None
-        self._result: list[Tensor] = []
-        """The caller's tensor, if the wire does everything."""
+        self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
         """Stream for the work that the wire queues. If payloads go through the host, it is the one that encodes."""
-        self._begun: torch.cuda.Event | None = None
-        """Event recorded after the work that the caller has queued."""
-        self._ready: torch.cuda.Event | None = None
-        """Event recorded after the work that makes the payload."""
+        self._begun: torch.cuda.Event | None = None  # after the work that the caller has queued
+        self._ready: torch.cuda.Event | None = None  # after the work that makes the payload
         self._to_replay: tuple[Recording, Hashable, torch.cuda.Stream] | None = None
         self._replayed: threading.Event | None = None
 
     # Called by the caller.
 
     def encode(self, *, is_replayed: bool = False) -> None:
-        """Encode the payload in this thread. Afterwards, the tensor's memory may be reused.
-
-        On a GPU, work queued later does not read the tensor.
-
-        is_replayed   a recording has already made the payload, in the same memory.
-        """
+        """Encode the payload in this thread, unless a recording has. Then the tensor's memory may be reused."""
         assert self._buffers is not None
         self._buffers.rewind(is_replayed=is_replayed)
         self._exchanges = self._segment(0, self._tensor)
@@ -256,8 +244,6 @@ class Reduction:
         report.bytes_received = sum(operation.bytes_received for operation in operations)
         report.bytes_between_nodes = operations[-1].bytes_sent
         report.messages = sum(operation.messages for operation in operations)
-        for operation in operations:
-            operation.finish()
         self.handle.complete(self._result)
         if self._result:
             self.drop()

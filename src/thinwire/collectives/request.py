@@ -29,9 +29,7 @@ class Request:
     """A checked and planned all-reduce for tensors of one shape."""
 
     channels: Sequence[Channel]
-    """Channels of the stages. With two stages, the dense one inside the node comes first."""
     plan: Plan
-    op: dist.ReduceOp.RedOpType
     weight: float
     described: dict[str, Any]
     """Arguments that must be the same on all ranks."""
@@ -40,8 +38,7 @@ class Request:
     draws: bool
     asked_for: Compressor
     """Compressor that the caller asked for, even if the plan is dense."""
-    text: str
-    """`described` as JSON."""
+    text: str  # `described` as JSON
 
     @property
     def is_exchanged_at_once(self) -> bool:
@@ -106,21 +103,28 @@ def make_request(
         sums = first if made_of_first is first else _shared(made_of_first)
     else:
         sums = _made(shard_compressor, "shard_compressor")
-    op_name = _op_name(op)
-
+    name = str(getattr(op, "name", op)).rpartition(".")[2]
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
     # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
     if nodes:
         dtype, share = residual_dtype(dtype), -(-share // in_node)
-    positions_drawn = isinstance(first.layout(share, dtype), RandomKLayout)
     if state is not None and not isinstance(state, ShardState):
         raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
     can_shard = state is not None or not has_residual  # without a state, the residual of owners would be lost
     chosen, reason = choose(
         algorithm, first=first, second=sums, numel=share, dtype=dtype, ranks=channel.size, can_shard=can_shard
     )
-    if chosen == "sharded":
-        _check_state(state, has_residual, sums)
+    if chosen == "sharded" and not can_shard:
+        raise ValueError(
+            "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
+            "give state=thinwire.ShardState() and keep it beside the residual"
+        )
+    if chosen == "sharded" and state is not None and not sums.contracts:
+        raise ValueError(
+            f"shard_compressor {format_spec(sums)}, whose residual would grow without bound; use another rounding"
+        )
     made = plan(
         chosen,
         reason=reason,
@@ -138,7 +142,7 @@ def make_request(
         "compressor": format_spec(first),
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "op": op_name,
+        "op": name,
         "algorithm": chosen,
         "shard_compressor": format_spec(sums) if chosen == "sharded" else None,
         "residual": has_residual,
@@ -149,10 +153,9 @@ def make_request(
     return Request(
         channels=channels,
         plan=made,
-        op=op,
-        weight=1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
+        weight=1 / (in_node * channel.size) if op == dist.ReduceOp.AVG else 1.0,
         described=described,
-        positions_drawn=positions_drawn,
+        positions_drawn=isinstance(first.layout(share, dtype), RandomKLayout),
         draws=first.draws or sums.draws,
         asked_for=first,
         text=json.dumps(described),
@@ -169,22 +172,3 @@ def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
 def _shared(made: Compressor) -> Compressor:
     """Return one object for all equal compressors: on a GPU, the first use of a new one waits for its counters."""
     return made
-
-
-def _op_name(op: object) -> str:
-    name = str(getattr(op, "name", op)).rpartition(".")[2]
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
-    return name
-
-
-def _check_state(state: ShardState | None, has_residual: bool, second: Compressor) -> None:
-    if state is None and has_residual:
-        raise ValueError(
-            "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
-            "give state=thinwire.ShardState() and keep it beside the residual"
-        )
-    if state is not None and not second.contracts:
-        raise ValueError(
-            f"shard_compressor {format_spec(second)}, whose residual would grow without bound; use another rounding"
-        )

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.all_reduce import refusing
-from ..collectives.groups import Group, as_group, compressing_ranks, is_member, needs_torch
+from ..collectives.groups import Group, as_group, compressing_ranks, is_ready
 from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
@@ -98,7 +98,7 @@ class Synchronizer(Ranks):
             shards=shards,
         )
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and (not needs_torch(self.group) or (dist.is_initialized() and is_member(self.group))):
+        if self.policy.by_ranks and is_ready(self.group):
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if error_feedback and families is None:
             self.policy.check_order()

@@ -1,12 +1,10 @@
 """The algorithm sharded: each rank owns a share of the elements, sums it, and sends the sum to all ranks.
 
-It is a compressed reduce-scatter, then a compressed all-gather. With P ranks and payloads of b1 and b2 bytes, each rank
-sends (b1 + b2) (P - 1) / P bytes. This is almost independent of P, where the bytes of gather grow with it. The error of
-the second compression is kept by the owner, in a residual with the numel of its share (Tang et al. 2019,
-DoubleSqueeze). Shares consist of whole records, so the piece for an owner is a slice of the payload.
+It is a compressed reduce-scatter, then a compressed all-gather (cost.py has the bytes). The owner keeps the error of
+the second compression, in a residual with the numel of its share (Tang et al. 2019, DoubleSqueeze). Shares consist of
+whole records, so the piece for an owner is a slice of the payload. Sums are float32 (float64), in the order of ranks.
 
-Without compression in both stages, this is the algorithm dense. Sums are made in float32 (float64 for float64), in the
-order of ranks. The algorithm values is dense for the kept values of ranks that drew the same positions (RandomK).
+Without compression in both stages, this is the algorithm dense; of values that all ranks drew alike (RandomK), values.
 """
 
 from collections.abc import Generator, Sequence
@@ -25,8 +23,7 @@ from ..cost import DENSE, Span, dtype_of_sum, is_whole, owned
 from ..transport.link import Seen
 from .stage import Exchange, Exchanges, Outcome, Stage, exchange_parts, is_unmarked
 
-_SECOND = 2
-"""Number that is mixed into the key of the second compression."""
+_SECOND = 2  # mixed into the key of the second compression
 
 
 def sharded(stage: Stage) -> Exchanges:
@@ -98,11 +95,7 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
 
 
 def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
-    """Send the sum of this rank's share to all ranks, without compression.
-
-    The sum is weighted before it is rounded, so that an average of 16-bit numbers does not overflow. A sum may overflow
-    to Inf, as in torch's all-reduce. NaN at the start of a share means that an input was not finite.
-    """
+    """Send the sum of this rank's share to all ranks, weighted first, so that a 16-bit average does not overflow."""
     dtype, width = stage.tensor.dtype, stage.tensor.itemsize
     everything = stage.buffer(cut[-1][1] * width)
     sums = stage.buffers.parts_of(

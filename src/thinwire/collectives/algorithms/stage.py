@@ -44,10 +44,7 @@ class Outcome(NamedTuple):
     """Function (gradient, update, out) for both at once, in one pass over memory if a kernel has one."""
 
     def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
-        """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
-
-        gradient   the encoded tensor or, with an update, the gradient of that update. None: there is no residual.
-        """
+        """Update residuals and moments from what was encoded, and write the result; without residual, from None."""
         if self.commit_and_write is not None and gradient is not None:
             self.commit_and_write(gradient, update, out)
         else:
@@ -56,15 +53,10 @@ class Outcome(NamedTuple):
 
 
 Exchanges = Generator[Exchange, Seen, Outcome]
-"""A running algorithm."""
 
 
 class Buffers:
-    """Memory for payloads. If it is used for many steps, every step gets the same memory.
-
-    On a GPU, encoding may be replayed from a recording (`recording.py`). Then `encoded` returns the objects that were
-    made when the work was recorded.
-    """
+    """Memory for payloads, the same in every step. If a step is replayed on a GPU, so are the objects of `encoded`."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -121,7 +113,6 @@ class Stage:
     first: Compressor
     second: Compressor
     owner_residual: Tensor | None
-    """Part of the sum over its share that this rank, as the owner, has not sent."""
     key: int | None
     weight: float
     report: Report
@@ -167,11 +158,7 @@ class Stage:
         return host
 
     def fetch(self, payloads: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        """Queue copies of the other ranks' payloads from the buffers of `on_host` to the GPU.
-
-        This is done as soon as they have arrived, while the backward pass goes on. Copies among the kernels of
-        `optimizer.step()` would delay these, most of all where several processes share the GPU.
-        """
+        """Queue copies of other ranks' payloads to the GPU as they arrive: later, they would delay the optimizer."""
         if host is not payloads:
             torch._foreach_copy_(
                 [payloads[rank] for rank in self.others], [host[rank] for rank in self.others], non_blocking=True
@@ -196,10 +183,7 @@ class Stage:
         return is_unmarked(payloads, layouts)
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-        """Raise an error that names the rank if a payload is malformed. No tensor or residual has changed by then.
-
-        Payloads of ranks that are threads of this process are not checked, nor is this rank's own payload on a GPU.
-        """
+        """Raise an error that names the rank if a payload is malformed, except from threads or this rank's GPU."""
         if self.operation.channel.group is None:
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):

@@ -1,8 +1,8 @@
 """The key-value store of torch.distributed as a notice board. It is slow, but every live rank can reach it.
 
-The store may die with the rank that runs it, or become unreachable without an error. torch would then wait for an
-answer for ever. So requests are made in a separate thread, and the caller waits a few seconds at most. After that the
-board is empty for this rank, which then detects failures by its connections alone.
+The store may die with the rank that runs it, without an error, and torch would wait for an answer for ever. So requests
+are made in a separate thread, for which the caller waits a few seconds at most. After that the board is empty for this
+rank, which then detects failures by its connections alone.
 """
 
 import queue
@@ -19,7 +19,6 @@ from .forks import in_child
 
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
-"""Seconds to wait for an answer of the store before it counts as lost."""
 
 
 class StoreThread:
@@ -59,17 +58,14 @@ class Board:
     def __init__(self, prefix: str, rank: int | None, store: Any = None, thread: StoreThread | None = None) -> None:
         """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`.
 
-        rank     of a group that may be created again with its old name on the same store, which still has the keys of
-                 the first group; None if the prefix is not used twice.
-        thread   the thread that uses the store, if there is one.
+        rank   of a group that may be made again with its old name on a store that still has its keys; else None.
         """
         self._root, self._thread = _client_of_torch() if store is None else (store, thread or StoreThread())
         self._prefix = prefix
         if rank is not None:
             self._prefix += f"/{self._thread.ask(lambda: self._prefixed(f'{prefix}/lives').add(str(rank), 1))}"
         self._store = self._prefixed(f"{self._prefix}/board")
-        self.lost: str | None = None
-        """Reason why the store does not answer any more, or None."""
+        self.lost: str | None = None  # why the store does not answer any more
 
     def below(self, name: str) -> "Board":
         return Board(f"{self._prefix}/{name}", None, self._root, self._thread)
@@ -143,8 +139,7 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
 
 
 _LOCK = threading.Lock()
-_client: tuple[object, Any, StoreThread] | None = None
-"""(default group, separate connection to its store, thread of that connection)"""
+_client: tuple[object, Any, StoreThread] | None = None  # (default group, its store, thread)
 
 
 def _drop_client() -> object:
@@ -157,10 +152,9 @@ in_child(_drop_client)
 
 
 def _client_of_torch() -> tuple[Any, StoreThread]:
-    """Return a connection to the store of the default group, and the thread that uses it. All groups share them.
+    """Return a connection to the store of the default group that the program does not use, and its thread.
 
-    The connection is separate, so that threads of thinwire never wait for a request of the program. There is only one,
-    because torch looks up the host name when it connects, which takes seconds if the name service is slow.
+    All groups share it, because torch looks up the host name to connect, which can take seconds.
     """
     global _client
     with _LOCK:

@@ -35,11 +35,9 @@ class Channel:
         board: Board,
         wire: Wire | None,
     ) -> None:
-        self.group, self.backend = group, backend
-        """`group` is None if the ranks are threads."""
+        self.group, self.backend = group, backend  # no group if the ranks are threads
         self.rank, self.size = rank, len(ranks)
-        self.ranks = ranks
-        """Global rank of each member of the group."""
+        self.ranks = ranks  # global ones
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout = timeout
         self.board, self.wire = board, wire
@@ -96,8 +94,7 @@ class Connection:
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._link: Link | None = None
         self.cause: CollectiveError | None = None
-        self.agreed: set[str] = set()
-        """Calls, as JSON, that were compared between ranks or are about to be."""
+        self.agreed: set[str] = set()  # calls, as JSON, that were compared or are about to be
 
     @property
     def connected(self) -> bool:

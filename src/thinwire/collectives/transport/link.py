@@ -1,10 +1,9 @@
 """Point-to-point messages between ranks, on connections that only thinwire uses.
 
-With separate connections, an operation can run in a thread beside the program's own collectives, in any order, and a
-failure does not harm the program's process group. Messages are point to point for two reasons. Each wait in gloo is for
-one peer, so an error can name it. And gloo's messages have a tag: ranks that call with different arguments use
-different tags, so their messages are not matched, where a collective of gloo would abort the process ("Received data
-size doesn't match expected size"). NCCL has no tags, so operations on NCCL are issued in one order.
+So an operation runs in a thread beside the program's own collectives, in any order, and a failure does not harm the
+program's process group. Each wait in gloo is for one peer, so an error can name it. And gloo's messages have a tag,
+which differs between ranks that call with different arguments, where a collective of gloo would abort the process.
+NCCL has no tags, so operations on NCCL are issued in one order.
 """
 
 import contextlib
@@ -25,8 +24,7 @@ from .forks import NewSockets, in_child
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
 
-NEVER_SENT = 2**31 - 1
-"""A tag that no message has."""
+NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 
 class Seen(NamedTuple):
@@ -37,10 +35,7 @@ class Seen(NamedTuple):
 
 
 Wait = Callable[[float, Callable[[int], None]], Seen]
-"""Function (deadline, waits_for) that waits until everything is sent and received.
-
-It calls `waits_for` with each peer that it waits for, and raises `LinkBroken` if a message fails.
-"""
+"""Function (deadline, waits_for) that calls `waits_for` with each peer that it waits for, or raises `LinkBroken`."""
 
 
 class LinkBroken(Exception):
@@ -82,8 +77,7 @@ class GlooLink(Link):
         with NewSockets():
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         _gloo_groups.add(self._group)
-        self._never_received: list[Wait] = []
-        """Keeps the buffers of `check`, which gloo may still refer to."""
+        self._never_received: list[Wait] = []  # keeps the buffers of `check`, which gloo may still refer to
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
         different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one can be for all peers

@@ -1,12 +1,10 @@
 """Messages between threads of one process, copied directly from the sender's buffer to the receiver's.
 
 Each rank posts its send buffers and its receive buffers. Of two ranks with messages for each other, the later one
-copies them, all in one call. Then both continue. So nothing is copied twice. A buffer is free again after the wait for
-its post, as with gloo.
+copies them, all in one call. A buffer is free again after the wait for its post, as with gloo.
 
-On CUDA, no thread waits for the device. Ranks on the same stream need no synchronization, because work runs in the
-order in which it is queued. Ranks on different streams record an event with their post. The stream of the rank that
-copies waits for this event, and the other rank's stream waits for an event after the copies.
+On CUDA, no thread waits for the device. Ranks on different streams record an event with their post. The stream of the
+rank that copies waits for this event, and the other rank's stream waits for an event after the copies.
 """
 
 import threading
@@ -45,8 +43,7 @@ class Switchboard:
         self.turns = turns or Turns(size)
         self.closed_by: int | None = None
         self._lock = threading.Lock()
-        self._posts: dict[tuple[int, int], Post] = {}
-        """Posts by (tag, rank)."""
+        self._posts: dict[tuple[int, int], Post] = {}  # by (tag, rank)
 
     def close(self, rank: int) -> None:
         with self._lock:

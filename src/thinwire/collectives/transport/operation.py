@@ -26,10 +26,8 @@ from .link import Buffers, LinkBroken, Seen, Wait
 from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
-_SLOTS = 4096
-"""Number of `here` keys for each rank. Keys are reused, so that their number does not grow."""
-_LONGEST_PATIENCE_SECONDS = 8.0
-"""Seconds between two looks for closed connections, while ranks wait for a late one."""
+_SLOTS = 4096  # `here` keys of each rank, which are reused
+_LONGEST_PATIENCE_SECONDS = 8.0  # between two looks for closed connections
 
 
 class Operation:
@@ -55,12 +53,7 @@ class Operation:
         self._deadline = time.monotonic() + self._timeout
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
-        """Set the arguments that must be the same on all ranks.
-
-        call   the arguments by name.
-        text   the same as JSON.
-        draw   a key that must be the same on all ranks too, but may change from call to call; or None.
-        """
+        """Set the arguments that must be the same on all ranks, by name and as JSON, and a key that may change."""
         since = {"connected since operation": self._connection.number}
         self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
         self._first_use = text not in self._connection.agreed
@@ -139,9 +132,6 @@ class Operation:
         rank = self.channel.ranks[peer]
         found = PeerError(f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it", [rank])
         return self._error(self._connection.fail(found))
-
-    def finish(self) -> None:
-        watch.end(self)
 
     def give_up(self, error: BaseException) -> CollectiveError:
         """End this operation with an error from this rank or from another group, and notify the other ranks."""

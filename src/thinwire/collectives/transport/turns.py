@@ -1,8 +1,7 @@
 """Threads that wait for each other and, if they take turns, run one at a time.
 
-Threads that compete for Python's interpreter lock pass it on every few milliseconds, in any order. Ranks that are
-threads of one process mostly wait for each other, and lose most of their time that way. With turns, one rank runs until
-it has to wait. Then the next rank that is ready runs. The order is the same in every run.
+Ranks that are threads lose most of their time to Python's interpreter lock, which they pass on every few milliseconds.
+With turns, one rank runs until it has to wait, then the next one that is ready, in the same order in every run.
 """
 
 import threading
@@ -24,7 +23,6 @@ class Turns:
         self._waiters: list[_Waiter] = []
         self._taking_turns: set[int] = set()
         self._turn: int | None = None
-        """Rank whose turn it is, or None."""
 
     def enter(self, rank: int) -> None:
         with self._lock:

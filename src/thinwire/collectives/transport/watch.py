@@ -2,21 +2,14 @@
 
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .forks import in_child
 
+if TYPE_CHECKING:
+    from .operation import Operation
+
 PATIENCE_SECONDS = 1.0
-
-
-class Watched(Protocol):
-    """An operation that `Watch` can check."""
-
-    def check_others(self) -> None:
-        """Check for errors. This is called repeatedly while the operation takes long."""
-
-    def give_up(self, error: BaseException) -> object:
-        """End the operation with an error. This is called if the program ends first."""
 
 
 class Watch:
@@ -27,12 +20,12 @@ class Watch:
 
     def reset(self) -> None:
         """Forget all operations and the thread. A forked child has neither, and must not end those of its parent."""
-        self._since: dict[Watched, float] = {}
+        self._since: dict[Operation, float] = {}
         self._thread: threading.Thread | None = None
         self._lock, self._work = threading.Lock(), threading.Event()
         self._program_ended = False
 
-    def begin(self, operation: Watched) -> None:
+    def begin(self, operation: "Operation") -> None:
         """Start to watch an operation. Raise RuntimeError if the program has ended."""
         self._since[operation] = time.monotonic()
         if self._program_ended:
@@ -43,7 +36,7 @@ class Watch:
                 self._thread.start()
         self._work.set()
 
-    def end(self, operation: Watched) -> None:
+    def end(self, operation: "Operation") -> None:
         self._since.pop(operation, None)
 
     def end_all(self) -> None:

@@ -2,7 +2,7 @@
 
 It takes reductions in the order in which they are submitted. It posts the first reduction, then all others that have
 been submitted meanwhile, and only then waits for the first. So the latency of the network is paid once, not once for
-each reduction. The thread never waits while it holds a lock that a caller needs. It does not depend on optimizers.
+each reduction.
 """
 
 import threading
@@ -13,17 +13,13 @@ from typing import Protocol
 import torch
 
 AT_ONCE = 4
-"""Largest number of operations of one group that are under way at a time. The limit bounds the memory.
-
-Operations whose payload is already encoded are not limited.
-"""
+"""Operations of one group that are under way at a time and not encoded yet, which bounds the memory."""
 
 
 class WireTask(Protocol):
     """The methods of a `Reduction` that the wire uses."""
 
     encoded: bool
-    """Whether the payload is already encoded. If not, `post` encodes it, which needs memory."""
 
     @property
     def waits_for_all(self) -> bool:
@@ -33,9 +29,8 @@ class WireTask(Protocol):
     def has_two_rounds(self) -> bool:
         """Return whether there are at most two exchanges, so that other reductions may be posted between them.
 
-        Ranks need not have the same reductions under way. A rank that waits for the first exchange of a later reduction
-        has already posted the second exchange of this one. It would not have posted a third one, and the ranks would
-        wait for each other in a circle.
+        A rank that waits for the first exchange of a later reduction has posted the second exchange of this one. It
+        would not have posted a third one, and the ranks would wait for each other in a circle.
         """
 
     def post(self) -> bool:
@@ -46,10 +41,7 @@ class WireTask(Protocol):
 
 
 class Wire:
-    """The thread of one group, or of all NCCL groups together.
-
-    ordered   True: one reduction after the other, each from its first byte to its last, as NCCL needs it.
-    """
+    """The thread of one group; or of all NCCL groups, `ordered`: one reduction after the other, as NCCL needs it."""
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
