@@ -23,14 +23,12 @@ class Assignment:
     """Assigns the compressors of the policy. With `families`, by parameter, it is that of an optimizer."""
 
     choice: Choice | None = None
-    """The choice made by measurement, and its reason; None before it is made, and without "auto"."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
         self.policy, self._families = policy, families
         self.sizes: Mapping[str, int] = {}
         """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
         self.dense: frozenset[str] = frozenset()
-        """Parameters that are sent dense at the current step, whatever the policy says."""
         self._chosen: Compressor | None = None
         """The compressor that replaces the policy's final one in the current step."""
         self._plans: dict[Hashable, BucketPlan] = {}

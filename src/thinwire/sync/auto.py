@@ -13,11 +13,7 @@ from ..compressors import Compressor, NoCompression, Quantize
 from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
-"""Compressors that are tried for gradients, the densest first.
-
-Top-k is not among them, because it ruins Adam, and the optimizer is not known here.
-"""
-
+"""Compressors that are tried for gradients, the densest first; not top-k, which ruins Adam."""
 MARGIN = 1.03
 """Dense is kept unless its step takes longer than this factor times the fastest step."""
 
@@ -28,10 +24,7 @@ def updates(ranks: int) -> tuple[Compressor, ...]:
 
 
 class Choice(NamedTuple):
-    """The compressor chosen for all steps, the specs of those tried, the seconds of their steps, and the reason.
-
-    The first spec is "none". Seconds are averages over ranks; there are none if nothing was measured.
-    """
+    """The compressor chosen of the specs that were tried, the seconds of their steps if measured, and the reason."""
 
     candidates: list[str]
     step_seconds: list[float]

@@ -21,10 +21,7 @@ from ..compressors import Compressor, NoCompression
 from ..kernels.joined import Flat, Joined
 
 _TAKEN_OUT = 1 << 16
-"""A packed parameter with more elements than this interrupts a slice.
-
-The zeros that take its place would cost more than a second slice.
-"""
+"""A larger packed parameter interrupts a slice: zeros in its place would cost more than a second slice."""
 
 
 class Bucket(NamedTuple):
@@ -121,10 +118,7 @@ def plan_bucket(
     families: Sequence[Hashable],
     small: Collection[str] = (),
 ) -> BucketPlan:
-    """Cut a bucket into slices and packed parameters.
-
-    families   parameters of different families are never in the same slice.
-    small      names of parameters that are packed; uncompressed parameters are packed too.
+    """Cut a bucket into slices of one family each, and packed parameters: small and uncompressed ones.
 
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
@@ -157,8 +151,7 @@ def plan_bucket(
     return BucketPlan(slices, packed)
 
 
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket without DDP; DDP has its own setting."""
+BUCKET_BYTES = 25 << 20  # without DDP
 
 
 def group_parameters(
@@ -166,9 +159,7 @@ def group_parameters(
 ) -> list[list[tuple[str, Tensor]]]:
     """Group parameters by dtype and device, with up to `BUCKET_BYTES` in each group, in reverse order as in DDP.
 
-    nbytes   the number of bytes by which a parameter counts; by default that of its elements.
-
-    Raises ValueError if two parameters have the same name, or if a gradient is sparse.
+    They count by `nbytes`, if given. Raises ValueError for two of one name, or a sparse gradient.
     """
     for name, count in Counter(name for name, _ in named).most_common(1):
         if count > 1:
@@ -206,8 +197,6 @@ def flatten(group: Sequence[tuple[str, Tensor]]) -> Bucket:
 def plain_name(name: str) -> str:
     """Return a parameter's name without what torch.compile and activation checkpointing put in front of it.
 
-    A resumed run may use them or not.
-
     >>> plain_name("blocks.0._orig_mod.weight"), plain_name("blocks.0._checkpoint_wrapped_module.weight")
     ('blocks.0.weight', 'blocks.0.weight')
     """
@@ -215,9 +204,7 @@ def plain_name(name: str) -> str:
 
 
 def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket as a view in the shape of its parameter, as DDP does.
-
-    The view has the strides of the parameter if they leave no gap in memory.
+    """Return a part of a bucket as a view in the shape of its parameter, and its strides if they leave no gap.
 
     >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
     tensor([[0., 2., 4.],

@@ -19,20 +19,14 @@ from torch import Tensor
 from .residuals import Residuals
 
 FORMAT = 3
-"""Version of the checkpoint format. There is no way to read the state of another version."""
-
 State = Mapping[str, Any]
-_RANKS = "ranks"
-"""The key of the states of all ranks, in what thinwire adds to the state of one rank."""
-
-
+_RANKS = "ranks"  # the key of the states of all ranks, in the state of one
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
 _KEYS = {"format", "policy", *_TYPES}
-_LARGEST = 2**63
-"""Limit of numbers of steps: they are sent as integers of 64 bits."""
+_LARGEST = 2**63  # steps are sent as integers of 64 bits
 
 
 class DamagedError(ValueError):
@@ -106,10 +100,9 @@ class Choice(NamedTuple):
 
 
 def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
-    """Return the ranks of a saved run whose states rank `rank` of `world_size` needs; raise ValueError if it had none.
+    """Return the ranks of a saved run, of which there may be any number, whose states rank `rank` needs.
 
-    The state of the first one is also used for values that are the same on all ranks. It is a range, because the saved
-    world size comes from a file, and may be any number.
+    The state of the first one is also used for values that are the same on all ranks.
 
     >>> list(old_ranks(1, 2, 4)), list(old_ranks(2, 3, 2))
     ([1, 3], [0])

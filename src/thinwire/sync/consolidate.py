@@ -1,9 +1,7 @@
 """The states of all ranks in one state dict, for programs that save what rank 0 returns.
 
 Ranks stream their states to one rank in turn, in pieces, so that no other rank holds more than its own. A tensor with
-the same bytes as that of the receiving rank becomes the same tensor, which `torch.save` writes once. All residuals are
-kept apart, though their sum is enough for another number of ranks: with the same number of ranks, each continues with
-its own, to the same bits.
+the same bytes as that of the receiving rank becomes the same tensor, which `torch.save` writes once.
 """
 
 import io
@@ -17,8 +15,7 @@ from ..collectives.groups import Group, place
 from ..collectives.stream import stream
 from .ranked import fill, strip
 
-_PIECE = 32 << 20
-"""Bytes of one message."""
+_PIECE = 32 << 20  # bytes of one message
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 

@@ -29,21 +29,20 @@ class Mode(Enum):
 
 
 Rule = Callable[[Slice, Sequence[Tensor], float], Update]
-"""Makes the update of a slice, from its moments and the factor of its gradient, for one family at one step."""
+"""Makes the update of a slice, from its moments and the factor of its gradient."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The settings of an optimizer for one step. The synchronizer gets them before the first bucket.
+    """The settings of an optimizer for one step.
 
     warms_up   gradients are sent instead of updates; only packed parameters have a residual then.
-    rules      one rule for each family of parameters.
-    moments    the vectors, besides the gradient, from which an update is made.
+    rules      one rule for each family of parameters, which makes an update from `moments` and the gradient.
     scale      the factor by which GradScaler has multiplied the loss.
     max_norm   the norm to which this rank's gradient is clipped.
     sampled    names of parameters whose gradients are sampled.
-    numbers    the numbers of the rules in GPU memory, one row for each rule, where a recording reads them. The first
-               two numbers of a row are factors of the gradient.
+    numbers    a row for each rule in GPU memory, where a recording reads them; it begins with two factors of the
+               gradient.
     together_bytes   buckets wait until their gradients have this many bytes in total, and are then sent together.
     """
 
@@ -66,8 +65,7 @@ class Slot:
     buffers: Buffers
     recording: Recording | None
     """Recording of the GPU work that makes the payload; None if it cannot be recorded."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """A number that no other slot has or had, for the keys of recordings."""
+    number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
 
 
 @dataclass
@@ -120,8 +118,7 @@ class StepRecord:
     updates: Updates | None
     is_sent_by_torch: bool = False
     """True if nothing is compressed, and DDP's hook sends the buckets by itself, as DDP does."""
-    closed: bool = False
-    """True after the last bucket was added."""
+    closed: bool = False  # after the last bucket
     finite: bool | None = None
     """Whether every rank's gradient was finite; None until this is known, or if it is not checked."""
     handles: list[Handle] = field(default_factory=list)
@@ -130,20 +127,16 @@ class StepRecord:
     numels: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
     bytes_dense_between_nodes: int = 0
-    closed_at: float = 0.0
-    """Time of `time.perf_counter` at which the last bucket was added."""
+    closed_at: float = 0.0  # of `time.perf_counter`
     waited: float = 0.0
     """Seconds for which the caller waited for the exchange."""
-    labels: list[str] = field(default_factory=list)
-    """Description of each operation in `handles`."""
+    labels: list[str] = field(default_factory=list)  # of each operation in `handles`
     slots: list[Slot] = field(default_factory=list)
-    """Slots that this step has used."""
     packs: set[int] = field(default_factory=set)
     """The `id` of each slice of packed parameters."""
     carried: set[str] = field(default_factory=set)
     """Parameters whose residuals were sent with their dense gradients."""
     samples: dict[str, Tensor] = field(default_factory=dict)
-    """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 
     @property
     def warms_up(self) -> bool:

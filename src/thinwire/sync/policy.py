@@ -12,18 +12,11 @@ from ..compressors import compressor as parsed
 from ..compressors.topk import UNION
 
 DENSE = NoCompression()
-AUTO = "auto"
-"""Takes the place of a spec: the compressor is chosen by measurement."""
-DEFAULT = "default"
-"""Takes the place of a spec: `default_compressor` for the number of ranks."""
-
-LARGEST_DEFAULT_CHUNK = 1 << 14
-"""Largest chunk from which the GPU kernels select in one pass."""
-
-FIRST_RATIO = Fraction(1, 96)
-"""Ratio of each rank under "default", in the first steps after the warm-up."""
-_FIRST_STEPS = 128
-"""Number of steps with `FIRST_RATIO`; twice as many follow with half the ratio, and so on."""
+AUTO, DEFAULT = "auto", "default"
+"""Take the place of a spec: chosen by measurement, or `default_compressor` for the number of ranks."""
+LARGEST_DEFAULT_CHUNK = 1 << 14  # from which the GPU kernels select in one pass
+FIRST_RATIO, _FIRST_STEPS = Fraction(1, 96), 128
+"""Ratio of each rank under "default" in the first steps; twice as many follow with half the ratio, and so on."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -58,8 +51,7 @@ class Policy:
     overrides: Mapping[str, Spec] = field(default_factory=dict)
     warmup: Warmup = ()
     adapt_every: InitVar[None] = None
-    ranks: int | None = None
-    """Number of ranks for "default". The synchronizer sets it, and checkpoints do not contain it."""
+    ranks: int | None = None  # for "default", set by the synchronizer
 
     def __post_init__(self, adapt_every: None) -> None:
         if adapt_every is not None:
@@ -106,11 +98,7 @@ class Policy:
         return sum(steps for steps, _ in self.warmup)
 
     def phase(self, step: int) -> int:
-        """Return the index of a step's warm-up phase; after the warm-up, the number of phases or more.
-
-        Under "default" the number grows with each halving of the ratio. All steps of a phase use the same compressors,
-        except for those that are chosen by measurement.
-        """
+        """Return the number of a step's phase: of the warm-up, or after it, where "default" halves its ratio."""
         end = 0
         for index, (steps, _) in enumerate(self.warmup):
             end += steps
@@ -185,16 +173,13 @@ class Policy:
 def default_compressor(ranks: int, step: int | None = None) -> TopK:
     """Return the default compressor of thinwire's optimizers: with more ranks, each rank sends fewer elements.
 
-    step   counted from the end of the warm-up. With more than two ranks, each sends more in the first steps. None: the
-           compressor after these steps.
-
     The weights change by the union of the elements that all ranks send. It is one element in 48 for any number of
     ranks, so each rank can send less. The chunk grows with the number of ranks, so that as many elements share the
     scales of a chunk.
 
-    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So each
-    rank begins with one element in 96, and halves that after 128 steps, after 256 more, and so on, down to its final
-    ratio.
+    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So at
+    `step`, counted from the end of the warm-up, each rank begins with one element in 96, and halves that after 128
+    steps, after 256 more, and so on, down to its final ratio, which None stands for.
 
     >>> for ranks in (2, 4, 8, 32):
     ...     print(format_spec(default_compressor(ranks)), *(default_compressor(ranks, s).ratio for s in (0, 128, 384)))

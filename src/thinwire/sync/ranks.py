@@ -50,9 +50,9 @@ class Ranks:
         self.wanted_layout: list[tuple[str, ...]] = []
         """The buckets that the next step uses, if possible, as parameter names.
 
-        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
-        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
-        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
+        DDP rebuilds its buckets after its first step, also in a run that resumes from a checkpoint, and other buckets
+        give other bits. So a run begins with the buckets of the saved one, and any run keeps those of its first step
+        for the second.
         """
         self.layout: list[tuple[str, ...]] = []
         """The buckets of the last step that was not skipped, as parameter names."""
@@ -136,8 +136,7 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
-        """The number of this synchronizer among those of a channel."""
+        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()  # of this among a channel's synchronizers
         self._noted: tuple[Channel, str, int] | None = None
         """The last call: the channel, the key of this model on its board, and the number of steps before the call."""
         self._is_checked = self._has_warned = False

@@ -19,8 +19,7 @@ from ..kernels.layout import residual_dtype
 from .buckets import Slice
 
 _generations = itertools.count()
-_Key = tuple[tuple[str | None, int], ...]
-"""Names and sizes of the parameters in a slice."""
+_Key = tuple[tuple[str | None, int], ...]  # names and sizes
 
 
 class NamedVectors:

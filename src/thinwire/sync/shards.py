@@ -33,22 +33,13 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 class ShardGroup:
-    """The ranks that hold the shards of this rank's replica.
-
-    group        their process group.
-    parameters   all parameters, by name; sharded ones are DTensors.
-    device       the device of tensors that are exchanged here.
-
-    What is exchanged here is not counted as bytes sent: it does not leave the replica.
-    """
+    """The ranks that hold the shards of this rank's replica, whose exchanges on `device` count as no bytes sent."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.group, self.parameters, self.device = group, parameters, device
-        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        """Number of elements of each parameter, over all shards."""
+        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # over all shards
         self.rank, self.size = place(group)
-        self.timeout: float | timedelta | None = None
-        """Seconds for one exchange; None for those of the group. The synchronizer sets it."""
+        self.timeout: float | timedelta | None = None  # set by the synchronizer
         self.raised: Exception | None = None
         """The last error of an exchange here, which all shards know."""
 

@@ -18,7 +18,6 @@ class SyncStats:
     skipped_in_a_row: int = 0
     """Steps skipped since the last step that was taken."""
     bytes_sent: int = 0
-    """Bytes sent by this rank."""
     bytes_dense: int = 0
     """Bytes that a dense ring all-reduce of the same gradients would have sent."""
     bytes_between_nodes: int = 0
@@ -35,15 +34,9 @@ class SyncStats:
     """Bytes sent by this rank in the last step, and in averages after it."""
     messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of encode, exchange, decode and update, summed over operations.
-
-    Operations overlap with each other and with the backward pass.
-    """
+    """Seconds of encode, exchange, decode and update, summed over operations, which overlap."""
     blocked: dict[str, float] = field(default_factory=dict)
-    """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange.
-
-    In a step, exchange is the time spent waiting for operations. Outside a step, it is the time without another phase.
-    """
+    """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange."""
     algorithms: dict[str, int] = field(default_factory=dict)
     """Number of operations by algorithm."""
 

@@ -37,11 +37,7 @@ from .ranks import Ranks
 from .shards import ShardGroup
 
 PACKED_BYTES = 1 << 20
-"""Packed parameters of several buckets wait until they have this many bytes in total.
-
-They are sent together because every operation has a cost, even a small one.
-"""
-
+"""Packed parameters of several buckets wait until they have this many bytes in total: each operation has a cost."""
 _SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
 """One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
 
@@ -54,27 +50,21 @@ class Step(StepRecord):
     assignment: Assignment
     _encodes_here: bool = False
     """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
-    _held: int = 0
-    """Bytes of payloads that are held until the step ends."""
+    _held: int = 0  # bytes of payloads until the step ends
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _encoded: int = 0
-    """Number of buckets that were encoded, one for several that are sent together."""
-    _waiting: list[Bucket] = field(default_factory=list)
-    """Buckets that wait to be sent together."""
-    _packed: list[PackedGradients] = field(default_factory=list)
-    """Packed parameters that wait to be sent together."""
+    _encoded: int = 0  # buckets, one for several that are sent together
+    _waiting: list[Bucket] = field(default_factory=list)  # to be sent together
+    _packed: list[PackedGradients] = field(default_factory=list)  # to be sent together
     _clip: float | Tensor = 1.0
     """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
 
     def __post_init__(self) -> None:
         self._rank, self._world_size = place(self.sync.group)
         self._nodes = compressing_ranks(self.sync.group)
-        """Number of nodes; with one group, that of ranks."""
         clips = self.updates is not None and self.updates.max_norm is not None
-        self._collects = clips or bool(self.sync.wanted_layout)
-        """True if all buckets are collected before the first is sent."""
+        self._collects = clips or bool(self.sync.wanted_layout)  # all buckets before the first is sent
 
     # Backward: encode, and hand over to the wire.
 
@@ -352,11 +342,7 @@ class Step(StepRecord):
             )
 
     def _refuses(self, operations: Sequence[Operation]) -> bool:
-        """Return whether an operation of this step has failed, whose error `wait` raises; then refuse these.
-
-        They would wait for ranks that have left. They are numbered all the same, as on ranks that have not seen the
-        failure yet: otherwise this rank's next step would have other numbers than theirs.
-        """
+        """Return whether an operation of this step has failed; then refuse these, which are numbered as elsewhere."""
         failures = (sent.reduction.failure for sent in self._sent)
         failure = next((found for found in failures if found is not None), None)
         if failure is not None:

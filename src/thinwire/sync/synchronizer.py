@@ -39,8 +39,7 @@ from .step import Step
 from .trials import Auto
 from .workspace import Workspace
 
-SKIPPED_IN_A_ROW = 20
-"""A warning is given when more steps than this are skipped in a row."""
+SKIPPED_IN_A_ROW = 20  # more of them give a warning
 
 
 class Synchronizer(Ranks):
@@ -109,7 +108,6 @@ class Synchronizer(Ranks):
         """Number of elements of every parameter, by name; None until they are registered."""
         self._warned_of_skipped = False
         self._step: Step | None = None
-        """The step under way."""
         self.may_send_by_torch = False
         """Whether DDP's hook sends steps without compression by itself."""
         self.last_step: Step | None = None
@@ -129,10 +127,7 @@ class Synchronizer(Ranks):
         self.finite: bool | None = None
         """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
-        """`_fresh` is True until the first step is taken, or a checkpoint with a step is loaded.
-
-        `_loaded` is True from loading a checkpoint until the ranks have compared their steps.
-        """
+        """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
         self._may_have_residuals = False
         """Whether some rank may have residuals; the same on all ranks."""
         self._assignment: Assignment | None = None
@@ -330,7 +325,13 @@ class Synchronizer(Ranks):
         step = self._step
         assert step is not None
         try:
-            self._check(bucket)
+            for name, size in zip(bucket.names, bucket.sizes, strict=True):
+                known = (self.numels or {}).get(name, size)
+                if known != size:
+                    raise ValueError(
+                        f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one "
+                        "model"
+                    )
             step.add(bucket, last=last)
         except BaseException:
             self.drop()
@@ -453,16 +454,6 @@ class Synchronizer(Ranks):
                 "a lower learning rate, or max_grad_norm",
                 stacklevel=4,
             )
-
-    def _check(self, bucket: Bucket) -> None:
-        if self.numels is None:
-            return
-        for name, size in zip(bucket.names, bucket.sizes, strict=True):
-            known = self.numels.get(name)
-            if known is not None and known != size:
-                raise ValueError(
-                    f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one model"
-                )
 
     def _follow_scale(self) -> None:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""

@@ -4,10 +4,9 @@
     sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
 
 The first step of a turn is not timed, because it makes plans and may compile kernels. The time of a step is that from
-its first bucket to the first bucket of the next step. So it includes everything: waiting, encoding during the backward
-pass, and the optimizer. The median of a turn counts. Of two turns, the quicker one counts for dense, and the slower one
-for the other compressors. So a moment in which the machine or the network is slow may cost a gain, but seldom makes
-training slower than dense.
+its first bucket to the first bucket of the next step, which includes everything. The median of a turn counts. Of two
+turns, the quicker one counts for dense, and the slower one for the other compressors, so that a slow moment may cost a
+gain, but seldom makes training slower than dense.
 
 Small tensors are sent dense until the choice is made, so that they have no residual if dense is chosen.
 """
@@ -29,10 +28,8 @@ from .ranks import Ranks
 
 _log = logging.getLogger("thinwire")
 
-BEFORE = 2
-"""Number of steps after which DDP has rebuilt its buckets."""
-TURNS, STEPS = 2, 4
-"""Number of turns of each compressor, and number of steps in a turn."""
+BEFORE = 2  # steps until DDP has rebuilt its buckets
+TURNS, STEPS = 2, 4  # of each compressor, and in a turn
 
 
 def schedule(compressors: Sequence[Compressor]) -> list[int]:
@@ -56,11 +53,9 @@ class Auto(Assignment):
         super().__init__(policy, families)
         self.compressors, self._schedule = tuple(compressors), schedule(compressors)
         self._start = max(BEFORE, policy.warmup_steps)
-        """The first step of the trials."""
         self._turns: dict[int, list[list[float]]] = {}
         """Seconds of the steps of each turn, by the number of its compressor."""
-        self._open: tuple[int, float] | None = None
-        """The step under way, and the time at which it began."""
+        self._open: tuple[int, float] | None = None  # the step under way, and its start
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
         self.choose_if_due(sync, device)

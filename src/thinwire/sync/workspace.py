@@ -26,10 +26,7 @@ from .parts import PackedGradients, Sent, Slot, StepRecord, Updates
 from .residuals import NamedVectors
 
 _NO_LIMIT = 1 << 62
-"""Memory limit of one operation.
-
-All payloads are held until the step ends, so cutting an operation into segments would save nothing.
-"""
+"""Memory of one operation: all payloads are held until the step ends, so segments would save nothing."""
 
 
 class Workspace:
@@ -45,10 +42,8 @@ class Workspace:
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         """Views of the beginning of the same memory, by number of elements."""
-        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}
-        """Packed parameters that are sent together: the slice, and memory for their gradients."""
-        self._prepared: dict[int, Sent] = {}
-        """Slices as they were sent in the last step, by the `id` of the slice."""
+        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
+        self._prepared: dict[int, Sent] = {}  # as sent in the last step, by the `id` of the slice
         self._prepared_for: tuple[Hashable, ...] = ()
         """Generations and addresses of the tensors for which `_prepared` is valid."""
 
