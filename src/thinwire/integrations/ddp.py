@@ -1,7 +1,6 @@
 """DDP: communication hooks that hand its buckets to a `Synchronizer` or to an optimizer.
 
-DDP calls the hook when a bucket's gradients are ready, and continues with the backward pass. It waits for the futures
-at the end. Gradients arrive unaveraged, and DDP rebuilds its buckets after the first iteration. (torch compares the
+DDP waits for the hook's futures at the end of the backward pass. Gradients arrive unaveraged. (torch compares the
 hook's annotations as objects, so this module must not postpone their evaluation.)
 """
 
@@ -32,7 +31,6 @@ _ADAM_LIKE = (
     torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
     torch.optim.Adagrad,
 )  # fmt: skip
-"""Optimizers with a second moment; AdamW is an Adam."""
 
 
 def attach(
@@ -110,8 +108,7 @@ def _sharded(model: object, group: Group) -> ShardedParameters:
 
 @dataclass
 class _HookState:
-    receiver: Any
-    """A `Synchronizer`, or an optimizer of thinwire."""
+    receiver: Any  # a `Synchronizer`, or an optimizer of thinwire
     names: dict[int, str]
     may_be_unused: bool
     waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
@@ -231,8 +228,7 @@ def _write_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", 
 
 _sparse: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """Models with sparse gradients and the spec of their compressor, until an optimizer steps on them."""
-_is_watching = False
-"""Whether torch calls `_warn_once` before every step of an optimizer."""
+_is_watching = False  # by `_warn_once`, before every step of an optimizer
 
 
 def _warn_of_adam(ddp: nn.Module, sync: Synchronizer) -> None:

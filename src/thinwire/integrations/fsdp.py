@@ -25,8 +25,7 @@ from ..sync.buckets import Bucket, flatten, group_parameters
 from ..sync.shards import ShardGroup, is_sharded, local_of
 from ..sync.synchronizer import Synchronizer
 
-_SAMPLES = 1024
-"""Number of elements of a bucket that are compared to see whether gradients were changed after they were sent."""
+_SAMPLES = 1024  # elements of a bucket, to see whether gradients were changed after they were sent
 
 
 def after_backward(action: Callable[[], None]) -> None:
@@ -245,10 +244,7 @@ class BackwardPass:
     """
 
     def __init__(self, parameters: ShardedParameters, receiver: Any) -> None:
-        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist.
-
-        receiver   an optimizer of thinwire, or an `AttachedModel`.
-        """
+        """Register the hooks, which have an effect as long as this object and its receiver, an optimizer or model."""
         self._parameters, self._receiver = parameters, weakref.ref(receiver)
         self._expected: Counter[str] = Counter()
         self.reset()
@@ -257,8 +253,7 @@ class BackwardPass:
     def reset(self) -> None:
         self._came: Counter[str] = Counter()
         self._groups: list[list[str]] = []
-        self._sent = 0
-        """Number of buckets that were sent."""
+        self._sent = 0  # buckets
         self._task = -1
         self._error: Exception | None = None
 

@@ -58,8 +58,7 @@ class CompressedOptimizer(Optimizer):
 
     moments: tuple[str, ...]
     """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
-    local_moments: tuple[str, ...]
-    """Names of the moments that differ between ranks."""
+    local_moments: tuple[str, ...]  # those that differ between ranks
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
@@ -93,24 +92,19 @@ class CompressedOptimizer(Optimizer):
         """Parameters that DDP exchanges: those that were not frozen when it was made."""
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
-        """Parameters by name; of a sharded model, this rank's shards."""
         shards = None if self._sharded is None else self._sharded.group
-        families = self._families.number_of
-        self.sync = Synchronizer(policy, families=families, shards=shards, **options)
+        self.sync = Synchronizer(policy, families=self._families.number_of, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[Hashable, set[str]] = {}
-        self._count = 0
-        """Number of steps taken."""
+        self._count = 0  # of steps taken
         self._guard = GradientGuard(self._given, type(self).__name__)
         self._searched: int | None = None
         """The number of DDP models that were made before the parameters were last searched in them."""
         self._gathered: list[dict[str, Any]] | None = None
         """The states of all ranks, after `consolidate_state_dict` and until the next step."""
-        self._recording: Recording | None = None
-        """Recording of the GPU work of `step`."""
+        self._recording: Recording | None = None  # of the GPU work of `step`
         self.sync.register_parameters(self._parameters.items())
-        self._backward: BackwardPass | None = None
-        """The backward pass of a sharded model, which sends the buckets."""
+        self._backward: BackwardPass | None = None  # of a sharded model, which sends the buckets
         if self._sharded is not None and not self._sharded.is_offloaded:
             self._backward = BackwardPass(self._sharded, self)
         if ddp is not None:
@@ -149,11 +143,9 @@ class CompressedOptimizer(Optimizer):
         if self._sharded is not None:
             for bucket, first, last in self._sharded.buckets():
                 self.add_bucket(bucket, first=first, last=last)
-        else:
-            self._exchange_plain(list(self.named_parameters()))
-        self.watch_gradients()
-
-    def _exchange_plain(self, named: list[tuple[str, nn.Parameter]]) -> None:
+            self.watch_gradients()
+            return
+        named = list(self.named_parameters())
         made = count_ddp()  # to search takes long, so only after another one was made
         if self._searched != made and ddp_of([p for _, p in named]) is not None:
             raise RuntimeError(
@@ -166,6 +158,7 @@ class CompressedOptimizer(Optimizer):
             warn_of_averaged(self.sync, named, type(self).__name__)
         for bucket, first, last in self.sync.buckets_of(named):
             self.add_bucket(bucket, first=first, last=last)
+        self.watch_gradients()
 
     def _forget_sent(self) -> None:
         self._guard.forget()
@@ -417,8 +410,6 @@ class CompressedOptimizer(Optimizer):
         """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
 
         All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
-        `load_state_dict` takes what was saved so on every rank, with any number of ranks. This is the name that
-        torch's ZeroRedundancyOptimizer has for it.
         """
         if self._sharded is not None:
             raise ValueError(
@@ -432,8 +423,7 @@ class CompressedOptimizer(Optimizer):
     def torch_state_dict(self) -> dict[str, Any]:
         """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.
 
-        Moments that differ between ranks are averaged, dense, and in the unit of torch's. What is left out: residuals,
-        the part of the updates that was not sent so far; and what thinwire's own `state_dict()` has besides.
+        Moments that differ between ranks are averaged, dense, and in the unit of torch's. Residuals are left out.
         """
         numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
         apart = set(self._sent_as_updates(self.sync.steps))
@@ -471,10 +461,8 @@ class CompressedOptimizer(Optimizer):
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
-        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up.
-
-        strict   False: ranks whose states are missing may be left out. Their residuals and momenta are lost, and a
-                 warning names them.
+        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up. With
+        `strict=False`, ranks whose states are missing lose residuals and momenta, and a warning names them.
         """
         if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
             self._load_torch_state(state_dict)

@@ -13,8 +13,7 @@ from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
 from .fragments import Named
 
-_LARGEST = 1e18
-"""Larger whole numbers are none that torch takes."""
+_LARGEST = 1e18  # larger whole numbers are none that torch takes
 
 
 def check_number(name: str, given: float, *, below: float = _LARGEST) -> None:
@@ -83,7 +82,7 @@ def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
         warnings.warn(
             "gradients are the same on all ranks before they are exchanged. If DDP has averaged them, nothing is "
             f"saved: give the DDP model itself, thinwire.{optimizer}(ddp, ...), or ddp=",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -17,13 +17,9 @@ class Family:
     """The steps that the parameters of a family have taken."""
 
     group: int
-    """Number of the parameter group."""
     steps: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
-    """Sums of the weights of gradients and of their squares in the moments of updates.
-
-    With constant betas these are 1 - beta ** steps.
-    """
+    """Sums of the weights of gradients and of squares in moments; with constant betas these are 1 - beta ** steps."""
 
 
 class Families:
@@ -39,8 +35,7 @@ class Families:
         self.number_of = {name: number for number, names in enumerate(groups) for name in names}
         """The number of each parameter's family, by name. This dict changes in place."""
         self.all = [Family(number) for number in range(len(groups))]
-        self.present = set(range(len(groups)))
-        """Numbers of the families that take part in the step under way."""
+        self.present = set(range(len(groups)))  # in the step under way
         self._groups = dict(self.number_of)
         self._absent: set[str] | None = None
         """The parameters that `present` leaves out; None if it was not computed from any."""

@@ -12,10 +12,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Part:
-    """Tensors that are exchanged in one bucket, and the common values from which each rank has moved them.
-
-    Common values are float32 (float64 for float64 tensors), the same bits on all ranks, in the memory of `device`.
-    """
+    """Tensors of one bucket, and common values, wide and alike on all ranks, from which each rank has moved them."""
 
     @torch.no_grad()
     def __init__(self, named: Named, *, is_averaged: bool, device: torch.device | None) -> None:
@@ -26,8 +23,7 @@ class Part:
         wide = residual_dtype(self.tensors[0].dtype)
         flat = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
         self._layout = Bucket(flat, tuple(name for name, _ in named), sizes)
-        self.momentum: Tensor | None = None
-        """The outer momentum, once there is one."""
+        self.momentum: Tensor | None = None  # the outer one
         self.before: Tensor | None = None
         """The local values whose difference is under way; None if no step is taken meanwhile."""
         self.take_common()
@@ -109,8 +105,7 @@ class Fragment:
             for group in group_parameters(named)
         ]
         self.names = frozenset(name for part in self.parts for name in part.names)
-        self.exchanged_at = 0
-        """The number of local steps before the last exchange."""
+        self.exchanged_at = 0  # local steps before the last exchange
 
 
 def split(named: Named, fragments: int) -> list[list[tuple[str, Tensor]]]:

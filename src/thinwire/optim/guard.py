@@ -18,8 +18,7 @@ class GradientGuard:
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
         self._parameters, self._optimizer = parameters, optimizer
-        self._sent: dict[str, tuple[Tensor | None, int]] = {}
-        """Gradients that were sent, and how often each had changed by then."""
+        self._sent: dict[str, tuple[Tensor | None, int]] = {}  # and how often each had changed by then
 
     def record(self) -> None:
         """Record all gradients after they were sent: they must not change before `step`."""

@@ -41,8 +41,7 @@ from .fragments import Fragment, Named, Part, split
 from .membership import Membership
 from .parameters import ddp_of
 
-_BUFFER = "buffer: "
-"""Begins the names of buffers, among those of parameters."""
+_BUFFER = "buffer: "  # begins the names of buffers
 _OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")
 _KEYS = {"common", "outer", "weights", "under_way", "local_steps", "exchanged_at", "left_out", "setting"}
 
@@ -52,10 +51,8 @@ class Round:
     """An exchange that is under way."""
 
     fragment: Fragment
-    since: int
-    """The number of local steps since the last exchange of the fragment."""
-    due: int
-    """The number of local steps after which it is applied."""
+    since: int  # local steps since the fragment's last exchange
+    due: int  # local steps after which it is applied
     buckets: list[Bucket]
     """The differences; once the exchange has ended, their means over ranks."""
     is_received: bool = False
@@ -63,8 +60,7 @@ class Round:
     """Whether the sum overflowed on all ranks, so that nothing changes."""
     error: CollectiveError | None = None
     """The error of sending, which the members of an `ElasticGroup` have not decided on yet."""
-    change: Change | None = None
-    """What the members of an `ElasticGroup` have decided."""
+    change: Change | None = None  # what they have decided
 
 
 class LocalSteps(Optimizer):
@@ -150,9 +146,7 @@ class LocalSteps(Optimizer):
         device = torch.device("cpu") if offload else None
         parts = split(named, fragments)
         self.fragments = [Fragment(part, buffers if part is parts[-1] else [], device) for part in parts]
-        """The parts of the model, in the order in which they are exchanged."""
-        self.steps = 0
-        """Number of local steps."""
+        self.steps = 0  # local ones
         self.left_out = 0
         """Number of exchanges from which this rank's difference was left out, since it was not finite."""
         self._round: Round | None = None
@@ -285,10 +279,7 @@ class LocalSteps(Optimizer):
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two, saved when a round had ended; each rank then goes on with the
-        inner optimizer of one of them.
-
-        strict   False: ranks whose states are missing may be left out. What they had not sent is lost, and a warning
-                 names them.
+        inner optimizer of one of them. With `strict=False`, what missing ranks had not sent is lost, with a warning.
         """
         states = checkpoint.as_list(state_dict)
         for state in states:

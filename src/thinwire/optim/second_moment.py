@@ -1,8 +1,8 @@
 """The unit of AdamW's second moments: that of the averaged gradient, though each rank uses its own gradient.
 
-torch's AdamW divides by the root of E[ḡ²], the second moment of the gradient averaged over P ranks. A rank computes
-E[gᵢ²], that of its own gradient, which costs no bytes. Where noise dominates, it is P times as large, and steps would
-be too short by up to sqrt(P). So for every tensor
+torch's AdamW divides by the root of E[ḡ²], of the gradient averaged over P ranks. A rank computes E[gᵢ²], of its own
+gradient. Where noise dominates, it is P times as large, and steps would be too short by up to sqrt(P). So for every
+tensor
 
     c = mean(ḡ²) / mean over ranks of mean(gᵢ²),    between 1 / P and 1,
 
