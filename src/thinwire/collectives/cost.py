@@ -28,20 +28,16 @@ from ..kernels.layout import Layout, RandomKLayout, residual_dtype
 
 DENSE = NoCompression()
 
-Span = tuple[int, int]
-"""Range of elements (start, stop), without the element `stop`."""
+Span = tuple[int, int]  # range of elements (start, stop), without the element `stop`
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of one operation for each rank."""
 
-    sent: float
-    """Bytes sent, as the mean over ranks. The same number is received."""
-    messages: int
-    """Largest number of messages sent. An empty share is not sent."""
-    memory: int
-    """Bytes of memory in use during a segment, beyond tensor and residuals."""
+    sent: float  # Bytes sent, as the mean over ranks. The same number is received.
+    messages: int  # Largest number of messages sent. An empty share is not sent.
+    memory: int  # bytes of memory in use during a segment, beyond tensor and residuals
 
 
 def shares(numel: int, granule: int, parts: int) -> list[Span]:

@@ -47,15 +47,11 @@ MOST_ADMITTED = 8  # newcomers after one exchange
 class Change(NamedTuple):
     """What the members have decided after an exchange."""
 
-    counts: bool
-    """Whether all have received everything; otherwise those who are left repeat the exchange."""
-    lost: list[int]
-    """Members before, which did not answer a roll call."""
+    counts: bool  # whether all have received everything; otherwise those who are left repeat the exchange
+    lost: list[int]  # members before, which did not answer a roll call
     left: list[int]
-    joined: list[int]
-    """Newcomers, which have no common weights yet."""
-    is_new: bool
-    """Whether there are new connections: other members, or the same ones after an error."""
+    joined: list[int]  # newcomers, which have no common weights yet
+    is_new: bool  # whether there are new connections: other members, or the same ones after an error
     ranks_before: int
 
 
@@ -123,8 +119,7 @@ class ElasticGroup:
         self._wants_to_leave = self.has_left = False
         self._seen: dict[int, tuple[str | None, float]] = {}
         """The last sign of life of each rank, and when it was first seen."""
-        self._asleep: set[int] = set()
-        """Ranks that were here or asked to join, and have given no sign of life since."""
+        self._asleep: set[int] = set()  # ranks that were here or asked to join, and have given no sign of life since
         self.members: tuple[int, ...] = ()
         self.number: int
         self._channel: ElasticChannel | None = None

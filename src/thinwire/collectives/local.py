@@ -81,8 +81,7 @@ class LocalWorld:
         self.turns = Turns(size)
         self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
         self.arrivals = [0] * size  # of each rank at a barrier
-        self.left: dict[int, str] = {}
-        """Ranks that make no further call, and why."""
+        self.left: dict[int, str] = {}  # ranks that make no further call, and why
         self._lock = threading.Lock()
         self._switchboards: dict[int, Switchboard] = {}
         self.groups = [LocalGroup(self, rank) for rank in range(size)]

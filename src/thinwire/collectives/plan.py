@@ -27,16 +27,13 @@ _SMALLEST_SEGMENT = 4096
 class Plan:
     """The plan for the reduction of one tensor."""
 
-    algorithm: str
-    """gather, sharded, dense or values. With two stages, this is the algorithm between nodes."""
+    algorithm: str  # gather, sharded, dense or values. With two stages, this is the algorithm between nodes.
     reason: str
     first: Compressor
     second: Compressor
-    granule: int
-    """Segments, and the shares of the ranks of a node, are cut at multiples of this number of elements."""
+    granule: int  # segments, and the shares of the ranks of a node, are cut at multiples of this number of elements
     segments: tuple[Span, ...]
-    cost: Cost
-    """Cost of the whole operation. Its memory is that of the largest segment."""
+    cost: Cost  # Cost of the whole operation. Its memory is that of the largest segment.
 
 
 @lru_cache(maxsize=1024)

@@ -31,13 +31,11 @@ class Request:
     channels: Sequence[Channel]
     plan: Plan
     weight: float
-    described: dict[str, Any]
-    """Arguments that must be the same on all ranks."""
+    described: dict[str, Any]  # arguments that must be the same on all ranks
     positions_drawn: bool
     """Whether the key must be the same on all ranks, because it determines the positions that are sent."""
     draws: bool
-    asked_for: Compressor
-    """Compressor that the caller asked for, even if the plan is dense."""
+    asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
     text: str  # `described` as JSON
 
     @property

@@ -174,10 +174,8 @@ class AdamW(CompressedOptimizer):
         phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
         self._own_warmup = sum(steps for steps, _ in phases)
         """Steps of the warm-up; a parameter that is unfrozen later is sent dense for as many, as a gradient."""
-        self._found: dict[str, float] = {}
-        """c as measured and smoothed, also of tensors that do not need it yet."""
-        self._measures_next = False
-        """True if c is measured at the next step, as after resuming with another world size."""
+        self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet
+        self._measures_next = False  # True if c is measured at the next step, as after resuming with another world size
         self._sent_numbers, self._step_numbers, self._rate_numbers = (_DeviceNumbers() for _ in range(3))
         self._rates: tuple[object, dict[str, Tensor]] = None, {}
         """The rates of all parameters in GPU memory, and what they were computed from."""

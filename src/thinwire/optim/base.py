@@ -56,8 +56,7 @@ class Piece(NamedTuple):
 class CompressedOptimizer(Optimizer):
     """Base class of `AdamW` and `SGD`."""
 
-    moments: tuple[str, ...]
-    """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
+    moments: tuple[str, ...]  # names of the vectors kept for every parameter, as in torch; the local ones come first
     local_moments: tuple[str, ...]  # those that differ between ranks
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 

@@ -53,11 +53,9 @@ class Round:
     fragment: Fragment
     since: int  # local steps since the fragment's last exchange
     due: int  # local steps after which it is applied
-    buckets: list[Bucket]
-    """The differences; once the exchange has ended, their means over ranks."""
+    buckets: list[Bucket]  # the differences; once the exchange has ended, their means over ranks
     is_received: bool = False
-    is_void: bool = False
-    """Whether the sum overflowed on all ranks, so that nothing changes."""
+    is_void: bool = False  # whether the sum overflowed on all ranks, so that nothing changes
     error: CollectiveError | None = None
     """The error of sending, which the members of an `ElasticGroup` have not decided on yet."""
     change: Change | None = None  # what they have decided
@@ -147,8 +145,7 @@ class LocalSteps(Optimizer):
         parts = split(named, fragments)
         self.fragments = [Fragment(part, buffers if part is parts[-1] else [], device) for part in parts]
         self.steps = 0  # local ones
-        self.left_out = 0
-        """Number of exchanges from which this rank's difference was left out, since it was not finite."""
+        self.left_out = 0  # number of exchanges from which this rank's difference was left out, since it was not finite
         self._round: Round | None = None
         self._gathered: list[dict[str, Any]] | None = None
         self._is_checked = False

@@ -14,8 +14,7 @@ from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
 """Compressors that are tried for gradients, the densest first; not top-k, which ruins Adam."""
-MARGIN = 1.03
-"""Dense is kept unless its step takes longer than this factor times the fastest step."""
+MARGIN = 1.03  # dense is kept unless its step takes longer than this factor times the fastest step
 
 
 def updates(ranks: int) -> tuple[Compressor, ...]:

@@ -67,8 +67,7 @@ class Slice:
     stop: int
     compressor: Compressor
     family: Hashable
-    names: tuple[str | None, ...]
-    """Names of the parameters; None for a packed parameter in the middle."""
+    names: tuple[str | None, ...]  # names of the parameters; None for a packed parameter in the middle
     sizes: tuple[int, ...]
 
     @cached_property

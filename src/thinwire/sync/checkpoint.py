@@ -89,14 +89,11 @@ def as_list(given: State | Sequence[State]) -> list[State]:
 class Choice(NamedTuple):
     """The states of a checkpoint that this rank uses."""
 
-    alike: State
-    """State for values that are the same on all ranks; this rank's own if the world size is the same."""
-    taken: list[State]
-    """States of the old ranks whose residuals this rank takes over."""
+    alike: State  # state for values that are the same on all ranks; this rank's own if the world size is the same
+    taken: list[State]  # states of the old ranks whose residuals this rank takes over
     factor: float
     same_world: bool
-    is_lost: bool = False
-    """True if the state of this rank itself is missing, with the same number of ranks."""
+    is_lost: bool = False  # True if the state of this rank itself is missing, with the same number of ranks
 
 
 def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:

@@ -63,8 +63,7 @@ class Slot:
     slice: Slice
     request: Request
     buffers: Buffers
-    recording: Recording | None
-    """Recording of the GPU work that makes the payload; None if it cannot be recorded."""
+    recording: Recording | None  # recording of the GPU work that makes the payload; None if it cannot be recorded
     number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
 
 
@@ -73,18 +72,15 @@ class Sent:
     """A slice that is being sent in the current step."""
 
     slice: Slice
-    gradient: Flat
-    """A slice of the bucket; for packed parameters, a copy of their gradients."""
-    source: Tensor
-    """The tensor that is encoded: the gradient itself, or its copy or update in other memory."""
+    gradient: Flat  # A slice of the bucket; for packed parameters, a copy of their gradients
+    source: Tensor  # the tensor that is encoded: the gradient itself, or its copy or update in other memory
     slot: Slot
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
     places: Sequence[tuple[Flat, Packed]] = ()
     """Places of packed parameters: the bucket's gradient, and their elements in it."""
-    key: Hashable = None
-    """Everything that encoding depends on; None if it cannot be recorded."""
+    key: Hashable = None  # everything that encoding depends on; None if it cannot be recorded
     origin: Hashable = None
     """Of packed parameters: the addresses of the buckets they are copied from, and the factors of the copy."""
 
@@ -95,8 +91,7 @@ class PackedGradients(NamedTuple):
     bucket: Together
     parts: Sequence[Packed]
     compressor: Compressor
-    copied: Tensor | None
-    """The gradients, one after the other; None if the bucket still holds them when they are sent."""
+    copied: Tensor | None  # the gradients, one after the other; None if the bucket still holds them when they are sent
 
     @property
     def nbytes(self) -> int:
@@ -112,8 +107,7 @@ class PackedGradients(NamedTuple):
 class StepRecord:
     """The settings of a step, and what it has done so far."""
 
-    number: int
-    """Number of steps taken before this one, without skipped steps."""
+    number: int  # number of steps taken before this one, without skipped steps
     mode: Mode
     updates: Updates | None
     is_sent_by_torch: bool = False
@@ -128,14 +122,11 @@ class StepRecord:
     bytes_dense: int = 0
     bytes_dense_between_nodes: int = 0
     closed_at: float = 0.0  # of `time.perf_counter`
-    waited: float = 0.0
-    """Seconds for which the caller waited for the exchange."""
+    waited: float = 0.0  # seconds for which the caller waited for the exchange
     labels: list[str] = field(default_factory=list)  # of each operation in `handles`
     slots: list[Slot] = field(default_factory=list)
-    packs: set[int] = field(default_factory=set)
-    """The `id` of each slice of packed parameters."""
-    carried: set[str] = field(default_factory=set)
-    """Parameters whose residuals were sent with their dense gradients."""
+    packs: set[int] = field(default_factory=set)  # the `id` of each slice of packed parameters
+    carried: set[str] = field(default_factory=set)  # parameters whose residuals were sent with their dense gradients
     samples: dict[str, Tensor] = field(default_factory=dict)
 
     @property

@@ -54,8 +54,7 @@ class Ranks:
         give other bits. So a run begins with the buckets of the saved one, and any run keeps those of its first step
         for the second.
         """
-        self.layout: list[tuple[str, ...]] = []
-        """The buckets of the last step that was not skipped, as parameter names."""
+        self.layout: list[tuple[str, ...]] = []  # the buckets of the last step that was not skipped, as parameter names
         self.workspace = Workspace(self.group)
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self._saves = Saves()

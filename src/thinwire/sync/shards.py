@@ -40,8 +40,7 @@ class ShardGroup:
         self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # over all shards
         self.rank, self.size = place(group)
         self.timeout: float | timedelta | None = None  # set by the synchronizer
-        self.raised: Exception | None = None
-        """The last error of an exchange here, which all shards know."""
+        self.raised: Exception | None = None  # the last error of an exchange here, which all shards know
 
     @property
     def place(self) -> list[int]:

@@ -108,8 +108,7 @@ class Synchronizer(Ranks):
         """Number of elements of every parameter, by name; None until they are registered."""
         self._warned_of_skipped = False
         self._step: Step | None = None
-        self.may_send_by_torch = False
-        """Whether DDP's hook sends steps without compression by itself."""
+        self.may_send_by_torch = False  # whether DDP's hook sends steps without compression by itself
         self.last_step: Step | None = None
         self._device = torch.device("cpu")
         """The device of the parameters, for what is sent besides gradients: a group may have no other."""
@@ -120,16 +119,14 @@ class Synchronizer(Ranks):
     def reset(self) -> None:
         self.drop()
         self.unsent, self.stats = Residuals(), SyncStats()
-        self._scale = 1.0
-        """Scale of the loss when residuals were last changed."""
+        self._scale = 1.0  # scale of the loss when residuals were last changed
         self._gathered: list[dict[str, Any]] | None = None
         """The states of all ranks, after `consolidate_state_dict` and until the next step."""
         self.finite: bool | None = None
         """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
         """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
-        self._may_have_residuals = False
-        """Whether some rank may have residuals; the same on all ranks."""
+        self._may_have_residuals = False  # whether some rank may have residuals; the same on all ranks
         self._assignment: Assignment | None = None
         self.dense: frozenset[str] = frozenset()
         """Parameters that an optimizer sends dense at the next step, whatever the policy says."""

@@ -34,12 +34,10 @@ class Exchange(NamedTuple):
 class Outcome(NamedTuple):
     """The result of an algorithm after its last exchange. No residual, moment or output has changed yet."""
 
-    finite: bool
-    """Whether no payload is marked as made from an input that was not finite. It is the same on all ranks."""
+    finite: bool  # Whether no payload is marked as made from an input that was not finite. It is the same on all ranks.
     commit: Callable[[Flat | None, Update | None], None]
     """Function (gradient, update) that updates the residuals and, with an update, the moments."""
-    write: Callable[[Tensor], None]
-    """Function (out) that writes the weighted result into a flat tensor."""
+    write: Callable[[Tensor], None]  # function (out) that writes the weighted result into a flat tensor
     commit_and_write: Callable[[Flat, Update | None, Tensor], None] | None = None
     """Function (gradient, update, out) for both at once, in one pass over memory if a kernel has one."""
 
@@ -63,8 +61,7 @@ class Buffers:
         self._made: list[CompressedTensor] = []
         self._parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         self._next = self._next_made = 0
-        self.is_replayed = False
-        """Whether a recording has already encoded the payloads of this step."""
+        self.is_replayed = False  # whether a recording has already encoded the payloads of this step
 
     def rewind(self, *, is_replayed: bool = False) -> None:
         """Begin a new step. The next call of `next_buffer` returns the first buffer again."""
@@ -107,8 +104,7 @@ class Stage:
     """A flat tensor to be summed over the ranks of one group."""
 
     operation: Operation
-    tensor: Tensor
-    """Only encoding reads it. In training, its memory is reused after that."""
+    tensor: Tensor  # Only encoding reads it. In training, its memory is reused after that.
     residual: Tensor | None
     first: Compressor
     second: Compressor

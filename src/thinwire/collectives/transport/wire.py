@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-AT_ONCE = 4
-"""Operations of one group that are under way at a time and not encoded yet, which bounds the memory."""
+AT_ONCE = 4  # operations of one group that are under way at a time and not encoded yet, which bounds the memory
 
 
 class WireTask(Protocol):
