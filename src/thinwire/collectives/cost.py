@@ -83,11 +83,8 @@ def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtyp
     sums = sum(count * second.nbytes(size, dtype_of_sum(second, dtype)) for size, count in sizes.items())
     largest = max(sizes)
     received = ranks * first.nbytes(largest, dtype)
-    return Cost(
-        (pieces + sums) * (ranks - 1) / ranks,
-        2 * (ranks - 1),
-        pieces + received + sums + largest * residual_dtype(dtype).itemsize,
-    )
+    memory = pieces + received + sums + largest * residual_dtype(dtype).itemsize
+    return Cost((pieces + sums) * (ranks - 1) / ranks, 2 * (ranks - 1), memory)
 
 
 def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:

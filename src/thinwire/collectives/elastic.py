@@ -127,7 +127,15 @@ class ElasticGroup:
         if rank is None or size is None:
             self.ask_to_join()
         else:
-            self._found(rank, size)
+            if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
+                raise ValueError(
+                    f"rank {rank} of a group named {name!r} was there before, on the same store: give each group a "
+                    "name of its own; a rank that comes back is a newcomer, without rank= and size="
+                )
+            there = self._board.write_once("size", str(size))
+            if there is not None and there != str(size):
+                raise ValueError(f"size {size}, but other ranks of the group {name!r} have {there}")
+            self._begin(rank)
             beats = [f"beat/{founder}" for founder in range(size)]
             if missing := self._missing(*beats):
                 late = [beats.index(beat) for beat in missing]
@@ -305,17 +313,6 @@ class ElasticGroup:
         return now - self._seen[member][1]
 
     # The start.
-
-    def _found(self, rank: int, size: int) -> None:
-        if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
-            raise ValueError(
-                f"rank {rank} of a group named {self._name!r} was there before, on the same store: give each group a "
-                "name of its own; a rank that comes back is a newcomer, without rank= and size="
-            )
-        there = self._board.write_once("size", str(size))
-        if there is not None and there != str(size):
-            raise ValueError(f"size {size}, but other ranks of the group {self._name!r} have {there}")
-        self._begin(rank)
 
     def _begin(self, number: int) -> None:
         self.number, self._stop_beating = number, threading.Event()

@@ -7,7 +7,7 @@ a training step          the caller encodes in backward, and applies all slices 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Generator, Hashable
 
 import torch
 from torch import Tensor
@@ -28,12 +28,7 @@ from .transport.errors import CollectiveError
 from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
-_ALGORITHMS: dict[str, Callable[[Stage], Exchanges]] = {
-    "gather": gather,
-    "sharded": sharded,
-    "dense": sharded,
-    "values": values,
-}
+_ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
 
 
 class Reduction:
@@ -52,12 +47,8 @@ class Reduction:
         has_future: bool = False,
     ) -> None:
         self.request, self._operations = request, operations
-        report = Report(
-            algorithm=request.algorithm,
-            reason=request.plan.reason,
-            segments=len(request.plan.segments),
-            memory=request.plan.cost.memory,
-        )
+        plan = request.plan
+        report = Report(request.algorithm, plan.reason, segments=len(plan.segments), memory=plan.cost.memory)
         self.handle = Handle(report, tensor.device if has_future else None)
         self.encoded = False
         self._tensor, self._residual, self._buffers = tensor, residual, buffers
@@ -290,19 +281,14 @@ class Reduction:
             through_host=self._through_host,
         )
         algorithm = _ALGORITHMS[request.plan.algorithm]
-        return (
-            hierarchical(stage, inside=inside[0], algorithm=algorithm, granule=request.plan.granule)
-            if inside
-            else algorithm(stage)
-        )
+        if not inside:
+            return algorithm(stage)
+        return hierarchical(stage, inside=inside[0], algorithm=algorithm, granule=request.plan.granule)
 
     def _all_finite(self) -> Generator[Exchange, Seen, bool]:
         """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
-        bound = sum(
-            float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part))))
-            for part in (self._tensor, self._residual)
-            if part is not None
-        )
+        parts = [self._tensor] if self._residual is None else [self._tensor, self._residual]
+        bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)
         for operation in self._operations:
             size = operation.channel.size
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self._tensor.device)

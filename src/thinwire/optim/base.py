@@ -354,9 +354,8 @@ class CompressedOptimizer(Optimizer):
         if policy.auto or key not in self._gradients_in_phase:
             sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
             sizes = [(name, p.numel()) for name, p in self.named_parameters()]
-            self._gradients_in_phase[key] = {
-                name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)
-            }
+            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
+            self._gradients_in_phase[key] = found
         return self._gradients_in_phase[key]
 
     def _to_gradients(self, names: Sequence[str]) -> None:
@@ -454,9 +453,7 @@ class CompressedOptimizer(Optimizer):
         if not self._warms_up(0):
             self._to_updates(self._sent_as_updates(0))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
-    ) -> None:
+    def load_state_dict(self, state_dict: checkpoint.States, *, strict: bool = True) -> None:
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
@@ -531,9 +528,8 @@ class CompressedOptimizer(Optimizer):
                         f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
                         "belongs to another model, or its parameters came in another order"
                     )
-                made[name] = torch.empty(
-                    parameter.numel(), dtype=residual_dtype(parameter.dtype), device=parameter.device
-                )
+                wide = residual_dtype(parameter.dtype)
+                made[name] = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
                 shaped(made[name], parameter).copy_(kept)
         return made
 

@@ -76,7 +76,6 @@ def _changes_by_scaler(device: torch.device) -> int:
     """Return how often GradScaler's check for Inf counts as a change; that depends on the version of torch."""
     probe = torch.ones(1, device=device)
     before = probe._version
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        [probe], torch.zeros(1, device=device), torch.ones(1, device=device)
-    )
+    found, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], found, scale)
     return int(probe._version - before)

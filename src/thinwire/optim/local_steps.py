@@ -270,9 +270,7 @@ class LocalSteps(Optimizer):
         self._gathered = self.sync.gather(self.state_dict(), to, self._device)
 
     @torch.no_grad()
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
-    ) -> None:
+    def load_state_dict(self, state_dict: checkpoint.States, *, strict: bool = True) -> None:
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two, saved when a round had ended; each rank then goes on with the

@@ -20,6 +20,7 @@ from .residuals import Residuals
 
 FORMAT = 3
 State = Mapping[str, Any]
+States = State | Sequence[State]
 _RANKS = "ranks"  # the key of the states of all ranks, in the state of one
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
@@ -69,7 +70,7 @@ def own_state(state: State) -> State:
     return {key: value for key, value in state.items() if key != _RANKS}
 
 
-def as_list(given: State | Sequence[State]) -> list[State]:
+def as_list(given: States) -> list[State]:
     """Return one state, or the states of several ranks, as a list; raise ValueError for another type."""
     if isinstance(given, Mapping):
         ours = given.get("thinwire", given)
@@ -110,7 +111,7 @@ def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
     return range(rank, saved_world_size, world_size) or range(first, first + 1)
 
 
-def choose(given: State | Sequence[State], rank: int, world_size: int, *, strict: bool = True) -> Choice:
+def choose(given: States, rank: int, world_size: int, *, strict: bool = True) -> Choice:
     """Return the states that this rank needs. Raise ValueError if some are invalid, or missing while `strict`."""
     states = as_list(given)
     for state in states:

@@ -115,11 +115,8 @@ class Policy:
 
     def is_excluded(self, name: str) -> bool:
         """Return whether this parameter is never compressed, not even in the warm-up."""
-        return (
-            not _fits(name, self.include)
-            or _fits(name, self.exclude)
-            or isinstance(self._of_layer(name), NoCompression)
-        )
+        is_dense = isinstance(self._of_layer(name), NoCompression)
+        return is_dense or not _fits(name, self.include) or _fits(name, self.exclude)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
@@ -244,11 +241,7 @@ def _phases(given: Warmup) -> tuple[tuple[int, Compressor], ...]:
 
 
 def _patterns(name: str, given: Sequence[str]) -> tuple[str, ...]:
-    if (
-        isinstance(given, str)
-        or not isinstance(given, Sequence)
-        or not all(isinstance(pattern, str) for pattern in given)
-    ):
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"{name} {given!r}, expected a list of patterns")
     return tuple(given)
 

@@ -212,11 +212,7 @@ class Synchronizer(Ranks):
             raise
 
     def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        strict: bool = True,
-        choice: checkpoint.Choice | None = None,
+        self, state: checkpoint.States, *, strict: bool = True, choice: checkpoint.Choice | None = None
     ) -> None:
         """Resume from a checkpoint: the state of this rank, a consolidated state, or a list of those of all ranks.
 

@@ -121,11 +121,8 @@ class Workspace:
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
         """Return the addresses of all that is read or written when a slice is sent; payloads are the slot's."""
         update, residual = sent.update, sent.residual
-        made: list[Hashable] = [
-            sent.slot.number,
-            addresses_of(sent.gradient),
-            0 if residual is None else residual.data_ptr(),
-        ]
+        made: list[Hashable] = [sent.slot.number, addresses_of(sent.gradient)]
+        made.append(0 if residual is None else residual.data_ptr())
         if isinstance(update, AdamUpdate) and update.on_device is not None:
             made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
             made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())

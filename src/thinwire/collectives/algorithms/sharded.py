@@ -50,11 +50,8 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
     rows = stage.buffers.parts_of(received)
     rows[stage.rank].copy_(pieces[stage.rank])
-    seen = yield Exchange(
-        stage.operation,
-        sends={rank: pieces[rank] for rank in stage.others},
-        receives={rank: rows[rank] for rank in stage.others},
-    )
+    sends, receives = ({rank: each[rank] for rank in stage.others} for each in (pieces, rows))
+    seen = yield Exchange(stage.operation, sends, receives)
 
     start, stop = cut[stage.rank]
     share = first.layout(stop - start, dtype)
@@ -98,9 +95,7 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
     """Send the sum of this rank's share to all ranks, weighted first, so that a 16-bit average does not overflow."""
     dtype, width = stage.tensor.dtype, stage.tensor.itemsize
     everything = stage.buffer(cut[-1][1] * width)
-    sums = stage.buffers.parts_of(
-        everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
-    )
+    sums = stage.buffers.parts_of(everything, lambda each: each.split([(stop - start) * width for start, stop in cut]))
     sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
     seen = yield from exchange_parts(stage.operation, sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
@@ -117,9 +112,8 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
 def values(stage: Stage) -> Exchanges:
     """Encode the tensor, and sum the values of all payloads by a dense all-reduce."""
     layout = stage.layout
-    sent = stage.encode(
-        stage.first, stage.tensor, residual=stage.residual, out=stage.buffer(layout.nbytes), key=stage.key
-    )
+    payload = stage.buffer(layout.nbytes)
+    sent = stage.encode(stage.first, stage.tensor, residual=stage.residual, out=payload, key=stage.key)
     kept = read_values(sent.payload, layout.dtype)
     outcome = yield from sharded(
         replace(stage, tensor=kept, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)

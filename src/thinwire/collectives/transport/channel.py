@@ -75,12 +75,8 @@ class Channel:
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
         # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
-        return GlooLink(
-            store=self.board.store(f"link/{number}"),
-            rank=self.rank,
-            size=self.size,
-            timeout=min(timeout, _CONNECT_SECONDS),
-        )
+        store, timeout = self.board.store(f"link/{number}"), min(timeout, _CONNECT_SECONDS)
+        return GlooLink(store=store, rank=self.rank, size=self.size, timeout=timeout)
 
 
 class Connection:
