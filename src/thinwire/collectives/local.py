@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -90,26 +91,30 @@ class LocalWorld:
 
         An error of a rank is raised here after all have ended. The world is of no use then: make a new one.
         """
-
-        def run_rank(group: LocalGroup) -> T:
-            if self.takes_turns:
-                self.turns.enter(group.rank)
-            try:
-                return function(group, *args, **options)
-            except BaseException as error:
-                error.add_note(f"On rank {group.rank} of {self.size}.")
-                group.leave(f"it ended with {error!r}")
-                raise
-            finally:
-                if self.takes_turns:
-                    self.turns.leave(group.rank)
-
         with ThreadPoolExecutor(self.size, "thinwire-rank") as threads:
-            futures = [threads.submit(run_rank, group) for group in self.groups]
+            ranks = [partial(self.run_rank, rank, function, *args, **options) for rank in range(self.size)]
+            futures = [threads.submit(rank) for rank in ranks]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:  # a CollectiveError may only be a consequence of another error
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         return [future.result() for future in futures]
+
+    def run_rank(
+        self, rank: int, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call the function in this thread as one rank. If it raises, no other rank waits for this one."""
+        group = self.groups[rank]
+        if self.takes_turns:
+            self.turns.enter(rank)
+        try:
+            return function(group, *args, **options)
+        except BaseException as error:
+            error.add_note(f"On rank {rank} of {self.size}.")
+            group.leave(f"it ended with {error!r}")
+            raise
+        finally:
+            if self.takes_turns:
+                self.turns.leave(rank)
 
     def switchboard(self, number: int) -> Switchboard:
         with self._lock:

@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from math import sqrt
 from weakref import WeakKeyDictionary
@@ -27,7 +26,6 @@ from .statistics import SyncStats
 from .workspace import Workspace
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Ranks:
     """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
 
@@ -38,15 +36,17 @@ class Ranks:
     max_bytes: int | None
     timeout: float | timedelta | None
     shards: ShardGroup | None
+    unsent: Residuals
+    stats: SyncStats
+    layout: list[tuple[str, ...]]  # the buckets of the last step that was not skipped, as parameter names
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         self._timeout_seconds = check_timeout(self.timeout)
         check_kind(self.group)
         if self.shards is not None:
             self.shards.timeout = self.timeout
-        self.unsent, self.stats = Residuals(), SyncStats()
         self.wanted_layout: list[tuple[str, ...]] = []
         """The buckets that the next step uses, if possible, as parameter names.
 
@@ -54,7 +54,6 @@ class Ranks:
         give other bits. So a run begins with the buckets of the saved one, and any run keeps those of its first step
         for the second.
         """
-        self.layout: list[tuple[str, ...]] = []  # the buckets of the last step that was not skipped, as parameter names
         self.workspace = Workspace(self.group)
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self._saves = Saves()

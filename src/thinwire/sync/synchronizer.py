@@ -87,15 +87,10 @@ class Synchronizer(Ranks):
         families: Mapping[str, int] | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        super().__init__(
-            group=as_group(group),
-            algorithm=algorithm,
-            shard_compressor=None if shard_compressor is None else parsed(shard_compressor),
-            error_feedback=error_feedback,
-            max_bytes=given_max_bytes(max_bytes),
-            timeout=timeout,
-            shards=shards,
-        )
+        self.group, self.algorithm, self.error_feedback = as_group(group), algorithm, error_feedback
+        self.shard_compressor = None if shard_compressor is None else parsed(shard_compressor)
+        self.max_bytes, self.timeout, self.shards = given_max_bytes(max_bytes), timeout, shards
+        super().__init__()
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if self.policy.by_ranks and is_ready(self.group):
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))

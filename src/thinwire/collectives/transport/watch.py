@@ -2,30 +2,27 @@
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .forks import in_child
-
-if TYPE_CHECKING:
-    from .operation import Operation
 
 PATIENCE_SECONDS = 1.0
 
 
 class Watch:
-    """Calls `check_others` twice a second on every operation that has been watched for a second or more."""
+    """Calls `check_others` twice a second on every `Operation` that has been watched for a second or more."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget all operations and the thread. A forked child has neither, and must not end those of its parent."""
-        self._since: dict[Operation, float] = {}
+        self._since: dict[Any, float] = {}
         self._thread: threading.Thread | None = None
         self._lock, self._work = threading.Lock(), threading.Event()
         self._program_ended = False
 
-    def begin(self, operation: "Operation") -> None:
+    def begin(self, operation: Any) -> None:
         """Start to watch an operation. Raise RuntimeError if the program has ended."""
         self._since[operation] = time.monotonic()
         if self._program_ended:
@@ -36,7 +33,7 @@ class Watch:
                 self._thread.start()
         self._work.set()
 
-    def end(self, operation: "Operation") -> None:
+    def end(self, operation: Any) -> None:
         self._since.pop(operation, None)
 
     def end_all(self) -> None:
