@@ -181,8 +181,12 @@ class ElasticGroup:
 
     def wishes(self) -> list[int]:
         """Return whether this rank leaves and, from the first member, the newcomers that it would admit."""
-        admitted = [number for number in self._candidates() if self._is_awake(number)] if self.rank == 0 else []
-        admitted = admitted[:MOST_ADMITTED]
+        admitted: list[int] = []
+        if self.rank == 0:
+            first, joins = self._number("size"), self._number("joins")
+            numbers = (n for n in range(first, first + joins) if n not in self.members and n not in self._asleep)
+            absent = [n for n in numbers if self._board.read(f"admitted/{n}") is None]  # else it was here before
+            admitted = [number for number in absent if self._is_awake(number)][:MOST_ADMITTED]
         return [int(self._wants_to_leave), *admitted, *[0] * (MOST_ADMITTED - len(admitted))]
 
     def decide(self, left: Sequence[int], joined: Sequence[int]) -> Change:
@@ -286,12 +290,6 @@ class ElasticGroup:
         self._channel = ElasticChannel(self, self._board.below(f"link/{self._exchange}"))
 
     # Signs of life.
-
-    def _candidates(self) -> list[int]:
-        """Return the numbers of ranks that have asked to join, and may be alive."""
-        first, joins = self._number("size"), self._number("joins")
-        numbers = (n for n in range(first, first + joins) if n not in self.members and n not in self._asleep)
-        return [n for n in numbers if self._board.read(f"admitted/{n}") is None]  # it was here before, and is not now
 
     def _number(self, key: str) -> int:
         text = self._board.read(key) or "0"

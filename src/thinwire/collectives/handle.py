@@ -27,16 +27,13 @@ class Span(NamedTuple):
 class Report:
     """The report of one operation on this rank. Its counts are final when the handle is completed."""
 
-    algorithm: str
-    """gather, sharded, dense or values, with "hierarchical, " in front if there were two stages."""
+    algorithm: str  # gather, sharded, dense or values, with "hierarchical, " in front if there were two stages
     reason: str
     segments: int = 1
-    memory: int = 0
-    """Planned memory in bytes, beyond the tensor and the residuals."""
+    memory: int = 0  # planned bytes, beyond the tensor and the residuals
     bytes_sent: int = 0
     bytes_received: int = 0
-    bytes_between_nodes: int = 0
-    """Part of `bytes_sent` that was sent between nodes. With one stage, this is all of it."""
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one stage, all of it
     messages: int = 0
     finite: bool = True
     """False if the input of any rank was not finite. The result is then NaN, and no residual has changed."""
@@ -66,8 +63,7 @@ class Handle:
     def __init__(self, report: Report, device: torch.device | None = None) -> None:
         self.report = report
         self.error: BaseException | None = None
-        self.ended: float | None = None
-        """Time of completion, in seconds of `time.perf_counter`."""
+        self.ended: float | None = None  # of `time.perf_counter`
         self._done, self._lock = threading.Event(), threading.Lock()
         self._future: Future[list[Tensor]] | None = None
         if device is not None:
@@ -109,9 +105,13 @@ class Handle:
         if self._is_first():
             if error.__traceback__ is not None:
                 error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
-            self.error = _without_frames(error)
+            self.error = error
+            link: BaseException | None = error
+            while link is not None:
+                link.__traceback__ = None
+                link = link.__cause__ or link.__context__
             if self._future is not None:
-                self._future.set_exception(copied(self.error))  # type: ignore[arg-type]
+                self._future.set_exception(copied(error))  # type: ignore[arg-type]
             self._done.set()
 
     def _is_first(self) -> bool:
@@ -120,14 +120,6 @@ class Handle:
                 return False
             self.ended = time.perf_counter()
             return True
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def copied(error: BaseException) -> BaseException:

@@ -153,7 +153,10 @@ def _hook_of_sync(
     if state.error is None and sync.sends_by_torch:
         if bucket.is_last():
             _attempt(state, sync.finish)
-        return _all_reduce(flat.tensor, sync.group)
+        # As DDP does without a hook, with the same bits: it divides before the sum. A failure is torch's.
+        work = dist.all_reduce(flat.tensor.mul_(1.0 / sync.world_size), group=sync.group, async_op=True)
+        done_by_torch: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return done_by_torch
     state.waiting.append((future, flat, bucket.parameters()))
     if bucket.is_last():
         waiting, state.waiting = state.waiting, []
@@ -164,14 +167,6 @@ def _hook_of_sync(
             done.set_result(one.tensor)
         if state.may_be_unused and state.error is None:
             after_backward(lambda: _write_unused(sync, waiting))
-    return future
-
-
-def _all_reduce(tensor: Tensor, group: Any) -> "Future[Tensor]":
-    """Average a bucket as DDP does without a hook, with the same bits; a failure is torch's."""
-    tensor.mul_(1.0 / dist.get_world_size(group))  # before the sum, as DDP does
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 

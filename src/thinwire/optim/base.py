@@ -481,7 +481,7 @@ class CompressedOptimizer(Optimizer):
         loaded: dict[str, NamedVectors] = {}
         with checkpoint.reading():
             check_groups(alike["param_groups"], self.param_groups)
-            with checkpoint.checking():
+            try:
                 for group in alike["param_groups"]:
                     self._check_settings(group)
                     check_number("reference_lr", group["reference_lr"])
@@ -489,6 +489,10 @@ class CompressedOptimizer(Optimizer):
                         raise ValueError("reference_lr 0, expected a number above 0")
                 count = int(alike["thinwire"]["count"])
                 take_own_state = self._parse_own_state(alike["thinwire"])
+            except checkpoint.DamagedError:
+                raise
+            except ValueError as error:
+                raise checkpoint.DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
             for kind in self.moments:
                 vectors = self._vectors_in(alike, kind)
                 if kind in self.local_moments:

@@ -1,10 +1,4 @@
-"""The compressor of each parameter at each step.
-
-    Assignment   follows the policy
-    Auto         tries each compressor, then uses the fastest one: trials.py
-
-All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
-"""
+"""The compressor of each parameter at each step, the same on all ranks; `Auto` in trials.py measures which."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Choice of one compressor for a model under `compressor="auto"`, from the measured times of steps.
 
-This module is pure: it reads no clock and does not communicate. `trials.py` measures.
-
 Dense is chosen unless the step of another compressor is clearly faster, because dense loses nothing.
 """
 

@@ -43,17 +43,6 @@ def reading() -> Iterator[None]:
         raise DamagedError(f"{type(error).__name__} in a saved state, {error}: the checkpoint is damaged") from error
 
 
-@contextmanager
-def checking() -> Iterator[None]:
-    """Raise DamagedError in place of the ValueError of a value that cannot be in the `with` block."""
-    try:
-        yield
-    except DamagedError:
-        raise
-    except ValueError as error:
-        raise DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
-
-
 def consolidated(states: Sequence[State], rank: int) -> dict[str, Any]:
     """Return the state of one rank, with those of all ranks inside; of an optimizer, without its groups twice."""
     own = states[rank]

@@ -48,7 +48,7 @@ def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     rest = strip(state, "", tensors)
     if shards is not None:
-        _sync_state(rest)["entries"] = dict(shards.numels)
+        rest.get("thinwire", rest)["entries"] = dict(shards.numels)
         tensors = _distributed(tensors, _names(state), shards)
     buffer = io.BytesIO()
     torch.save(rest, buffer)
@@ -134,11 +134,6 @@ def _empty(entry: "TensorStorageMetadata") -> Tensor:
 # Sharded models.
 
 
-def _sync_state(state: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = state.get("thinwire", state)
-    return made
-
-
 def _names(state: Mapping[str, Any]) -> list[str]:
     return [name for group in state.get("param_groups", ()) for name in group["param_names"]]
 
@@ -174,7 +169,7 @@ def _room(path: str, entry: "TensorStorageMetadata", names: Sequence[str], shard
 
 def _fit(state: dict[str, Any], shards: ShardGroup | None) -> None:
     """Make a state of a whole replica one of this rank's shard."""
-    kept = _sync_state(state)
+    kept = state.get("thinwire", state)
     kept["residuals"] = {name: flat(tensor) for name, tensor in kept["residuals"].items()}
     kept.pop("shard", None)
     if shards is not None:

@@ -129,8 +129,7 @@ class Ranks:
 class Saves:
     """Warns if rank 0 alone calls `state_dict()`, by the notice board of the group, though states differ between ranks.
 
-    A rank that saves calls `state_dict()` before it sends its part of the next step. So at the end of that step rank 0
-    sees whether its neighbour has called it too. A call costs a request, and on rank 0 the next step another one.
+    At the end of the step after a call, rank 0 sees whether its neighbour has called too: it would have by then.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """The ranks that hold the shards of one replica of a model, and what they decide together.
 
-A sharded model has a synchronizer for each shard: it exchanges that shard with the same shard of the other replicas.
-What holds for the whole model must be alike on all shards, or the model would be torn: whether a step is finite, the
-norm of the gradient, what is measured, and that the step has failed.
+A sharded model has a synchronizer for each shard. What holds for the whole model must be alike on all shards: whether a
+step is finite, the norm of the gradient, what is measured, and that the step has failed.
 """
 
 import sys

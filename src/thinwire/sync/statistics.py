@@ -11,34 +11,23 @@ from .parts import StepRecord
 class SyncStats:
     """Counts, bytes and times of a synchronizer on this rank."""
 
-    steps: int = 0
-    """Steps that were not skipped."""
-    skipped: int = 0
-    """Steps that were skipped because some rank's gradient was not finite."""
-    skipped_in_a_row: int = 0
-    """Steps skipped since the last step that was taken."""
+    steps: int = 0  # that were not skipped
+    skipped: int = 0  # because some rank's gradient was not finite
+    skipped_in_a_row: int = 0  # since the last step that was taken
     bytes_sent: int = 0
-    bytes_dense: int = 0
-    """Bytes that a dense ring all-reduce of the same gradients would have sent."""
-    bytes_between_nodes: int = 0
-    """Part of `bytes_sent` that was sent between nodes; with one group, all of it."""
-    bytes_dense_between_nodes: int = 0
-    """Bytes that this rank would have sent between nodes if its share of the gradients had been sent dense."""
-    warmup_bytes_sent: int = 0
-    """Part of `bytes_sent` until the end of the warm-up, and of the trials of "auto"."""
+    bytes_dense: int = 0  # of a dense ring all-reduce of the same gradients
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one group, all of it
+    bytes_dense_between_nodes: int = 0  # if this rank's share of the gradients had been sent dense
+    warmup_bytes_sent: int = 0  # until the end of the warm-up, and of the trials of "auto"
     warmup_bytes_dense: int = 0
-    """Part of `bytes_dense` until then."""
-    refreshes: int = 0
-    """Averages of the ranks' second moments, by AdamW."""
-    last_bytes_sent: int = 0
-    """Bytes sent by this rank in the last step, and in averages after it."""
+    refreshes: int = 0  # averages of the ranks' second moments, by AdamW
+    last_bytes_sent: int = 0  # in the last step, and in averages after it
     messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of encode, exchange, decode and update, summed over operations, which overlap."""
     blocked: dict[str, float] = field(default_factory=dict)
     """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange."""
-    algorithms: dict[str, int] = field(default_factory=dict)
-    """Number of operations by algorithm."""
+    algorithms: dict[str, int] = field(default_factory=dict)  # number of operations
 
     @property
     def reduction(self) -> float:

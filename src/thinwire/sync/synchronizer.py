@@ -1,10 +1,8 @@
 """Synchronizer: averages compressed gradients over ranks, and owns all state that lasts from step to step.
 
-It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
-buckets, from DDP's hook or from a plain loop. `step.py` implements one step.
-
-All buckets of a step count together: residuals change only if every bucket is finite on every rank. Otherwise `finish`
-fills all gradients of the step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
+Gradients come as buckets, from DDP's hook or from a plain loop; `step.py` implements one step. Its buckets count
+together: residuals change only if every bucket is finite on every rank. Otherwise `finish` fills all gradients of the
+step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
 import warnings

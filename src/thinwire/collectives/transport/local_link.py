@@ -90,7 +90,15 @@ class LocalLink(Link):
         self._board = board
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        post = _post(sends, receives)
+        out = {peer: buffer for peer, buffer in sends.items() if buffer.numel()}
+        into = {peer: buffer for peer, buffer in receives.items() if buffer.numel()}
+        stream = filled = None
+        device = next(iter([*out.values(), *into.values()])).device
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            filled = torch.cuda.Event()
+            filled.record(stream)
+        post = Post(sends=out, receives=into, stream=stream, filled=filled, waits_for={*out, *into})
         self._board.post(self.rank, tag, post)
 
         def wait(deadline: float, waits_for: Callable[[int], None]) -> Seen:
@@ -126,18 +134,6 @@ class LocalLink(Link):
         if board.closed_by is not None:
             raise LinkBroken(peer, False, f"rank {board.closed_by} closed the connection")
         raise LinkBroken(peer, True, "no message in time")
-
-
-def _post(sends: Buffers, receives: Buffers) -> Post:
-    out = {peer: buffer for peer, buffer in sends.items() if buffer.numel()}
-    into = {peer: buffer for peer, buffer in receives.items() if buffer.numel()}
-    stream = filled = None
-    device = next(iter([*out.values(), *into.values()])).device
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        filled = torch.cuda.Event()
-        filled.record(stream)
-    return Post(sends=out, receives=into, stream=stream, filled=filled, waits_for={*out, *into})
 
 
 def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:
