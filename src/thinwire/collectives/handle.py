@@ -40,16 +40,8 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for phase, start, stop in self.spans:
-            total[phase] = total.get(phase, 0.0) + stop - start
-        return total
-
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Measure the time of a `with` block and add it to `spans`."""
         started = time.perf_counter()
         try:
             yield

@@ -154,11 +154,9 @@ class Reduction:
 
     @property
     def has_two_rounds(self) -> bool:
-        """Return whether there are at most two exchanges, which holds for one group and one segment."""
         return len(self._operations) == 1 and len(self.request.plan.segments) == 1
 
     def post(self) -> bool:
-        """Start the operations and post the first exchange. Return False if that failed."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._to_replay is not None:
@@ -188,7 +186,6 @@ class Reduction:
         self.encode(is_replayed=True)
 
     def collect(self) -> bool:
-        """Wait for the posted exchange and post the next one. Return False if the reduction has ended."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 return self._post() if self._resume() or self._begin_part() else self._end()

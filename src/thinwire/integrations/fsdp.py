@@ -134,7 +134,6 @@ class ShardedParameters:
                 self.tensors[name] = now.detach()
 
     def buckets(self) -> Iterator[tuple[Bucket, bool, bool]]:
-        """Yield all gradients, as (bucket, whether it is the first, whether it is the last)."""
         groups = self.groups()
         for number, names in enumerate(groups, 1):
             yield self.bucket(names), number == 1, number == len(groups)

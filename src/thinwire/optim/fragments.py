@@ -21,20 +21,13 @@ class Part:
         """True for buffers, which become the average of all ranks' whatever the outer optimizer is."""
         sizes = tuple(tensor.numel() for tensor in self.tensors)
         wide = residual_dtype(self.tensors[0].dtype)
-        flat = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
-        self._layout = Bucket(flat, tuple(name for name, _ in named), sizes)
+        self.common = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
+        self.names = tuple(name for name, _ in named)
+        self._layout = Bucket(self.common, self.names, sizes)
         self.momentum: Tensor | None = None  # the outer one
         self.before: Tensor | None = None
         """The local values whose difference is under way; None if no step is taken meanwhile."""
         self.take_common()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._layout.names
-
-    @property
-    def common(self) -> Tensor:
-        return self._layout.tensor
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         return self.bucket(flat).parts()

@@ -21,7 +21,6 @@ class GradientGuard:
         self._sent: dict[str, tuple[Tensor | None, int]] = {}  # and how often each had changed by then
 
     def record(self) -> None:
-        """Record all gradients after they were sent: they must not change before `step`."""
         self._sent = {}
         for name, parameter in self._parameters.items():
             grad = parameter.grad

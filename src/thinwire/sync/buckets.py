@@ -1,9 +1,8 @@
 """Cutting of a bucket, the flat gradient of some parameters, into slices and packed parameters.
 
-Neighbouring parameters with the same compressor form a slice, which is compressed as one tensor, because a payload for
-each parameter would cost a message each. Small and dense tensors (biases, norms) in the middle of a slice do not
-interrupt it: they are taken out, zeros take their place, and their results are copied back after all slices are done.
-The packed parameters of several buckets are copied into one tensor and exchanged together.
+Neighbouring parameters with the same compressor form a slice, which is compressed as one tensor. Small and dense ones
+(biases, norms) in the middle of a slice do not interrupt it: zeros take their place. They are packed: those of several
+buckets are copied into one tensor and exchanged together.
 """
 
 import zlib

@@ -3,11 +3,9 @@
     dcp.save({"model": model.state_dict(), "optimizer": thinwire.per_rank(optimizer)}, checkpoint_id=path)
     optimizer.load_state_dict(thinwire.load_per_rank(path, "optimizer"))
 
-Every tensor is stored under a key of its own, which contains the rank. Everything else is stored as one tensor of
-bytes.
-
-Of a sharded model, each replica stores tensors over all of its shards, as DTensors, under keys that contain the number
-of the replica. So torch can cut them for another number of shards, which `load_per_rank(..., owner=optimizer)` does.
+Every tensor is stored under a key that contains the rank, and everything else as one tensor of bytes. Of a sharded
+model, each replica stores tensors over all of its shards, as DTensors, under keys that contain the number of the
+replica. So torch can cut them for another number of shards, which `load_per_rank(..., owner=optimizer)` does.
 """
 
 import io
@@ -68,9 +66,7 @@ def load_per_rank(
     path    the `checkpoint_id` given to `torch.distributed.checkpoint.save`.
     key     the key under which `per_rank` was saved, such as "optimizer".
     group   the group of the synchronizer; None for the default process group.
-    owner   the optimizer or synchronizer that loads them; a sharded model needs it, and it takes the place of `group`.
-
-    The number of shards may be another one, too.
+    owner   the optimizer or synchronizer that loads them, in place of `group`; a sharded model needs it.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -19,7 +19,6 @@ from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor
 from .buckets import Slice
-from .policy import DENSE
 from .residuals import Residuals
 from .shards import ShardGroup
 from .statistics import SyncStats
@@ -89,11 +88,6 @@ class Ranks:
         mean = tensor.clone()
         all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
         return mean
-
-    def average_over_all(self, tensor: Tensor) -> Tensor:
-        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
-        self.average([tensor], DENSE)
-        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
 
     @property
     def rank(self) -> int:

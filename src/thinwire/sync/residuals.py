@@ -33,7 +33,6 @@ class NamedVectors:
     """
 
     def __init__(self, parts: Mapping[str, Tensor] | None = None) -> None:
-        """Begin with these flat vectors, which are not copied; by default with none."""
         self._parts = dict(parts or {})
         self._slices: dict[_Key, Tensor] = {}
         self._lock = threading.Lock()
@@ -79,9 +78,6 @@ class NamedVectors:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
     def named(self) -> dict[str, Tensor]:
         return dict(self._parts)
 
@@ -100,8 +96,7 @@ class NamedVectors:
 class Residuals(NamedVectors):
     """What a rank has not sent: a vector of each parameter, and a `ShardState` of each slice that is reduced "sharded".
 
-    A slice with other parameters or another compressor starts with an empty state. The old one is then added to the
-    vectors. Both have the same unit, because a rank's residual is added to the sum over ranks too.
+    The state of a slice with other parameters or another compressor is added to the vectors, which have the same unit.
     """
 
     def __init__(self) -> None:

@@ -83,8 +83,8 @@ class SyncStats:
         self.last_bytes_sent += report.bytes_sent
         self.messages += report.messages
         self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
-        for phase, seconds in report.seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        for phase, start, stop in report.spans:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + stop - start
 
 
 def _reduction(dense: int, sent: int) -> float:

@@ -281,7 +281,6 @@ class Step(StepRecord):
                 slice_,
                 source,
                 [operation.channel for operation in operations],
-                has_residual=residual is not None,
                 state=state,
                 algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.

@@ -209,10 +209,8 @@ class Synchronizer(Ranks):
     ) -> None:
         """Resume from a checkpoint: the state of this rank, a consolidated state, or a list of those of all ranks.
 
-        Another world size needs all states. Their residuals are then shared among the ranks here.
-
-        strict   False: states of ranks may be missing. Their residuals are lost, and a warning names them.
-        choice   what an optimizer has chosen of the states.
+        Another world size needs all states, whose residuals are then shared; with `strict=False` some may be lost, with
+        a warning. An optimizer gives its `choice`.
         """
         self.drop()
         choice = choice or checkpoint.choose(state, self.rank, self.world_size, strict=strict)

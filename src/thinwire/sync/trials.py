@@ -76,7 +76,8 @@ class Auto(Assignment):
             seconds = torch.tensor(self.seconds(), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([seconds.nan_to_num(), seconds.isfinite().double()]).to(device)
-            mean, share = sync.average_over_all(known).cpu()
+            sync.average([known], DENSE)
+            mean, share = (known if sync.shards is None else sync.shards.add(known) / sync.shards.size).cpu()
             self.choice = decide(specs, torch.where(share > 0.999, mean, torch.nan).tolist())
         self._plans = {}  # small tensors are not dense any more
         if sync.rank == 0:
@@ -94,8 +95,13 @@ class Auto(Assignment):
     def begins(self, step: int) -> None:
         """Stop the time of the previous step, and start that of a step whose first bucket is ready."""
         now = time.perf_counter()
-        if self._open is not None and step == self._open[0] + 1:  # otherwise that step was skipped
-            self._add(self._open[0], now - self._open[1])
+        number = None if self._open is None else self._number(self._open[0])
+        if self._open is not None and number is not None and step == self._open[0] + 1:  # else that step was skipped
+            turns = self._turns.setdefault(number, [])
+            if (self._open[0] - self._start) % STEPS == 0:
+                turns.append([])
+            elif turns:
+                turns[-1].append(now - self._open[1])
         self._open = (step, now) if self.choice is None else None
 
     def seconds(self) -> list[float]:
@@ -142,18 +148,6 @@ class Auto(Assignment):
             return DENSE
         return super()._compressor_of(name, numel, step, chosen)
 
-    # The place of a step in the trials.
-
     def _number(self, step: int) -> int | None:
         place = step - self._start
         return self._schedule[place] if self.choice is None and 0 <= place < len(self._schedule) else None
-
-    def _add(self, step: int, seconds: float) -> None:
-        number = self._number(step)
-        if number is None:
-            return
-        turns = self._turns.setdefault(number, [])
-        if (step - self._start) % STEPS == 0:
-            turns.append([])
-        elif turns:
-            turns[-1].append(seconds)

@@ -55,7 +55,6 @@ class Workspace:
         self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in step.packs}
 
     def prepare(self, sent: Sent) -> None:
-        """Keep how a slice was sent, so that the next step only needs to replay it."""
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
             self._prepared[id(sent.slice)] = sent  # keeps the slice alive, so that no other slice gets its id
 
@@ -83,13 +82,12 @@ class Workspace:
         source: Tensor,
         channels: Sequence[Channel],
         *,
-        has_residual: bool,
         state: ShardState | None,
         algorithm: str,
         shard_compressor: Compressor | None,
     ) -> Slot:
         """Return the slot by which a slice is sent; it is made when the slice is first seen."""
-        key = (id(slice_), source.dtype, has_residual, state is not None, algorithm)
+        key = (id(slice_), source.dtype, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
             request = make_request(
@@ -99,7 +97,7 @@ class Workspace:
                 op=dist.ReduceOp.AVG,
                 algorithm=algorithm,
                 shard_compressor=shard_compressor,
-                has_residual=has_residual,
+                has_residual=state is not None,
                 state=state,
                 max_bytes=_NO_LIMIT,
             )

@@ -71,7 +71,6 @@ class Buffers:
             self._made = []
 
     def next_buffer(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Return the next uint8 buffer of the step, on the device or in pinned CPU memory."""
         if self._next == len(self._kept):
             self._kept.append(_empty(shape, device, pinned))
         elif self._kept[self._next].shape != shape:
