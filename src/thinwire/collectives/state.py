@@ -11,8 +11,8 @@ from .cost import Span
 class ShardState:
     """Residual of an owner in `algorithm="sharded"`. The caller keeps one for each tensor; it is empty until first use.
 
-    `residual` is the part of the sum over ranks that this rank owns and has not sent. `spans` are the elements of the
-    tensor that it belongs to. Each rank saves and loads its own with `state_dict` and `load_state_dict`.
+    `residual` is the part of the sum over ranks that this rank owns and has not sent, `spans` its elements. Each rank
+    saves and loads its own with `state_dict` and `load_state_dict`.
 
     >>> state = ShardState()
     >>> state.residual is None

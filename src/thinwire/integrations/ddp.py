@@ -112,9 +112,7 @@ class _HookState:
     names: dict[int, str]
     may_be_unused: bool
     waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
-    """Buckets of the current backward pass of `attach`, until the last one."""
-    error: Exception | None = None
-    """The error of this backward pass, raised after it: an error in a hook would leave DDP unusable."""
+    error: Exception | None = None  # of this backward pass, raised after it: in a hook, it would leave DDP unusable
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave everything out of a copy of the model, such as that of an AveragedModel, which has no hook either."""

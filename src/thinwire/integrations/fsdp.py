@@ -5,8 +5,8 @@
     optimizer = thinwire.AdamW(model, lr=1e-3, group=mesh["replicate"])
 
 FSDP averages gradients inside a replica, as it does alone. Each rank then exchanges its shard with the ranks that hold
-the same shard of the other replicas. A parameter is a `DTensor`; all else in thinwire works on its local tensor, which
-is a plain one. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its gradients are there.
+the same shard of the other replicas. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its
+gradients are there. All else in thinwire works on the local tensor of a `DTensor`.
 """
 
 import sys
@@ -117,10 +117,8 @@ class ShardedParameters:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.group = ShardGroup(mesh.get_group(), self._named, device)
-        self.tensors: dict[str, Tensor] = {}
-        """This rank's shards, by name; they share the parameters' memory. The dict is always the same object."""
-        self._sampled: list[tuple[Bucket, Tensor, Tensor]] = []
-        """Buckets, positions in them, and their elements when the bucket was made."""
+        self.tensors: dict[str, Tensor] = {}  # this rank's shards, in the parameters' memory; always the same dict
+        self._sampled: list[tuple[Bucket, Tensor, Tensor]] = []  # buckets, positions in them, and elements there
         self._positions: dict[tuple[str, ...], Tensor] = {}
         self._refresh(self._named)
         self.is_offloaded = any(tensor.device.type != device.type for tensor in self.tensors.values())

@@ -3,8 +3,8 @@
 After the warm-up, each rank sends its update, made from its own gradients. In the warm-up, and always for small
 tensors, it sends the gradient, and `step` does the same as torch's optimizer of that name.
 
-The backward pass sends, and changes nothing: `.grad` remains this rank's gradient. `step` is a transaction: it waits
-for the exchange, and applies all of it, or nothing if a rank's gradient was not finite.
+The backward pass sends, and changes nothing. `step` waits for the exchange, and applies all of it, or nothing if a
+rank's gradient was not finite.
 """
 
 import time
@@ -97,10 +97,8 @@ class CompressedOptimizer(Optimizer):
         self._gradients_in_phase: dict[Hashable, set[str]] = {}
         self._count = 0  # of steps taken
         self._guard = GradientGuard(self._given, type(self).__name__)
-        self._searched: int | None = None
-        """The number of DDP models that were made before the parameters were last searched in them."""
-        self._gathered: list[dict[str, Any]] | None = None
-        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
+        self._searched: int | None = None  # the `count_ddp` at which the parameters were last searched in DDP models
+        self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self._recording: Recording | None = None  # of the GPU work of `step`
         self.sync.register_parameters(self._parameters.items())
         self._backward: BackwardPass | None = None  # of a sharded model, which sends the buckets

@@ -1,7 +1,7 @@
 """Families: the parameters of one parameter group that have taken part in the same steps.
 
-Adam's bias corrections depend on how many steps a parameter has taken. All parameters of a group have taken the same,
-until one of them is frozen or unfrozen: then the group is split. Families are never compressed together.
+Adam's bias corrections depend on how many steps a parameter has taken. If one of a group is frozen or unfrozen, the
+group is split. Families are never compressed together.
 """
 
 from collections import Counter

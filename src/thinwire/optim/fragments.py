@@ -17,16 +17,14 @@ class Part:
     @torch.no_grad()
     def __init__(self, named: Named, *, is_averaged: bool, device: torch.device | None) -> None:
         self.tensors = [tensor for _, tensor in named]
-        self.is_averaged = is_averaged
-        """True for buffers, which become the average of all ranks' whatever the outer optimizer is."""
+        self.is_averaged = is_averaged  # of buffers: they become the average, whatever the outer optimizer is
         sizes = tuple(tensor.numel() for tensor in self.tensors)
         wide = residual_dtype(self.tensors[0].dtype)
         self.common = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
         self.names = tuple(name for name, _ in named)
         self._layout = Bucket(self.common, self.names, sizes)
         self.momentum: Tensor | None = None  # the outer one
-        self.before: Tensor | None = None
-        """The local values whose difference is under way; None if no step is taken meanwhile."""
+        self.before: Tensor | None = None  # local values whose difference is under way, if steps are taken meanwhile
         self.take_common()
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:

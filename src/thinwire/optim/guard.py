@@ -1,8 +1,4 @@
-"""A guard against gradients that change after they were sent, or that were never sent: the step would be wrong.
-
-`.grad` is this rank's gradient, before and after the exchange. A program that clips or scales it between backward and
-`step` would have no effect, and would get no error.
-"""
+"""A guard against gradients that are clipped or scaled after they were sent, which would have no effect."""
 
 from collections.abc import Collection, Mapping
 from functools import cache

@@ -56,8 +56,7 @@ class Round:
     buckets: list[Bucket]  # the differences; once the exchange has ended, their means over ranks
     is_received: bool = False
     is_void: bool = False  # whether the sum overflowed on all ranks, so that nothing changes
-    error: CollectiveError | None = None
-    """The error of sending, which the members of an `ElasticGroup` have not decided on yet."""
+    error: CollectiveError | None = None  # of sending, on which the members of an `ElasticGroup` have to decide
     change: Change | None = None  # what they have decided
 
 

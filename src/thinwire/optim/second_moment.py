@@ -6,8 +6,8 @@ tensor
 
     c = mean(ḡ²) / mean over ranks of mean(gᵢ²),    between 1 / P and 1,
 
-is measured from time to time, and the averaged update is divided by sqrt(c). The measurement uses a sample of the
-elements, at positions that all ranks draw alike, so that the sampled values can be averaged directly.
+is measured from time to time, by samples at positions that all ranks draw alike, and the averaged update is divided by
+sqrt(c).
 """
 
 from collections.abc import Mapping, Sequence

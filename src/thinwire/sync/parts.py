@@ -78,8 +78,7 @@ class Sent:
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
-    places: Sequence[tuple[Flat, Packed]] = ()
-    """Places of packed parameters: the bucket's gradient, and their elements in it."""
+    places: Sequence[tuple[Flat, Packed]] = ()  # of packed parameters, in the bucket's gradient
     key: Hashable = None  # everything that encoding depends on; None if it cannot be recorded
     origin: Hashable = None
     """Of packed parameters: the addresses of the buckets they are copied from, and the factors of the copy."""
@@ -110,14 +109,11 @@ class StepRecord:
     number: int  # number of steps taken before this one, without skipped steps
     mode: Mode
     updates: Updates | None
-    is_sent_by_torch: bool = False
-    """True if nothing is compressed, and DDP's hook sends the buckets by itself, as DDP does."""
+    is_sent_by_torch: bool = False  # nothing is compressed, and DDP's hook sends the buckets by itself
     closed: bool = False  # after the last bucket
-    finite: bool | None = None
-    """Whether every rank's gradient was finite; None until this is known, or if it is not checked."""
+    finite: bool | None = None  # every rank's gradient; None until it is known, or if it is not checked
     handles: list[Handle] = field(default_factory=list)
-    layout: list[tuple[str, ...]] = field(default_factory=list)
-    """Parameter names of each bucket, in the order in which the buckets came."""
+    layout: list[tuple[str, ...]] = field(default_factory=list)  # names in each bucket, as they came
     numels: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
     bytes_dense_between_nodes: int = 0

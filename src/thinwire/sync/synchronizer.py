@@ -97,24 +97,21 @@ class Synchronizer(Ranks):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.grad_scaler, self._families = grad_scaler, families
-        self.numels: dict[str, int] | None = None
-        """Number of elements of every parameter, by name; None until they are registered."""
+        self.numels: dict[str, int] | None = None  # of every parameter; None until they are registered
         self._warned_of_skipped = False
         self._step: Step | None = None
         self.may_send_by_torch = False  # whether DDP's hook sends steps without compression by itself
         self.last_step: Step | None = None
         self._device = torch.device("cpu")
         """The device of the parameters, for what is sent besides gradients: a group may have no other."""
-        self._unchecked: dict[str, int] | None = None
-        """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
+        self._unchecked: dict[str, int] | None = None  # numels of a loaded checkpoint, to compare with the model
         self.reset()
 
     def reset(self) -> None:
         self.drop()
         self.unsent, self.stats = Residuals(), SyncStats()
         self._scale = 1.0  # scale of the loss when residuals were last changed
-        self._gathered: list[dict[str, Any]] | None = None
-        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
+        self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self.finite: bool | None = None
         """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False

@@ -40,8 +40,7 @@ class Workspace:
 
     def clear(self) -> None:
         self._slots: dict[tuple[Any, ...], Slot] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        """Views of the beginning of the same memory, by number of elements."""
+        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
         self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
         self._prepared: dict[int, Sent] = {}  # as sent in the last step, by the `id` of the slice
         self._prepared_for: tuple[Hashable, ...] = ()

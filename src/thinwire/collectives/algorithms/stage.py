@@ -1,8 +1,7 @@
 """Common parts of the algorithms: a tensor to reduce over one group, its exchanges, and the outcome.
 
 An algorithm is a generator. It encodes, yields the buffers to send and receive, and continues after their exchange. It
-returns an `Outcome`, and has not changed tensor and residuals by then. So encoding, exchange and application can run in
-different threads: in training the caller encodes, the wire exchanges, and the caller applies the outcome.
+returns an `Outcome`, and has not changed tensor and residuals by then: the caller applies it, the wire exchanges.
 """
 
 from collections.abc import Callable, Generator, Sequence

@@ -26,10 +26,8 @@ class Post:
     sends: dict[int, Tensor]
     receives: dict[int, Tensor]
     stream: torch.cuda.Stream | None
-    filled: torch.cuda.Event | None
-    """Event after the last write to the send buffers and the last read of the receive buffers."""
-    waits_for: set[int] = field(default_factory=set)
-    """Peers whose messages to or from this rank have not been copied yet."""
+    filled: torch.cuda.Event | None  # after the last write to `sends` and the last read of `receives`
+    waits_for: set[int]  # peers whose messages to or from this rank have not been copied yet
     copied: list[torch.cuda.Event] = field(default_factory=list)
     """Events on the streams of other ranks, after their copies from and to this rank's buffers."""
     fault: LinkBroken | None = None
