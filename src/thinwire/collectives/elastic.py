@@ -117,8 +117,7 @@ class ElasticGroup:
         self._exchange = 0  # number of exchanges that were decided
         self._unchanged: list[int] = []  # the last decisions by which no member changed
         self._wants_to_leave = self.has_left = False
-        self._seen: dict[int, tuple[str | None, float]] = {}
-        """The last sign of life of each rank, and when it was first seen."""
+        self._seen: dict[int, tuple[str | None, float]] = {}  # last signs of life, and when they were first seen
         self._asleep: set[int] = set()  # ranks that were here or asked to join, and have given no sign of life since
         self.members: tuple[int, ...] = ()
         self.number: int

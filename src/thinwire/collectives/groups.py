@@ -1,6 +1,7 @@
 """The process groups of a call: one, or two if the network inside a node is fast."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def channels(group: object, device: torch.device) -> list[Channel]:
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
 
 
-def as_group(group: Group) -> Group:
+def as_group(group: Any) -> Any:
     """Return the process group of a mesh of one dimension; return other groups as they are."""
     return group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
 
@@ -76,8 +77,7 @@ def compressing_ranks(group: object) -> int:
 def _groups(group: object) -> list[dist.ProcessGroup]:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
+    group = as_group(group)
     if group is None:
         assert dist.group.WORLD is not None
         return [dist.group.WORLD]

@@ -35,8 +35,7 @@ class Report:
     bytes_received: int = 0
     bytes_between_nodes: int = 0  # part of `bytes_sent`; with one stage, all of it
     messages: int = 0
-    finite: bool = True
-    """False if the input of any rank was not finite. The result is then NaN, and no residual has changed."""
+    finite: bool = True  # False if the input of any rank was not: the result is NaN, and no residual has changed
     spans: list[Span] = field(default_factory=list)
     """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
 

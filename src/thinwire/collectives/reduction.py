@@ -57,8 +57,7 @@ class Reduction:
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.described, request.text, self._key if draws_alike else None)
-        self._parts: deque[Generator[Exchange, Seen, bool]] = deque()
-        """If the wire does everything, what it will do. Each part returns whether every rank was finite."""
+        self._parts: deque[Generator[Exchange, Seen, bool]] = deque()  # what the wire has to do, if it does everything
         self._exchanges: Generator[Exchange, Seen, Outcome | bool] | None = None
         self._asked: Exchange | None = None
         self._posted: tuple[Wait, float] | None = None

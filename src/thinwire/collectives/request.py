@@ -32,8 +32,7 @@ class Request:
     plan: Plan
     weight: float
     described: dict[str, Any]  # arguments that must be the same on all ranks
-    positions_drawn: bool
-    """Whether the key must be the same on all ranks, because it determines the positions that are sent."""
+    positions_drawn: bool  # by the key, which must be the same on all ranks then
     draws: bool
     asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
     text: str  # `described` as JSON

@@ -82,7 +82,7 @@ def stream(
         task.post()
     else:
         ends[-1].wire.submit(task)
-    if (error := task.done.exception()) is not None:
+    if (error := task.exception()) is not None:
         raise copied(error)
 
 
@@ -112,21 +112,20 @@ class _Line(NamedTuple):
         self.operation.restart()
 
 
-class _Task:
+class _Task(Future[None]):
     """What the wire does in one piece, when it is posted."""
 
     encoded, waits_for_all, has_two_rounds = True, True, False
 
     def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
         self._work = work
-        self.done: Future[None] = Future()
 
     def post(self) -> bool:
         try:
-            self._work()
-            self.done.set_result(None)
+            self.set_result(self._work())
         except BaseException as error:
-            self.done.set_exception(error)
+            self.set_exception(error)
         return False
 
     def collect(self) -> bool:

@@ -12,7 +12,7 @@ gradients are there. All else in thinwire works on the local tensor of a `DTenso
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -130,11 +130,6 @@ class ShardedParameters:
             now, known = local_of(self._named[name]), self.tensors.get(name)
             if known is None or known.data_ptr() != now.data_ptr() or known.shape != now.shape:
                 self.tensors[name] = now.detach()
-
-    def buckets(self) -> Iterator[tuple[Bucket, bool, bool]]:
-        groups = self.groups()
-        for number, names in enumerate(groups, 1):
-            yield self.bucket(names), number == 1, number == len(groups)
 
     def groups(self) -> list[list[str]]:
         """Return the names of all parameters with a gradient, bucket by bucket, alike on all shards."""

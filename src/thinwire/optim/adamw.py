@@ -169,16 +169,14 @@ class AdamW(CompressedOptimizer):
             timeout=timeout,
         )
         self.refresh_every = refresh_every
-        self._scales: dict[str, float] = {}
-        """c of `second_moment.py`, by parameter, where the second moment is that of this rank's own gradient."""
+        self._scales: dict[str, float] = {}  # c of `second_moment.py`, where second moments are those of this rank
         phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
         self._own_warmup = sum(steps for steps, _ in phases)
         """Steps of the warm-up; a parameter that is unfrozen later is sent dense for as many, as a gradient."""
         self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet
         self._measures_next = False  # True if c is measured at the next step, as after resuming with another world size
         self._sent_numbers, self._step_numbers, self._rate_numbers = (_DeviceNumbers() for _ in range(3))
-        self._rates: tuple[object, dict[str, Tensor]] = None, {}
-        """The rates of all parameters in GPU memory, and what they were computed from."""
+        self._rates: tuple[object, dict[str, Tensor]] = None, {}  # and what they were computed from
         self._on_device: _StepNumbers | None = None  # of a step that is recorded or replayed
 
     @property
@@ -261,8 +259,7 @@ class AdamW(CompressedOptimizer):
 
         def update(_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
             m, v = moments
-            kept = on_device if m.dtype == torch.float32 else None
-            return AdamUpdate(m, v, factor=factor, **numbers, on_device=kept)
+            return AdamUpdate(m, v, factor=factor, **numbers, on_device=on_device if m.dtype == torch.float32 else None)
 
         return update
 

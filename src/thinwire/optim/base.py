@@ -40,8 +40,7 @@ from .guard import GradientGuard
 from .parameters import Params, count_ddp, ddp_of, find_parameters
 from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
 
-_AT_ONCE = 1 << 20
-"""Parameters take their step in pieces of about this many elements, so that there is no second copy of a model."""
+_AT_ONCE = 1 << 20  # elements that take their step together, so that there is no second copy of a model
 
 
 class Piece(NamedTuple):
@@ -87,8 +86,7 @@ class CompressedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._families = Families([group["param_names"] for group in self.param_groups])
         self._given = dict(self.named_parameters())
-        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
-        """Parameters that DDP exchanges: those that were not frozen when it was made."""
+        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}  # by DDP
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
         shards = None if self._sharded is None else self._sharded.group
@@ -138,8 +136,9 @@ class CompressedOptimizer(Optimizer):
             kind = "FSDP" if self.ddp is None else "DDP"
             raise ValueError(f"with {kind} the exchange is part of the backward pass; do not call exchange()")
         if self._sharded is not None:
-            for bucket, first, last in self._sharded.buckets():
-                self.add_bucket(bucket, first=first, last=last)
+            groups = self._sharded.groups()
+            for number, names in enumerate(groups, start=1):
+                self.add_bucket(self._sharded.bucket(names), first=number == 1, last=number == len(groups))
             self.watch_gradients()
             return
         named = list(self.named_parameters())

@@ -232,8 +232,7 @@ class LocalSteps(Optimizer):
         """Return the state of this rank: weights, inner optimizers, common weights and residual.
 
         Save that of every rank, at any step, or call `consolidate_state_dict` first. If no local step was taken since
-        the last exchange, it can be loaded by another number of ranks. It has the weights in it, since they differ
-        between ranks in the middle of a round: loading it sets them.
+        the last exchange, it can be loaded by another number of ranks. Loading it sets the weights of this rank.
         """
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.sync.rank)

@@ -26,8 +26,7 @@ class Membership:
     def __init__(self, group: ElasticGroup) -> None:
         self.group = group
         self.is_newcomer = group.is_newcomer
-        self._newcomers = group.wait_for_admission() if self.is_newcomer else []
-        """Newcomers that have not got the common weights yet."""
+        self._newcomers = group.wait_for_admission() if self.is_newcomer else []  # without the common weights yet
 
     def agree(self, error: CollectiveError | None) -> Change:
         """Agree with the other members on an exchange, which this rank has received, unless there was an error."""

@@ -45,7 +45,7 @@ def find_parameters(
     for group in groups:
         if not isinstance(group, dict) or "params" not in group:
             raise ValueError(f"a {type(group).__name__} among the groups, expected dicts with 'params'")
-    listed = [_listed(group) for group in groups]
+    listed = [[own] if isinstance(own := group["params"], Tensor) else list(own) for group in groups]
     if ddp is None:
         ddp = ddp_of([each[-1] if isinstance(each, tuple) else each for items in listed for each in items])
     known = {} if ddp is None else {id(p): plain_name(name) for name, p in ddp.module.named_parameters()}
@@ -113,11 +113,6 @@ def _live_models() -> Iterator[DistributedDataParallel]:
             is_model = type(model) is each and hasattr(model, "module")  # without, it was not made to the end
             if is_model and isinstance(model, DistributedDataParallel):
                 yield model
-
-
-def _listed(group: dict[str, Any]) -> list[Any]:
-    params = group["params"]
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _named(item: Any, number: str, known: dict[int, str]) -> tuple[str, Any]:

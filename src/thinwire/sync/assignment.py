@@ -20,11 +20,9 @@ class Assignment:
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
         self.policy, self._families = policy, families
-        self.sizes: Mapping[str, int] = {}
-        """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
+        self.sizes: Mapping[str, int] = {}  # numels of known parameters, over all shards
         self.dense: frozenset[str] = frozenset()
-        self._chosen: Compressor | None = None
-        """The compressor that replaces the policy's final one in the current step."""
+        self._chosen: Compressor | None = None  # in place of the policy's final one in the current step
         self._plans: dict[Hashable, BucketPlan] = {}
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
@@ -54,7 +52,6 @@ class Assignment:
         return self.policy.is_dense(step, self._chosen)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Return whether this parameter is not compressed at the current step or the next one."""
         return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
     def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:

@@ -43,12 +43,7 @@ class Together(NamedTuple):
 
 
 def together(buckets: Sequence[Bucket]) -> Together:
-    """Return buckets as one; their tensors must have the same dtype and device.
-
-    >>> first, second = Bucket(torch.ones(3), ("a",), (3,)), Bucket(torch.zeros(2), ("b",), (2,))
-    >>> together([first, second]).names, together([first, second]).flat.numel()
-    (('a', 'b'), 5)
-    """
+    """Return buckets as one; their tensors must have the same dtype and device."""
     if len(buckets) == 1:
         return Together(*buckets[0])
     return Together(
@@ -85,7 +80,6 @@ class Slice:
         return zlib.crc32(str(self.names[0]).encode())
 
     def parts(self, flat: Flat) -> list[tuple[str, Any]]:
-        """Return the name and the part of each parameter in a flat tensor of this slice, without gaps."""
         parts = zip(self.names, flat.split(list(self.sizes)), strict=True)
         return [(name, part) for name, part in parts if name is not None]
 
@@ -96,10 +90,6 @@ class Packed(NamedTuple):
     name: str
     start: int
     stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 class BucketPlan(NamedTuple):

@@ -80,8 +80,7 @@ class Sent:
     update: Update | None = None
     places: Sequence[tuple[Flat, Packed]] = ()  # of packed parameters, in the bucket's gradient
     key: Hashable = None  # everything that encoding depends on; None if it cannot be recorded
-    origin: Hashable = None
-    """Of packed parameters: the addresses of the buckets they are copied from, and the factors of the copy."""
+    origin: Hashable = None  # addresses of the buckets that packed parameters are copied from, and factors
 
 
 class PackedGradients(NamedTuple):

@@ -114,7 +114,6 @@ class Policy:
         return all(isinstance(one, NoCompression) for one in (chosen or self.final, *self.overrides.values()))
 
     def is_excluded(self, name: str) -> bool:
-        """Return whether this parameter is never compressed, not even in the warm-up."""
         is_dense = isinstance(self._of_layer(name), NoCompression)
         return is_dense or not _fits(name, self.include) or _fits(name, self.exclude)
 

@@ -47,11 +47,10 @@ class Ranks:
         if self.shards is not None:
             self.shards.timeout = self.timeout
         self.wanted_layout: list[tuple[str, ...]] = []
-        """The buckets that the next step uses, if possible, as parameter names.
+        """The buckets that the next step uses, if possible, as parameter names: other buckets give other bits.
 
-        DDP rebuilds its buckets after its first step, also in a run that resumes from a checkpoint, and other buckets
-        give other bits. So a run begins with the buckets of the saved one, and any run keeps those of its first step
-        for the second.
+        DDP rebuilds them after its first step, also in a run that resumes. So a run begins with those of the saved one,
+        and any run keeps those of its first step for the second.
         """
         self.workspace = Workspace(self.group)
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
@@ -128,8 +127,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()  # of this among a channel's synchronizers
-        self._noted: tuple[Channel, str, int] | None = None
-        """The last call: the channel, the key of this model on its board, and the number of steps before the call."""
+        self._noted: tuple[Channel, str, int] | None = None  # by the last call: a key on the channel's board, and steps
         self._is_checked = self._has_warned = False
 
     def number(self, channels: Sequence[Channel]) -> None:

@@ -1,7 +1,7 @@
 """Vectors by parameter name, in which neighbouring parameters form one slice: moments, and residuals.
 
-DDP rebuilds its buckets after the first iteration, checkpoints contain parameters and not buckets, and another run may
-have other buckets. So a parameter's vector is found by its name, and moves when it is requested with other neighbours.
+A run may have other buckets, and DDP rebuilds them. So a parameter's vector is found by its name, and moves when it is
+requested with other neighbours.
 """
 
 import itertools
@@ -36,8 +36,7 @@ class NamedVectors:
         self._parts = dict(parts or {})
         self._slices: dict[_Key, Tensor] = {}
         self._lock = threading.Lock()
-        self.generation = next(_generations)
-        """A number that changes whenever a vector moves, and that differs between objects."""
+        self.generation = next(_generations)  # changes whenever a vector moves, and differs between objects
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -87,7 +86,6 @@ class NamedVectors:
         self.generation = next(_generations)
 
     def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
-        """Multiply the vectors of the chosen parameters, for example when the scale of the loss changes."""
         for name, part in self._parts.items():
             if chosen(name):
                 part.mul_(factor)

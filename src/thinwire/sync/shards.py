@@ -38,12 +38,9 @@ class ShardGroup:
         self.group, self.parameters, self.device = group, parameters, device
         self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # over all shards
         self.rank, self.size = place(group)
+        self.place = [self.rank, self.size]  # as a checkpoint has them
         self.timeout: float | timedelta | None = None  # set by the synchronizer
         self.raised: Exception | None = None  # the last error of an exchange here, which all shards know
-
-    @property
-    def place(self) -> list[int]:
-        return [self.rank, self.size]
 
     def distributed(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor of this rank, in the shape of its shard of a parameter, as part of one over all shards."""

@@ -3,8 +3,7 @@
     backward (per bucket)                              optimizer.step(), or the last bucket of `attach`
     hook -> encode -> payload -> wire: one thread -> wait: was every rank finite? -> apply -> weights, or gradients
 
-Encoding only reads. Gradients, residuals and moments do not change until every bucket of the step is exchanged and is
-known to be finite on every rank. Otherwise the step is not applied.
+Encoding only reads. Gradients, residuals and moments change once every bucket is exchanged and finite on every rank.
 """
 
 import time
@@ -48,8 +47,7 @@ class Step(StepRecord):
 
     sync: Ranks
     assignment: Assignment
-    _encodes_here: bool = False
-    """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
+    _encodes_here: bool = False  # a slice was encoded in backward, and not by a replay that the wire starts
     _held: int = 0  # bytes of payloads until the step ends
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
@@ -57,8 +55,7 @@ class Step(StepRecord):
     _encoded: int = 0  # buckets, one for several that are sent together
     _waiting: list[Bucket] = field(default_factory=list)  # to be sent together
     _packed: list[PackedGradients] = field(default_factory=list)  # to be sent together
-    _clip: float | Tensor = 1.0
-    """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
+    _clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
 
     def __post_init__(self) -> None:
         self._rank, self._world_size = place(self.sync.group)

@@ -56,8 +56,7 @@ class Synchronizer(Ranks):
     max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
                       more raises an error. By default THINWIRE_MAX_BYTES, or no limit.
     timeout           seconds for one exchange; by default that of the group.
-    families          the number of each parameter's family, for optimizers, which send updates. Parameters of
-                      different families are never compressed together.
+    families          the number of each parameter's family, for optimizers; families are never compressed together.
     shards            the ranks that hold the shards of a sharded model; None if each rank has all of it.
 
     >>> import torch, torch.distributed as dist
@@ -102,8 +101,7 @@ class Synchronizer(Ranks):
         self._step: Step | None = None
         self.may_send_by_torch = False  # whether DDP's hook sends steps without compression by itself
         self.last_step: Step | None = None
-        self._device = torch.device("cpu")
-        """The device of the parameters, for what is sent besides gradients: a group may have no other."""
+        self._device = torch.device("cpu")  # of the parameters, for what is sent besides gradients
         self._unchecked: dict[str, int] | None = None  # numels of a loaded checkpoint, to compare with the model
         self.reset()
 
@@ -118,8 +116,7 @@ class Synchronizer(Ranks):
         """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
         self._may_have_residuals = False  # whether some rank may have residuals; the same on all ranks
         self._assignment: Assignment | None = None
-        self.dense: frozenset[str] = frozenset()
-        """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
+        self.dense: frozenset[str] = frozenset()  # parameters that an optimizer sends dense, whatever the policy says
 
     # The public interface.
 

@@ -53,8 +53,7 @@ class Auto(Assignment):
         super().__init__(policy, families)
         self.compressors, self._schedule = tuple(compressors), schedule(compressors)
         self._start = max(BEFORE, policy.warmup_steps)
-        self._turns: dict[int, list[list[float]]] = {}
-        """Seconds of the steps of each turn, by the number of its compressor."""
+        self._turns: dict[int, list[list[float]]] = {}  # seconds of steps, by the number of the compressor
         self._open: tuple[int, float] | None = None  # the step under way, and its start
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
@@ -123,8 +122,7 @@ class Auto(Assignment):
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
         """Load the state of a checkpoint.
 
-        With another world size, all is measured again, unless updates were sent: momentum differs between ranks then,
-        so the choice stays, or is dense if it was not made.
+        With another world size, all is measured again, unless updates were sent, since momentum differs between ranks.
         """
         super().load_state_dict(state, same_world=same_world)
         auto, step = state["auto"], int(state["steps"])

@@ -43,8 +43,7 @@ class Workspace:
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
         self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
         self._prepared: dict[int, Sent] = {}  # as sent in the last step, by the `id` of the slice
-        self._prepared_for: tuple[Hashable, ...] = ()
-        """Generations and addresses of the tensors for which `_prepared` is valid."""
+        self._prepared_for: tuple[Hashable, ...] = ()  # generations and addresses of its tensors
 
     def keep_used(self, step: StepRecord) -> None:
         """Drop everything that this step has not used, for example after DDP has rebuilt its buckets."""
@@ -129,7 +128,7 @@ class Workspace:
         """Return the slice of parameters that are packed together, and memory for them; both are kept."""
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.flat, group[0].compressor
-        names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
+        names, sizes = tuple(part.name for part in places), tuple(part.stop - part.start for part in places)
         key = names, sizes, compressor, like.dtype
         if key not in self._packs:
             slice_ = Slice(0, sum(sizes), compressor, family=None, names=names, sizes=sizes)

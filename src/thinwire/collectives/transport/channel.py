@@ -39,11 +39,9 @@ class Channel:
         self.rank, self.size = rank, len(ranks)
         self.ranks = ranks  # global ones
         self.others = [other for other in range(self.size) if other != rank]
-        self.timeout = timeout
-        self.board, self.wire = board, wire
-        """If `wire` is None, exchanges run at once, in the thread and on the stream of the caller."""
-        self.users = itertools.count()
-        """Numbers for synchronizers, in the order in which they first use this channel, the same on all ranks."""
+        self.timeout, self.board = timeout, board
+        self.wire = wire  # without it, exchanges run at once, in the thread and on the stream of the caller
+        self.users = itertools.count()  # numbers for synchronizers, as they first use this channel
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None

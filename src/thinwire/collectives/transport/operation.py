@@ -124,8 +124,11 @@ class Operation:
             raise self._error(self._connection.fail(cause)) from broken
         except RuntimeError as error:  # connecting failed
             known = self._connection.cause or self._connection.reported_error()
-            cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
-            raise self._error(self._connection.fail(cause)) from error
+            if known is None:  # gloo's message ends with a key, and the key with the peer that it could not connect to
+                key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
+                peers = [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
+                known = self._lost(PeerError(f"cannot connect: {error}", peers))
+            raise self._error(self._connection.fail(known)) from error
 
     def malformed(self, peer: int, reason: str) -> CollectiveError:
         """Return the error for a payload of `peer`, a rank of the group, that no compressor could have made."""
@@ -159,11 +162,6 @@ class Operation:
             except LinkBroken as broken:
                 cause = self._connection.reported_error() or self._failure_of(broken)
         return cause
-
-    def _named_by(self, error: RuntimeError) -> list[int]:
-        """Return the peer that gloo could not connect to. Its message ends with a key, and the key with the rank."""
-        key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
-        return [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
 
     def _lost(self, found: CollectiveError) -> CollectiveError:
         """Return an error that names ranks without a record, where all live ranks fail and write one; else `found`."""

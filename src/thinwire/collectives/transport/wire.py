@@ -22,14 +22,13 @@ class WireTask(Protocol):
 
     @property
     def waits_for_all(self) -> bool:
-        """Return whether this reduction waits for all ranks before its first byte."""
+        """Return whether this waits for all ranks before its first byte."""
 
     @property
     def has_two_rounds(self) -> bool:
         """Return whether there are at most two exchanges, so that other reductions may be posted between them.
 
-        A rank that waits for the first exchange of a later reduction has posted the second exchange of this one. It
-        would not have posted a third one, and the ranks would wait for each other in a circle.
+        With a third one, which a rank that waits for a later reduction has not posted, ranks would wait in a circle.
         """
 
     def post(self) -> bool:
