@@ -32,7 +32,7 @@ _ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values":
 
 
 class Reduction:
-    """One execution of a request; `handle` is completed when all is exchanged. In training, only `apply` changes it."""
+    """One execution of a request; `handle` is completed when all is exchanged. In training, `apply` does the rest."""
 
     def __init__(
         self,

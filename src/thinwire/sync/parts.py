@@ -72,7 +72,7 @@ class Sent:
     """A slice that is being sent in the current step."""
 
     slice: Slice
-    gradient: Flat  # A slice of the bucket; for packed parameters, a copy of their gradients
+    gradient: Flat  # a slice of the bucket; for packed parameters, a copy of their gradients
     source: Tensor  # the tensor that is encoded: the gradient itself, or its copy or update in other memory
     slot: Slot
     reduction: Reduction

@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 class Outcome(NamedTuple):
     """The result of an algorithm after its last exchange. No residual, moment or output has changed yet."""
 
-    finite: bool  # Whether no payload is marked as made from an input that was not finite. It is the same on all ranks.
+    finite: bool  # no payload is marked as made from an input that was not finite; the same on all ranks
     commit: Callable[[Flat | None, Update | None], None]
     """Function (gradient, update) that updates the residuals and, with an update, the moments."""
     write: Callable[[Tensor], None]  # function (out) that writes the weighted result into a flat tensor
@@ -177,7 +177,7 @@ class Stage:
         return is_unmarked(payloads, layouts)
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-        """Raise an error that names the rank if a payload is malformed, except from threads or this rank's GPU."""
+        """Raise an error that names the rank of a malformed payload; trust those of threads, and this GPU's own."""
         if self.operation.channel.group is None:
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
