@@ -88,7 +88,6 @@ class SGD(CompressedOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         given = {**self.defaults, **param_group}
         if given["compressed_momentum"] is None:
             check_number("momentum", given["momentum"], below=1.0)
@@ -122,7 +121,6 @@ class SGD(CompressedOptimizer):
         return update
 
     def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the parameters of a slice, flat, with their first and last elements in it."""
         start = 0
         for name, size in slice_.key:
             if name is not None:
