@@ -25,7 +25,7 @@ import thinwire
 from support.cases import ALL_SPECS, KEY
 from support.oracle import bytes_of
 from support.training_runs import SMALL, changed, train
-from thinwire import kernels
+from thinwire import Collective, kernels
 from thinwire.collectives import LocalGroup
 from thinwire.testing import RankPool, run_threads
 
@@ -34,10 +34,10 @@ NUMEL = 9001
 STEPS = 6
 TOPK = "topk:ratio=1/16,bits=2,chunk=512"
 TRAININGS: dict[str, dict[str, Any]] = {
-    "AdamW gather": {"kind": "AdamW", "algorithm": "gather"},
-    "AdamW sharded": {"kind": "AdamW", "algorithm": "sharded"},
-    "SGD gather": {"kind": "SGD", "algorithm": "gather"},
-    "SGD sharded": {"kind": "SGD", "algorithm": "sharded"},
+    "AdamW gather": {"kind": "AdamW", "collective": Collective(algorithm="gather")},
+    "AdamW sharded": {"kind": "AdamW", "collective": Collective(algorithm="sharded")},
+    "SGD gather": {"kind": "SGD", "collective": Collective(algorithm="gather")},
+    "SGD sharded": {"kind": "SGD", "collective": Collective(algorithm="sharded")},
     "synchronizer topk": {"kind": "synchronizer", "compressor": TOPK},
     "synchronizer quantize": {"kind": "synchronizer", "compressor": "quantize:bits=8"},
     "synchronizer randomk": {"kind": "synchronizer", "compressor": "randomk:ratio=1/8"},

@@ -34,6 +34,7 @@ from support.training import (
     train,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 
@@ -73,7 +74,7 @@ def test_none_equals_plain_ddp(
 
 
 def learn(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
-    model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, algorithm=algorithm)
+    model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, collective=Collective(algorithm=algorithm))
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), rank, 0, steps)
     assert sync.steps == steps
     assert sync.finite is True
@@ -96,7 +97,9 @@ def test_compressed_replicas_stay_identical(ranks: RankPool, name: str, world_si
 
 def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> None:
     """What came out plus the residuals is what came in, as an average over ranks, after every step."""
-    model, sync, _ = attached(Given(), policy(spec, warmup=warmup), True, options, algorithm=algorithm)
+    model, sync, _ = attached(
+        Given(), policy(spec, warmup=warmup), True, options, collective=Collective(algorithm=algorithm)
+    )
     came_in = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in model.module.named_parameters()}
     came_out = {name: tensor.clone() for name, tensor in came_in.items()}
     layouts = set()
@@ -171,7 +174,9 @@ def several_models_in_one_process(rank: int, world_size: int) -> None:
     for mixed in (False, True):
         made: list[tuple[Any, Any, Any]] = []
         for index, (spec, algorithm) in enumerate(list(SPECS.values())[:3]):
-            model, sync, _ = attached(make_net(index), policy(spec), True, SEVERAL, algorithm=algorithm)
+            model, sync, _ = attached(
+                make_net(index), policy(spec), True, SEVERAL, collective=Collective(algorithm=algorithm)
+            )
             made.append((model, torch.optim.SGD(model.parameters(), lr=0.05), sync))
             if not mixed:
                 train(*made[-1][:2], rank, 0, 6)
@@ -196,8 +201,10 @@ def more_than_20_buckets_in_flight(rank: int, world_size: int) -> dict[str, byte
     """Chunks are parameters, so the results are those of a plain loop, which has one bucket."""
     sizes = [1024] * 26
     spec = policy("topk:ratio=1/16,bits=8,chunk=1024")
-    model, sync, _ = attached(Given(sizes), spec, True, {"bucket_cap_mb": 0.003}, algorithm="gather")
-    other, other_sync, finish = attached(Given(sizes), spec, False, algorithm="gather")
+    model, sync, _ = attached(
+        Given(sizes), spec, True, {"bucket_cap_mb": 0.003}, collective=Collective(algorithm="gather")
+    )
+    other, other_sync, finish = attached(Given(sizes), spec, False, collective=Collective(algorithm="gather"))
     for step in range(10):
         given = gradients(other, rank, step)
         model.zero_grad()
@@ -280,13 +287,16 @@ def what_attach_cannot_do_is_refused(rank: int, world_size: int) -> None:
         thinwire.attach(make_net(), "none")
     for spec, options, word in (
         ("nonsense:ratio=1", {}, "nonsense"), ("topk:ratio=2", {}, "ratio"), (5, {}, "expected"),
-        ("none", {"shard_compressor": "nonsense"}, "nonsense"), (TOPK, {"algorithm": "nonsense"}, "nonsense"),
-        (TOPK, {"timeout": -1}, "-1"), (TOPK, {"max_bytes": -1}, "-1"), (TOPK, {"group": 5}, "5"),
+        ("none", {"collective": {"shard_compressor": "nonsense"}}, "nonsense"),
+        (TOPK, {"collective": {"algorithm": "nonsense"}}, "nonsense"),
+        (TOPK, {"collective": {"timeout": -1}}, "-1"), (TOPK, {"collective": {"max_bytes": -1}}, "-1"),
+        (TOPK, {"group": 5}, "5"),
         (TOPK, {"grad_scaler": 5}, "grad_scaler"), (policy(TOPK, exclude=["embedding.*"]), {}, "fits no parameter"),
         (policy(TOPK, overrides={"head": "none"}), {}, "fits no parameter"),
     ):  # fmt: skip
         with raises(ValueError, word):
-            thinwire.attach(make(), spec, **options)
+            made = {key: Collective(**given) if key == "collective" else given for key, given in options.items()}
+            thinwire.attach(make(), spec, **made)
     with raises(ValueError, "fits no parameter"):
         thinwire.SGD(make_net(), compressor=policy(TOPK, exclude=["embedding.*"]))
     ddp = make()

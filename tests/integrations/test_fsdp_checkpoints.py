@@ -13,6 +13,7 @@ import thinwire
 from support.oracle import bytes_of
 from support.sharded import Call, Found, call_all, local_bits, make_mesh, sharded_net, take_step, whole
 from support.training import TOPK, make_net, policy, raises
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 ALGORITHMS = ("gather", "sharded")
@@ -23,7 +24,12 @@ AT, STEPS = 6, 10
 def make(mesh: Any, algorithm: str = "auto") -> tuple[nn.Module, thinwire.AdamW]:
     model = sharded_net(mesh)
     optimizer = thinwire.AdamW(
-        model, compressor=policy(TOPK), warmup_steps=2, refresh_every=4, group=mesh["replicate"], algorithm=algorithm
+        model,
+        compressor=policy(TOPK),
+        warmup_steps=2,
+        refresh_every=4,
+        group=mesh["replicate"],
+        collective=Collective(algorithm=algorithm),
     )
     return model, optimizer
 

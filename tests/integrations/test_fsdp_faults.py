@@ -24,6 +24,7 @@ from support.sharded import (
     take_step,
 )
 from support.training import make_batch, sync_bits
+from thinwire import Collective
 from thinwire.collectives.transport.link import GlooLink, LinkBroken
 from thinwire.testing import LOST, RankPool, store_barrier
 
@@ -56,7 +57,9 @@ def not_finite(rank: int, mesh: Any, scaled: bool) -> Any:
 def fails_once(rank: int, mesh: Any, where: str) -> Any:
     """Rank 3 fails in its fourth step: in the backward pass, or by its link to rank 1."""
     model = sharded_net(mesh)
-    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=SECONDS, **options("AdamW"))
+    optimizer = make(
+        "AdamW", model, group=mesh["replicate"], collective=Collective(timeout=SECONDS), **options("AdamW")
+    )
     for step in range(3):
         take_step(model, optimizer, [rank], step)
     before = local_bits(model)
@@ -97,7 +100,9 @@ def killed(rank: int, world_size: int, where: str, folder: Path) -> Any:
     """The last rank dies in its fourth step: in the forward or backward pass, or between them and the step."""
     mesh = make_mesh(world_size, world_size // 2)
     model = sharded_net(mesh)
-    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=SECONDS, **options("AdamW"))
+    optimizer = make(
+        "AdamW", model, group=mesh["replicate"], collective=Collective(timeout=SECONDS), **options("AdamW")
+    )
     for step in range(3):
         take_step(model, optimizer, [rank], step)
 

@@ -26,6 +26,7 @@ from support.training import (
     sync_bits,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 
@@ -66,7 +67,7 @@ def under_a_scaler(rank: int, world_size: int, kind: str, ddp: bool, algorithm: 
     ends = []
     for scaled in (True, False):
         scaler = make_scaler(enabled=scaled)
-        options: dict[str, Any] = {"algorithm": algorithm, "grad_scaler": scaler}
+        options: dict[str, Any] = {"collective": Collective(algorithm=algorithm), "grad_scaler": scaler}
         if kind == "attach":
             model, sync, finish = attached(Given(), policy(TOPK), ddp, SEVERAL, **options)
             optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire
 from support.training import SEVERAL, TOPK, identical, loss_of, make_net, no_sync, policy, raises, train, weight_bits
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 
@@ -195,7 +196,7 @@ def every_kind(rank: int, world_size: int) -> str:
         a_step(rank, kind)
         dist.barrier()
     ddp, text = DistributedDataParallel(make_net()), ""
-    optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK), timeout=3)
+    optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK), collective=Collective(timeout=3))
     train(ddp, optimizer, rank, 0, 1)
     if rank == 0:
         try:

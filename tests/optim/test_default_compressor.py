@@ -7,7 +7,7 @@ from torch import Tensor
 
 import thinwire
 from support.training import Given, average, gradients, identical, residuals, take, weight_bits
-from thinwire import format_spec
+from thinwire import Collective, format_spec
 from thinwire.collectives import cost
 from thinwire.sync.policy import default_compressor
 from thinwire.testing import RankPool
@@ -18,7 +18,7 @@ SMALL = 310
 
 
 def make(model: Given) -> Any:
-    return thinwire.SGD(model, 0.5, algorithm="gather")
+    return thinwire.SGD(model, 0.5, collective=Collective(algorithm="gather"))
 
 
 def all_residuals(sync: thinwire.Synchronizer) -> dict[str, Tensor]:

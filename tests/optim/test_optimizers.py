@@ -25,6 +25,7 @@ from support.training import (
     take,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 
@@ -296,7 +297,11 @@ def test_a_schedule_that_goes_through_zero_or_begins_there() -> None:
 def warm_up_sharded(rank: int, world_size: int, group: Any = None) -> float:
     """The error of a warm-up in 8 bits, when sums after it are compressed by a sparse compressor."""
     model = Given((5000, 8192))
-    options: dict[str, Any] = {"warmup_steps": 3, "algorithm": "sharded", "shard_compressor": TOPK, "group": group}
+    options: dict[str, Any] = {
+        "warmup_steps": 3,
+        "collective": Collective(algorithm="sharded", shard_compressor=TOPK),
+        "group": group,
+    }
     optimizer = thinwire.SGD(model, lr=1.0, compressor=TOPK, **options)
     expected = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in model.weights]
     for step in range(3):

@@ -28,6 +28,7 @@ from support.training import (
     take,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 SIZES = (2048, 2048, 10, 3000, 700, 2048)
@@ -45,9 +46,9 @@ def make_run(kind: str, algorithm: str, options: dict[str, Any]) -> tuple[Any, A
     """(model, optimizer, synchronizer): an optimizer of thinwire, or by a spec of SPECS torch's with `attach`."""
     model = DistributedDataParallel(Given(SIZES), **options)
     if kind in ("AdamW", "SGD"):
-        optimizer = make(kind, model, warmup_steps=4, algorithm=algorithm)
+        optimizer = make(kind, model, warmup_steps=4, collective=Collective(algorithm=algorithm))
         return model, optimizer, optimizer.sync
-    sync = thinwire.attach(model, policy(SPECS[kind][0]), algorithm=algorithm)
+    sync = thinwire.attach(model, policy(SPECS[kind][0]), collective=Collective(algorithm=algorithm))
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), sync
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from support.oracle import bytes_of
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.sync.checkpoint import residuals_of
 
@@ -262,7 +263,12 @@ def skip_not_finite(rank: int, world_size: int, spec: str, algorithm: str, ddp: 
     ends = []
     for where in (0, 1, 3, None):  # compressed, dense, in another bucket, nowhere
         model, sync, finish = attached(
-            Given(), policy(spec), ddp, SEVERAL, algorithm=algorithm, **({} if ddp else {"group": group})
+            Given(),
+            policy(spec),
+            ddp,
+            SEVERAL,
+            collective=Collective(algorithm=algorithm),
+            **({} if ddp else {"group": group}),
         )
         module = model.module if ddp else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

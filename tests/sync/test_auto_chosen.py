@@ -9,6 +9,7 @@ from torch import Tensor
 
 import thinwire
 from support.training import Given, force, gradients, take
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.sync.auto import GRADIENTS, Choice, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS
@@ -40,7 +41,10 @@ def train(sync: thinwire.Synchronizer, model: Given, group: LocalGroup, steps: i
 
 def go_back(group: LocalGroup, sends_updates: bool) -> None:
     """Weights of SGD are minus the sum of all averages once dense is chosen, however they were sent before."""
-    model, options = Given(SIZES), {"group": group, "algorithm": "sharded", "shard_compressor": OF_SUMS}
+    model, options = (
+        Given(SIZES),
+        {"group": group, "collective": Collective(algorithm="sharded", shard_compressor=OF_SUMS)},
+    )
     if sends_updates:
         optimizer: Any = thinwire.SGD(model, lr=0.5, compressor="auto", warmup_steps=2, warmup="none", **options)
         sync, steps = optimizer.sync, OVER_UPDATES + 2

@@ -28,6 +28,7 @@ from support.training import (
     sync_bits,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.sync.checkpoint import residuals_of
 from thinwire.sync.ranked import strip
@@ -131,13 +132,18 @@ def flat(state: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "attach ddp sharded": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
+    "attach ddp sharded": {"kind": "attach", "ddp": True, "collective": Collective(algorithm="sharded")},
     "attach plain randomk": {"kind": "attach", "ddp": False, "compressor": policy("randomk:ratio=1/8")},
     "attach warm-up": {"kind": "attach", "ddp": True, "warmup_steps": 70},
-    "AdamW ddp": {"kind": "AdamW", "ddp": True, "algorithm": "gather"},
-    "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "algorithm": "sharded"},
+    "AdamW ddp": {"kind": "AdamW", "ddp": True, "collective": Collective(algorithm="gather")},
+    "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "collective": Collective(algorithm="sharded")},
     "AdamW plain warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 70},
-    "SGD ddp sharded": {"kind": "SGD", "ddp": True, "algorithm": "sharded", "max_grad_norm": 0.5},
+    "SGD ddp sharded": {
+        "kind": "SGD",
+        "ddp": True,
+        "collective": Collective(algorithm="sharded"),
+        "max_grad_norm": 0.5,
+    },
 }
 
 

@@ -26,6 +26,7 @@ from support.training import (
     weight_bits,
     written,
 )
+from thinwire import Collective
 from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.collectives.stream import stream
 from thinwire.sync import consolidate
@@ -35,9 +36,9 @@ from thinwire.testing import RankPool, run_threads
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"kind": "AdamW", "warmup_steps": 2},
-    "AdamW sharded": {"kind": "AdamW", "warmup_steps": 2, "algorithm": "sharded"},
-    "SGD": {"kind": "SGD", "momentum": 0.9, "algorithm": "sharded"},
-    "Synchronizer": {"kind": "Synchronizer", "algorithm": "sharded"},
+    "AdamW sharded": {"kind": "AdamW", "warmup_steps": 2, "collective": Collective(algorithm="sharded")},
+    "SGD": {"kind": "SGD", "momentum": 0.9, "collective": Collective(algorithm="sharded")},
+    "Synchronizer": {"kind": "Synchronizer", "collective": Collective(algorithm="sharded")},
 }
 STEPS = 5
 

@@ -15,6 +15,7 @@ from test_consolidate import Run
 import thinwire
 from soak.files import change_value
 from support.training import loss_of, make_net, read, written
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import FORMAT, DamagedError, choose, old_ranks
@@ -95,8 +96,9 @@ def test_files_of_any_content_are_one_line_and_take_no_memory(tmp_path: Path) ->
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"warmup_steps": 2, "algorithm": "sharded"}, "SGD": {"momentum": 0.9, "nesterov": True}
-}  # fmt: skip
+    "AdamW": {"warmup_steps": 2, "collective": Collective(algorithm="sharded")},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
 SETTINGS: dict[str, dict[str, object]] = {
     "AdamW": {"lr": "high", "eps": -1.0, "betas": (0.9,), "compressed_betas": None, "weight_decay": 10**30},
     "SGD": {"lr": None, "momentum": 1.0, "compressed_momentum": None, "nesterov": True, "reference_lr": 0.0},

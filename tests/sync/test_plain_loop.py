@@ -25,13 +25,14 @@ from support.training import (
     skip_not_finite,
     sync_bits,
 )
+from thinwire import Collective
 from thinwire.sync.buckets import Bucket
 
 
 def conserve(rank: int, world_size: int, group: Any = None) -> None:
     """All specs; other parameters from step to step, in another order, so that runs and owners change."""
     for spec, algorithm in SPECS.values():
-        model, sync, _ = attached(Given(), policy(spec), False, algorithm=algorithm, group=group)
+        model, sync, _ = attached(Given(), policy(spec), False, collective=Collective(algorithm=algorithm), group=group)
         named = dict(model.named_parameters())
         came_in = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in named.items()}
         came_out = {name: tensor.clone() for name, tensor in came_in.items()}
@@ -141,7 +142,9 @@ def begin_again(rank: int, world_size: int, group: Any = None) -> None:
     """A step that is begun and not ended, as by an exception between two buckets, has no effect."""
     ends = []
     for broken in (True, False):
-        model, sync, finish = attached(Given(), policy(TOPK), False, algorithm="gather", group=group)
+        model, sync, finish = attached(
+            Given(), policy(TOPK), False, collective=Collective(algorithm="gather"), group=group
+        )
         for step in range(4):
             given = gradients(model, rank, step)
             if broken and step == 2:
@@ -168,7 +171,9 @@ def another_model(rank: int, world_size: int, group: Any = None) -> None:
     with raises(ValueError, "0.weight", "2048", "4096"):
         sync.all_reduce_gradients(nn.Sequential(nn.Linear(64, 64)))
     with raises(ValueError, "max_bytes", "raise"):
-        thinwire.Synchronizer(policy(TOPK), max_bytes=100, group=group).all_reduce_gradients(model)
+        thinwire.Synchronizer(policy(TOPK), collective=Collective(max_bytes=100), group=group).all_reduce_gradients(
+            model
+        )
     sync.all_reduce_gradients(model)
     assert sync.steps == 2
 

@@ -9,10 +9,11 @@ from test_checkpoints import Run
 
 import thinwire
 from support.training import plain_module, raises
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 HOW: dict[str, dict[str, Any]] = {
-    "attach": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
+    "attach": {"kind": "attach", "ddp": True, "collective": Collective(algorithm="sharded")},
     "AdamW": {"kind": "AdamW", "ddp": True},
     "SGD plain": {"kind": "SGD", "ddp": False},
 }

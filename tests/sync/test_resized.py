@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import thinwire
 from support.training import averaged
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
@@ -51,7 +52,9 @@ def go_on(group: LocalGroup, algorithm: str, states: list[dict[str, Any]]) -> tu
 
 def make(group: LocalGroup, algorithm: str) -> thinwire.Synchronizer:
     second = OF_SUMS if algorithm == "sharded" else None
-    return thinwire.Synchronizer(POLICY, group=group, algorithm=algorithm, shard_compressor=second)
+    return thinwire.Synchronizer(
+        POLICY, group=group, collective=Collective(algorithm=algorithm, shard_compressor=second)
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "before", "after"), [("sharded", 2, 3), ("sharded", 3, 1), ("gather", 3, 2)])

@@ -8,6 +8,7 @@ import torch
 import thinwire
 from support.oracle import bytes_of
 from support.training import Given
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.optim import adamw
 from thinwire.sync import buckets
@@ -37,7 +38,9 @@ def train(group: LocalGroup, poisoned: int | None, options: dict[str, Any]) -> t
 
 
 @pytest.mark.parametrize(
-    ("options", "poisoned"), [({"max_grad_norm": 0.5}, 5), ({"algorithm": "sharded"}, None)], ids=str
+    ("options", "poisoned"),
+    [({"max_grad_norm": 0.5}, 5), ({"collective": Collective(algorithm="sharded")}, None)],
+    ids=str,
 )
 def test_bits_are_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], poisoned: int | None

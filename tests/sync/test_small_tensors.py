@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from support.training import Given, gradients, take
+from thinwire import Collective
 from thinwire.collectives import LocalGroup, cost
 from thinwire.testing import RankPool, run_threads
 
@@ -23,7 +24,10 @@ def bytes_of_a_step(rank: int, world_size: int, ddp: bool, small_compressor: str
     model: Any = Given(SIZES)
     called = DistributedDataParallel(model) if ddp else model
     optimizer = thinwire.SGD(
-        called, lr=1e-3, compressor=thinwire.Policy(TOPK, small_compressor=small_compressor), algorithm="gather"
+        called,
+        lr=1e-3,
+        compressor=thinwire.Policy(TOPK, small_compressor=small_compressor),
+        collective=Collective(algorithm="gather"),
     )
     for step in range(4):
         take(optimizer, called(gradients(model, rank, step)))

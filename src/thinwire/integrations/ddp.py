@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
@@ -38,12 +38,9 @@ def attach(
     compressor: Spec | Policy,
     *,
     group: Group = None,
-    algorithm: str = "auto",
-    shard_compressor: Spec | None = None,
     error_feedback: bool = True,
     grad_scaler: GradScaler | None = None,
-    max_bytes: int | None = None,
-    timeout: float | timedelta | None = None,
+    collective: Collective = DEFAULT_COLLECTIVE,
 ) -> Synchronizer:
     """Make a DDP model exchange compressed gradients; use it with any optimizer, as before.
 
@@ -71,12 +68,9 @@ def attach(
     sync = Synchronizer(
         compressor,
         group=group,
-        algorithm=algorithm,
-        shard_compressor=shard_compressor,
         error_feedback=error_feedback,
         grad_scaler=grad_scaler,
-        max_bytes=max_bytes,
-        timeout=timeout,
+        collective=collective,
         shards=None if sharded is None else sharded.group,
     )
     if sharded is not None:

@@ -10,7 +10,6 @@ larger than that of the averaged gradient: `second_moment.py` describes by how m
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
@@ -85,9 +85,10 @@ class AdamW(CompressedOptimizer):
                       more.
     max_grad_norm     the gradient of each rank is clipped to this times the square root of the number of ranks.
     grad_scaler       the `GradScaler` in use, if any.
-    group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
-    foreach, fused    accepted, without effect: they select one of torch's implementations of the same step.
-    amsgrad, maximize, capturable, differentiable   accepted if they are off; an error says what to do instead.
+    group             as for `Synchronizer`.
+    collective        algorithm, memory and time-out of an exchange.
+    torch_options     foreach and fused, which select one of torch's implementations of the same step, have no effect;
+                      amsgrad, maximize, capturable and differentiable are accepted if they are off.
 
     In a process without a process group nothing is compressed, and each step is that of torch's AdamW.
 
@@ -119,11 +120,6 @@ class AdamW(CompressedOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         compressed_betas: tuple[float, float] = (0.5, 0.999),
         compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 2,
@@ -132,13 +128,11 @@ class AdamW(CompressedOptimizer):
         max_grad_norm: float | None = None,
         ddp: DistributedDataParallel | None = None,
         group: Group = None,
-        algorithm: str = "auto",
-        shard_compressor: Spec | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
         grad_scaler: GradScaler | None = None,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        **torch_options: Any,
     ) -> None:
-        check_torch_options(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
+        check_torch_options(self, {"amsgrad": amsgrad, **torch_options})
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
@@ -163,10 +157,7 @@ class AdamW(CompressedOptimizer):
             max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler,
             group=group,
-            algorithm=algorithm,
-            shard_compressor=shard_compressor,
-            max_bytes=max_bytes,
-            timeout=timeout,
+            collective=collective,
         )
         self.refresh_every = refresh_every
         self._scales: dict[str, float] = {}  # c of `second_moment.py`, where second moments are those of this rank

@@ -1,12 +1,14 @@
 """Checks of an optimizer's arguments, and for mistakes that would stay unnoticed, before its first step or a load."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..collectives.collective import Collective
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..sync.policy import Policy, Spec
@@ -33,10 +35,14 @@ _REFUSED = {
 }
 
 
-def check_torch_options(**given: object) -> None:
-    """Raise ValueError for an option that thinwire's optimizer does not have, unless it is off."""
+def check_torch_options(optimizer: object, given: Mapping[str, object]) -> None:
+    """Raise ValueError for an option of torch's optimizer that thinwire's does not have, unless it is off."""
     for name, value in given.items():
-        if value:
+        if name in Collective.__dataclass_fields__:
+            raise TypeError(f"{name}={value!r}, expected collective=thinwire.Collective({name}={value!r})")
+        if name not in {**_REFUSED, "foreach": "", "fused": ""}:
+            raise TypeError(f"{type(optimizer).__name__} has no argument {name!r}")
+        if value and name in _REFUSED:
             raise ValueError(f"{name}={value!r}, which thinwire does not have: {_REFUSED[name]}")
 
 

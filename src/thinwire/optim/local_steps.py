@@ -18,7 +18,6 @@ counted twice.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import CollectiveError
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.elastic import Change, ElasticGroup
 from ..collectives.groups import Group, channels, group_of_one
 from ..sync import checkpoint
@@ -76,7 +76,7 @@ class LocalSteps(Optimizer):
                    round ends. Without it buffers stay local.
     group          as for `all_reduce_compressed`, or an `ElasticGroup` whose ranks may leave and join. None for all.
     offload        keep common weights and residuals in CPU memory, and compress there.
-    max_bytes, timeout   as for `Synchronizer`.
+    collective     algorithm, memory and time-out of an exchange.
 
     It is used as an optimizer. Do not use DistributedDataParallel between the same ranks. All ranks start from the same
     weights, which is checked. A learning rate scheduler counts local steps. After a round, without fragments and delay,
@@ -113,8 +113,7 @@ class LocalSteps(Optimizer):
         model: nn.Module | None = None,
         group: Group = None,
         offload: bool = False,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
     ) -> None:
         self.optimizers = _listed(optimizer)
         named, buffers = _named(self.optimizers, model)
@@ -136,7 +135,7 @@ class LocalSteps(Optimizer):
             group, policy = group_of_one(), dense_policy(policy)
         self._membership = Membership(group) if isinstance(group, ElasticGroup) else None
         self._device = named[0][1].device
-        self.sync = Synchronizer(policy, group=group, max_bytes=max_bytes, timeout=timeout)
+        self.sync = Synchronizer(policy, group=group, collective=collective)
         if self._membership is None:
             _check_ddp([p for _, p in named], group, self._device)
         self.sync.register_parameters([*named, *buffers])

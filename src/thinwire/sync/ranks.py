@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..collectives import ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout
+from ..collectives.collective import Collective
 from ..collectives.groups import Group, channels, check_kind, place
-from ..collectives.plan import ALGORITHMS
 from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor
@@ -29,8 +29,7 @@ class Ranks:
     """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
 
     group: Group
-    algorithm: str
-    shard_compressor: Compressor | None
+    collective: Collective
     error_feedback: bool
     max_bytes: int | None
     timeout: float | timedelta | None
@@ -40,8 +39,6 @@ class Ranks:
     layout: list[tuple[str, ...]]  # the buckets of the last step that was not skipped, as parameter names
 
     def __init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         self._timeout_seconds = check_timeout(self.timeout)
         check_kind(self.group)
         if self.shards is not None:

@@ -281,7 +281,7 @@ class Step(StepRecord):
                 state=state,
                 algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=sync.shard_compressor if keeps and not places else None,
+                shard_compressor=sync.collective.shard_compressor if keeps and not places else None,
             )
             self._hold(slot)
             key = None
@@ -319,9 +319,9 @@ class Step(StepRecord):
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            if self.sync.algorithm == "dense":
+            if self.sync.collective.algorithm == "dense":
                 return "dense"
-            return "auto" if packs else self.sync.algorithm
+            return "auto" if packs else self.sync.collective.algorithm
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
         return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 

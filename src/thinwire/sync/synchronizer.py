@@ -8,7 +8,6 @@ step with NaN on every rank, and changes nothing else; thinwire's optimizers ski
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.all_reduce import refusing
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group, as_group, compressing_ranks, is_ready
 from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
@@ -47,15 +47,9 @@ class Synchronizer(Ranks):
                       `default_compressor`. "auto" sends the first steps by each compressor in turn, and continues with
                       the fastest; `choice` has the result and its reason.
     group             as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
-    algorithm         "gather", "sharded", "dense", "values" (randomk only) or "auto". Small tensors use the algorithm
-                      that sends the least, or "dense".
-    shard_compressor  the compressor of sums, for "sharded"; by default it sends more elements and more bits, as always
-                      in the warm-up of an optimizer.
     error_feedback    False: what is not sent is lost.
     grad_scaler       the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
-    max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
-                      more raises an error. By default THINWIRE_MAX_BYTES, or no limit.
-    timeout           seconds for one exchange; by default that of the group.
+    collective        algorithm, memory and time-out of an exchange.
     families          the number of each parameter's family, for optimizers; families are never compressed together.
     shards            the ranks that hold the shards of a sharded model; None if each rank has all of it.
 
@@ -75,18 +69,14 @@ class Synchronizer(Ranks):
         compressor: Spec | Policy,
         *,
         group: Group = None,
-        algorithm: str = "auto",
-        shard_compressor: Spec | None = None,
         error_feedback: bool = True,
         grad_scaler: GradScaler | None = None,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
         families: Mapping[str, int] | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        self.group, self.algorithm, self.error_feedback = as_group(group), algorithm, error_feedback
-        self.shard_compressor = None if shard_compressor is None else parsed(shard_compressor)
-        self.max_bytes, self.timeout, self.shards = given_max_bytes(max_bytes), timeout, shards
+        self.group, self.collective, self.error_feedback = as_group(group), collective, error_feedback
+        self.max_bytes, self.timeout, self.shards = given_max_bytes(collective.max_bytes), collective.timeout, shards
         super().__init__()
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
         if self.policy.by_ranks and is_ready(self.group):
@@ -232,8 +222,9 @@ class Synchronizer(Ranks):
         self._unchecked = dict(saved["entries"]) if self.numels is None else None
 
     def _options(self) -> dict[str, Any]:
-        second = None if self.shard_compressor is None else format_spec(self.shard_compressor)
-        return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
+        second = self.collective.shard_compressor
+        second = None if second is None else format_spec(parsed(second))
+        return {"algorithm": self.collective.algorithm, "second": second, "error_feedback": self.error_feedback}
 
     # For integrations and optimizers.
 

@@ -82,7 +82,7 @@ class Workspace:
         *,
         state: ShardState | None,
         algorithm: str,
-        shard_compressor: Compressor | None,
+        shard_compressor: Compressor | str | None,
     ) -> Slot:
         """Return the slot by which a slice is sent; it is made when the slice is first seen."""
         key = (id(slice_), source.dtype, state is not None, algorithm)
