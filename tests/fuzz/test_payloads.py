@@ -17,7 +17,7 @@ from support.cases import BACKENDS, DTYPES, SPECS
 from support.framing import write_positions
 from support.memory import guarded
 from support.pairwise import pairwise
-from support.samples import SMALL, bounded, sample
+from support.samples import SMALL, bounded, complaint, sample
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
 
@@ -133,16 +133,6 @@ def fields_of(layout: Layout) -> list[tuple[int, int]]:
     else:
         fields = [(0, layout.nbytes)]
     return [(begin, end) for begin, end in fields if end > begin]
-
-
-def complaint(payload: torch.Tensor, layout: Layout, backend: str) -> str | None:
-    """What the check says, less the number of the record, which only the quick one knows."""
-    with kernels.force(backend):
-        try:
-            kernels.check(payload, layout)
-        except ValueError as error:
-            return str(error).split(": ", 1)[-1]
-    return None
 
 
 SCALES = (0, 0x7FC0, 0x7F80, 0x7F7F, 0x7E00, 0x0080, 0x007F, 0x8000, 0xFFFF)
