@@ -24,9 +24,6 @@ from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLay
 SIZES = (1, 2, 31, 100, 1000, 4096, 4097, 8191, 12_289)
 
 
-EDGES = [b"\0", b"\xff", b"\x01", b"\x80", b"\x7f", b"\xff\0"]
-
-
 def decode_all(payloads: torch.Tensor, layout: Layout, weight: float, out_dtype: torch.dtype) -> None:
     for backend in BACKENDS:
         with kernels.force(backend), guarded(layout.numel, out_dtype) as out:
@@ -36,28 +33,28 @@ def decode_all(payloads: torch.Tensor, layout: Layout, weight: float, out_dtype:
                     kernel.decode(payloads, layout, out, weight, add)
 
 
-def as_payloads(layout: Layout, copies: int, content: bytes) -> torch.Tensor:
-    """`copies` payloads of the right size, filled with `content` again and again."""
-    size = copies * layout.nbytes
-    repeated = (content * (size // len(content) + 1))[:size]
-    return torch.frombuffer(bytearray(repeated), dtype=torch.uint8).view(copies, layout.nbytes)
-
-
-@bounded(600)
+@bounded(800)
 @given(
     st.sampled_from(SMALL),
     st.sampled_from(SIZES),
     st.sampled_from(DTYPES),
     st.sampled_from(DTYPES),
     st.integers(1, 3),
-    st.one_of(st.binary(min_size=1, max_size=64), st.sampled_from(EDGES)),
+    st.one_of(
+        st.binary(min_size=1, max_size=64), st.sampled_from([b"\0", b"\xff", b"\x01", b"\x80", b"\x7f", b"\xff\0"])
+    ),
     st.integers(0, (1 << 64) - 1),
 )
 def test_any_bytes(
     spec: str, numel: int, dtype: torch.dtype, out: torch.dtype, copies: int, content: bytes, key: int
 ) -> None:
+    """Nothing is written outside `out`, and the check says the same with every backend."""
     layout = thinwire.compressor(spec).layout(numel, dtype).with_key(key)
-    decode_all(as_payloads(layout, copies, content), layout, 0.5, out)
+    size = copies * layout.nbytes
+    repeated = (content * (size // len(content) + 1))[:size]
+    payloads = torch.frombuffer(bytearray(repeated), dtype=torch.uint8).view(copies, layout.nbytes)
+    decode_all(payloads, layout, 0.5, out)
+    assert (complaint(payloads[0], layout, "cpu") is None) == (complaint(payloads[0], layout, "reference") is None)
 
 
 @bounded(300)
@@ -163,19 +160,6 @@ def test_one_change_is_checked_as_by_the_reference(name: str) -> None:
                     assert said == expected, (spec, numel, dtype, at, kind)
                 refused += said is not None
         assert refused > 10, spec
-
-
-@bounded(400)
-@given(
-    st.sampled_from(SMALL),
-    st.sampled_from(SIZES),
-    st.sampled_from(DTYPES),
-    st.one_of(st.binary(min_size=1, max_size=64), st.sampled_from(EDGES)),
-)
-def test_any_bytes_are_checked_as_by_the_reference(spec: str, numel: int, dtype: torch.dtype, content: bytes) -> None:
-    layout = thinwire.compressor(spec).layout(numel, dtype)
-    payload = as_payloads(layout, 1, content)[0]
-    assert (complaint(payload, layout, "cpu") is None) == (complaint(payload, layout, "reference") is None)
 
 
 def test_every_bit_is_checked_as_by_the_reference() -> None:

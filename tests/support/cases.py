@@ -5,7 +5,6 @@ A new compressor needs one line in `SPECS`; a test fails and says so until it ha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache, cached_property
 
 import torch
@@ -57,10 +56,6 @@ def sends_exactly(compressor: thinwire.Compressor, dtype: torch.dtype) -> bool:
 def has_kernel(layout: Layout) -> bool:
     """Whether a backend other than the reference has a kernel for it: not for RandomK, nor for long chunks."""
     return not isinstance(layout, RandomKLayout) and getattr(getattr(layout, "record", None), "n", 0) <= 1 << 14
-
-
-def density(compressor: thinwire.Compressor) -> Fraction:
-    return Fraction(getattr(compressor, "ratio", 1))
 
 
 def make_input(kind: str, numel: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
