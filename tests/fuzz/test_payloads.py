@@ -5,6 +5,7 @@ Whatever the bytes say, nothing is written outside `out`. The reference may rais
 
 import contextlib
 import itertools
+import os
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from support.cases import BACKENDS, DTYPES, SPECS
 from support.framing import write_positions
 from support.memory import guarded
 from support.pairwise import pairwise
+from support.processes import run_module
 from support.samples import SMALL, bounded, complaint, sample
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout, Layout, QuantizeLayout, TopKLayout
@@ -170,3 +172,9 @@ def test_every_bit_is_checked_as_by_the_reference() -> None:
             payload = sample(spec, numel, torch.float32).payload.clone()
             payload[bit // 8] ^= 1 << bit % 8
             assert complaint(payload, layout, "cpu") == complaint(payload, layout, "reference"), (spec, numel, bit)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+def test_cpu_kernels_touch_nothing_beyond_their_buffers() -> None:
+    """Nothing is read there: buffers stand against pages without access, in a process that one byte more would end."""
+    assert run_module("guard_pages") == "survived"

@@ -108,9 +108,8 @@ class Case:
     compressor: thinwire.Compressor
     tensor: Tensor
     before: Tensor | None
-    """The residual as it was given."""
     after: Tensor | None
-    """The residual afterwards."""
+    """The residual as it was given, and afterwards."""
     ct: thinwire.CompressedTensor
 
     @cached_property

@@ -31,25 +31,16 @@ def sample(spec: str, numel: int, dtype: torch.dtype, marked: bool = False) -> C
         return thinwire.compressor(spec).compress(tensor, key=KEY)
 
 
-samples = st.builds(
-    sample,
-    st.sampled_from(SMALL),
-    st.sampled_from(SIZES),
-    st.sampled_from(DTYPES),
-    st.sampled_from([False, False, True]),
-)
+samples = st.builds(sample, *map(st.sampled_from, (SMALL, SIZES, DTYPES, (False, False, True))))
 
 
-def decode_inside(ct: CompressedTensor, *, weight: float | None = None) -> list[torch.Tensor]:
+def decode_inside(ct: CompressedTensor, weight: float | None = None) -> list[torch.Tensor]:
     """Decode with every backend into the middle of a larger tensor, whose rest must stay as it was."""
     results = []
     for backend in BACKENDS:
         with kernels.force(backend), guarded(ct.numel, ct.dtype) as out:
             out.fill_(0)
-            if weight is None:
-                ct.decompress(out)
-            else:
-                ct.compressor.accumulate(ct, out, weight)
+            ct.decompress(out) if weight is None else ct.compressor.accumulate(ct, out, weight)
             results.append(out.clone())
     return results
 
