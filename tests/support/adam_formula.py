@@ -12,7 +12,7 @@ NUMBERS = {"beta1": 0.5, "factor": 0.7, "scale": 1.3, "floor": 1e-8, "limit": 5.
 
 
 def made(numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Gradient, both moments, and a residual. No second moment is so small that it magnifies what cancels in an update."""
+    """Gradient, both moments, and a residual. No second moment is so small that it magnifies what cancels."""
     generator = torch.Generator().manual_seed(numel)
     g, m, v, r = (torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(4))
     return [g.to(dtype), m.to(dtype), (v.square() + 0.01).to(dtype), r.to(dtype)]
