@@ -1,7 +1,5 @@
 """Compressors. A new compressor needs one file in this folder and one import line below."""
 
-from typing import cast
-
 from . import spec as _spec
 from .base import CompressedTensor as CompressedTensor
 from .base import Compressor as Compressor
@@ -24,9 +22,9 @@ def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
     """
     if not isinstance(spec, str | Compressor):
         raise ValueError(f"{name} {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
-    return cast(Compressor, _spec.parse_spec(spec)) if isinstance(spec, str) else spec
+    return _spec.parse_spec(spec) if isinstance(spec, str) else spec
 
 
 def registered() -> dict[str, type[Compressor]]:
     """Return every registered compressor class by name."""
-    return cast(dict[str, type[Compressor]], dict(_spec.REGISTRY))
+    return dict(_spec.REGISTRY)

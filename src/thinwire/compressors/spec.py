@@ -9,19 +9,15 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+if TYPE_CHECKING:
+    from .base import Compressor
 
-class Named(Protocol):
-    """An object of a registered class: a `Compressor`, which this module cannot import."""
-
-    name: ClassVar[str]
-
-
-REGISTRY: dict[str, type[Named]] = {}
+REGISTRY: dict[str, type["Compressor"]] = {}
 """Registered compressor classes by name."""
 
-C = TypeVar("C", bound=Named)
+C = TypeVar("C", bound="Compressor")
 
 ROUNDING_WENT = "leave it out: stochastic rounding was removed, and a residual keeps what rounding to nearest loses"
 """The advice in errors for the option `rounding`."""
@@ -55,7 +51,7 @@ def register_compressor(name: str) -> Callable[[type[C]], type[C]]:
     return add
 
 
-def parse_spec(spec: str) -> Named:
+def parse_spec(spec: str) -> "Compressor":
     """Return the compressor that a spec string describes. Raises ValueError, with the reason, for an invalid string."""
     name, colon, rest = spec.partition(":")
     cls = REGISTRY.get(name)
@@ -85,10 +81,10 @@ def parse_spec(spec: str) -> Named:
     return cls(**values)
 
 
-def format_spec(compressor: Named) -> str:
+def format_spec(compressor: "Compressor") -> str:
     """Return the canonical spec string of a compressor, with every field."""
     items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
-    return str(compressor.name) + (":" + ",".join(items) if items else "")
+    return compressor.name + (":" + ",".join(items) if items else "")
 
 
 def parse_ratio(value: Ratio) -> Fraction:
