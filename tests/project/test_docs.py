@@ -4,26 +4,24 @@ A block ```hex holds bytes in hex, with `# comments`; the ```python block before
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
+from support.pages import ROOT, blocks
 from thinwire import CompressedTensor, kernels
 
-PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
+PAGE = ROOT / "docs" / "wire-format.md"
 TESTS = re.compile(r"`(tests/[\w/]+\.py)`")
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> list[tuple[str, bytes]]:
     """(Python that makes a frame, the bytes that the page shows)."""
-    found, code = [], None
-    for info, body in FENCE.findall(PAGE.read_text()):
-        if info.strip() == "python":
-            code = body
-        elif info.strip() == "hex":
-            assert code is not None, "hex without a python block before it"
-            found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in body.splitlines()))))
+    found, code = [], ""
+    for block in blocks():
+        if block.page == PAGE.name and block.language == "python":
+            code = block.text
+        elif block.page == PAGE.name and block.language == "hex":
+            found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in block.text.splitlines()))))
     return found
 
 
@@ -40,7 +38,6 @@ def test_worked_examples(backend: str) -> None:
 
 
 def test_tests_that_are_named_are_there() -> None:
-    root = PAGE.parents[1]
-    named = {name: page.name for page in (root / "docs").glob("*.md") for name in TESTS.findall(page.read_text())}
+    named = {name: page.name for page in PAGE.parent.glob("*.md") for name in TESTS.findall(page.read_text())}
     assert len(named) > 15
-    assert not {name: page for name, page in named.items() if not (root / name).is_file()}
+    assert not {name: page for name, page in named.items() if not (ROOT / name).is_file()}
