@@ -5,12 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from benchmarks.namespaces import Links as LabLinks
-from benchmarks.namespaces import Network
+from benchmarks.namespaces import Lab
 
 LIMIT = 20.0
-Build = Callable[[int, float | None], Network]
-"""Makes a network of so many ranks at a rate."""
 
 
 class Transfer:
@@ -21,7 +18,7 @@ class Transfer:
     error               of the sender, if there was one.
     """
 
-    def __init__(self, network: Network, nbytes: int) -> None:
+    def __init__(self, network: Lab, nbytes: int) -> None:
         self.received, self.counted, self.seconds, self.error = 0, 0, 0.0, ""
         self._links, self._nbytes = network.links, nbytes
         self._port: list[int] = []
@@ -36,8 +33,7 @@ class Transfer:
         self.counted = network.sent_bytes()[1] - before
 
     def _in_place(self, rank: int, job: Callable[[], None]) -> None:
-        if isinstance(self._links, LabLinks):
-            self._links.enter(rank)  # this thread alone
+        self._links.enter(rank)  # this thread alone
         job()
 
     def _receive(self) -> None:
