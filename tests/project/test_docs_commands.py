@@ -26,7 +26,6 @@ from thinwire.tools.train import checks
 PROGRAMS = ("thinwire", "make", "python", "python3", "torchrun", "pytest", "pip")
 EXCEPTIONS = {
     "thinwire bench": "a command that is gone",
-    "thinwire plan --check": "an option that is gone",
     "python3 -c 'from benchmarks.codec import *; run(on_gpu())'": "code that needs a GPU",
 }
 """Commands that are not checked, and why."""

@@ -101,7 +101,9 @@ class _Process(NamedTuple):
     def ending(self, how: str = "") -> _Failure:
         """Wait for the end of the process, and return how it ended, by itself or as given, and what it wrote last."""
         self.process.join(GRACE)
-        reason = how or _ending(self.process.exitcode)
+        code, killed_by = self.process.exitcode, {-number: number.name for number in signal.Signals}
+        ended = f"was killed by {killed_by[code]}" if code in killed_by else f"died with exit code {code}"
+        reason = how or ended
         if self.log is None:
             return _Failure(reason)
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL))
@@ -131,13 +133,7 @@ class Workers:
     its group when a call fails, so that ranks that wait for it fail at once."""
 
     def __init__(
-        self,
-        count: int,
-        threads: int = 1,
-        limit: float = LIMIT_SECONDS,
-        links: Any = None,
-        *,
-        warnings: str | None = None,
+        self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS, links: Any = None, warnings: str | None = None
     ) -> None:
         self._settings, self._limit, self._size = (threads, links, warnings), limit, 0
         self._processes: dict[int, _Process] = {}
@@ -337,18 +333,6 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
-def _ending(code: int | None) -> str:
-    """Describe how a process ended, given its exit code.
-
-    >>> _ending(-9), _ending(1)
-    ('was killed by SIGKILL', 'died with exit code 1')
-    """
-    if code is not None and code < 0:
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"died with exit code {code}"
-
-
 class _Rank:
     """A rank in its process: its process group, and the object whose methods are called."""
 
@@ -386,15 +370,12 @@ class _Rank:
         gc.freeze()  # modules that were loaded since
 
     def run(self, function: Callable[..., T], size: int, *args: object) -> T:
-        """Call a function as this rank."""
         return function(self._rank, size, *args)
 
     def build(self, rank_class: RankClass, size: int, *args: object) -> None:
-        """Build the object whose methods are called from now on."""
         self._built = self.run(rank_class, size, *args)
 
     def ask(self, method: str, *args: object) -> Any:
-        """Call a method of the object."""
         return getattr(self._built, method)(*args)
 
     def answer(self, call: bytes) -> tuple[bytes, bool]:
