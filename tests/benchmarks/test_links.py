@@ -1,11 +1,8 @@
-"""Network namespaces: rate, bytes, faults in a step (of the relay, too), and that they come and go cleanly."""
+"""Network namespaces come and go cleanly; and faults in a step, over them and over the relay."""
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +16,6 @@ from benchmarks.namespaces import Lab, network
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import start_module
 from support.slow import slow
-from support.transfer import Transfer
 from thinwire.testing.pool import Workers
 
 WORLD, TIMEOUT, GRACE = 3, 4.0, 4.0
@@ -82,23 +78,11 @@ def test_a_connection_lost_in_a_step_is_an_error_on_all_ranks(
         assert seconds < TIMEOUT + GRACE
 
 
-@pytest.mark.usefixtures("lab_can_be_built", "untouched")
-def test_bytes_are_counted_and_no_faster_than_the_rate() -> None:
-    nbytes = 1_000_000
-    with Lab(2, None) as lab:
-        lab.shape(40e6)
-        done = Transfer(lab, nbytes)
-    assert done.received == nbytes
-    assert nbytes <= done.counted < 1.1 * nbytes  # TCP's and Ethernet's headers take 6 %
-    assert done.seconds >= 0.9 * 8 * nbytes / 40e6  # a busy machine can only make it longer
-
-
 @pytest.mark.usefixtures("lab_can_be_built")
 def test_a_lab_comes_and_goes(untouched: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab(3, 1e9) as made:
         assert ours() == set(made.links.namespaces)
         untouched()
-        assert Transfer(made, 100_000).received == 100_000
     assert not ours()
     with pytest.raises(KeyError), Lab(2, 1e9):
         raise KeyError
@@ -137,32 +121,3 @@ def test_what_a_guard_could_not_remove_is_swept_up_and_nothing_else() -> None:
     finally:
         for name in (foreign, living):
             subprocess.run(["ip", "netns", "del", name], check=True, timeout=30)
-
-
-@pytest.mark.usefixtures("lab_can_be_built", "untouched")
-def test_a_cut_link_carries_nothing() -> None:
-    with Lab(2, 100e6) as made:
-        made.cut(1)
-        result: list[str] = []
-
-        def connect() -> None:
-            made.links.enter(1)
-            try:
-                socket.create_connection((made.links.address(0), 9), timeout=1).close()
-            except OSError as error:
-                result.append(type(error).__name__)
-
-        thread = threading.Thread(target=connect)
-        thread.start()
-        thread.join(30)
-    assert result == ["TimeoutError"] or result == ["OSError"], result
-
-
-def test_a_lab_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="ip and tc not found: install iproute2"):
-        Lab(2, 1e9)
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ValueError, match="need root"):
-        Lab(2, 1e9)
