@@ -1,4 +1,4 @@
-"""Network namespaces come and go cleanly; and faults in a step, over them and over the relay."""
+"""Network namespaces come and go cleanly, and a link that is cut is an error."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import torch
 
 import thinwire
 from benchmarks.link_steps import LinkRank
-from benchmarks.namespaces import Lab, network
+from benchmarks.namespaces import Lab
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import start_module
 from support.slow import slow
@@ -39,10 +39,10 @@ class TestedRank(LinkRank):
         return "", time.monotonic() - started
 
 
-def disturb(method: str, fault: str, rank: int, *, relay: bool) -> list[tuple[str, float]]:
-    """Cut or drop the link of a rank in the middle of a step: what each rank raises, and after how long."""
+def cut(method: str, rank: int) -> list[tuple[str, float]]:
+    """Cut the link of a rank in the middle of a step: what each rank raises, and after how long."""
     with (
-        network(WORLD, None, relay=relay) as net,
+        Lab(WORLD, None) as net,
         Workers(WORLD, limit=TIMEOUT, links=net.links) as workers,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -56,24 +56,15 @@ def disturb(method: str, fault: str, rank: int, *, relay: bool) -> list[tuple[st
         answers = pool.submit(workers.ask, "attempt", limit=TIMEOUT + 2 * GRACE)
         while sum(net.sent_bytes()) < before + 60_000 and time.monotonic() < deadline:
             time.sleep(0.01)
-        getattr(net, fault)(rank)
+        net.cut(rank)
         return answers.result(TIMEOUT + 3 * GRACE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault", "method", "rank"),
-    [
-        slow("relay", "drop", "dense", 1), ("relay", "drop", OURS, 0), slow("namespaces", "cut", "dense", 1),
-        ("namespaces", "cut", OURS, 1),
-    ],
-)  # fmt: skip
-def test_a_connection_lost_in_a_step_is_an_error_on_all_ranks(
-    kind: str, fault: str, method: str, rank: int, request: pytest.FixtureRequest
-) -> None:
-    """Reset, or a link cut: within the time-out."""
-    if kind == "namespaces":
-        request.getfixturevalue("untouched")
-    for raised, seconds in disturb(method, fault, rank, relay=kind == "relay"):
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("method", [slow("dense"), OURS])
+def test_a_link_cut_in_a_step_is_an_error_on_all_ranks(method: str) -> None:
+    """Within the time-out."""
+    for raised, seconds in cut(method, rank=1):
         assert raised
         assert seconds < TIMEOUT + GRACE
 

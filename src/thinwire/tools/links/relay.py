@@ -29,7 +29,7 @@ from collections.abc import Coroutine
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from thinwire.tools.loopback import Counter
 
@@ -119,20 +119,6 @@ class _TokenBucket:
             await asyncio.sleep(-self._level / self._rate)
 
 
-class _Line(NamedTuple):
-    """A forwarded connection."""
-
-    ranks: tuple[int, int]
-    near: StreamWriter
-    far: StreamWriter
-
-    def reset(self) -> None:
-        for writer in (self.near, self.far):
-            if not writer.transport.is_closing():
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                writer.transport.abort()
-
-
 class Relay:
     """Links through a relay. Use it as a context manager.
 
@@ -147,7 +133,6 @@ class Relay:
         self._sent, self._cut = [0] * ranks, set[int]()
         self.shape(rate, round_trip)
         self._ports: dict[tuple[int, int, int], asyncio.Server] = {}
-        self._lines: set[_Line] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="thinwire-relay", daemon=True)
 
@@ -164,16 +149,6 @@ class Relay:
         self._delay = round_trip / 2
         self._window = max(_SMALLEST_WINDOW, int(_WINDOW_SECONDS * self._delay * (rate or FASTEST) / 8))
         self._up, self._down = ([_TokenBucket(rate and rate / 8) for _ in self._sent] for _ in range(2))
-
-    def drop(self, rank: int) -> None:
-        """Reset the connections from and to a rank. Ranks that use them get an error."""
-
-        async def reset() -> None:
-            for line in self._lines:
-                if rank in line.ranks:
-                    line.reset()
-
-        self._wait(reset())
 
     def cut(self, rank: int) -> None:
         """Let nothing pass from or to a rank from now on. No rank gets an error."""
@@ -224,8 +199,6 @@ class Relay:
         except (OSError, asyncio.CancelledError):  # the target has stopped listening, or the relay is closing
             writer.transport.abort()
             return
-        line = _Line((source, target), writer, far_writer)
-        self._lines.add(line)
         tasks = []
         for end, other, *way in ((reader, far_writer, source, target), (far_reader, writer, target, source)):
             delayed = _Delayed()
@@ -233,12 +206,13 @@ class Relay:
             tasks += [asyncio.create_task(job) for job in jobs]
         with suppress(asyncio.CancelledError):  # else asyncio would print the cancellation by `_close`
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if any(task.cancelled() or task.exception() is not None for task in tasks if task.done()):
-            line.reset()  # one end was reset, so the other is too
+        has_failed = any(task.cancelled() or task.exception() is not None for task in tasks if task.done())
         for task in tasks:
             task.cancel()
-        self._lines.discard(line)
         for one in (writer, far_writer):
+            if has_failed and not one.transport.is_closing():  # one end was reset, so the other is too
+                one.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                one.transport.abort()
             one.close()
 
     async def _send(self, reader: StreamReader, delayed: _Delayed, source: int) -> None:
