@@ -164,7 +164,7 @@ class Workers:
         with server.signals_wait():
             for rank in new:
                 pipe, theirs = context.Pipe()
-                log = tempfile.NamedTemporaryFile() if self._keeps_log else None  # noqa: SIM115 - closed by `_end`
+                log = tempfile.NamedTemporaryFile() if self._keeps_log else None  # noqa: SIM115 - closed by `close`
                 given = theirs, rank, log and log.name, *self._settings
                 process = context.Process(target=_serve, args=given, daemon=True)
                 process.start()
