@@ -1,9 +1,10 @@
-"""The worked examples of docs/wire-format.md are made again, byte by byte; tests that docs name are there.
+"""The examples of docs/wire-format.md are made again, byte by byte; tests that docs and planted mistakes name exist.
 
 A block ```hex holds bytes in hex, with `# comments`; the ```python block before it leaves the same in `frame`.
 """
 
 import re
+import runpy
 
 import pytest
 
@@ -41,3 +42,15 @@ def test_tests_that_are_named_are_there() -> None:
     named = {name: page.name for page in PAGE.parent.glob("*.md") for name in TESTS.findall(page.read_text())}
     assert len(named) > 15
     assert not {name: page for name, page in named.items() if not (ROOT / name).is_file()}
+
+
+def test_planted_mistakes_fit_the_library_and_name_tests_that_are_there() -> None:
+    """`python benchmarks/mutants.py` plants them, which takes too long for every run of the tests."""
+    mutants = runpy.run_path(str(ROOT / "benchmarks" / "mutants.py"))["read_mutants"]()
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        compile(mutant.mutated(), mutant.file, "exec")  # raises if it does not fit, and says which it is
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text()
+            assert f"def {name.partition('[')[0]}(" in text, f"{mutant.number} {mutant.file}: {test} does not exist"
