@@ -55,8 +55,6 @@ earlier tests left."""
 
 T = TypeVar("T")
 RankClass = Callable[..., object]
-_FunctionCache = type(cache(len))
-"""What `functools.cache` returns."""
 
 
 class RankError(Exception):
@@ -433,7 +431,7 @@ def _forget_meshes() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor."):
             for value in list(vars(module).values()):
-                if isinstance(value, _FunctionCache):
+                if isinstance(value, type(cache(len))):
                     value.cache_clear()
 
 
