@@ -180,8 +180,8 @@ class Recorder(Text):
 
 
 class RecordingTrainer(Trainer):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self._data = self.recorder = Recorder()
 
     def taken(self) -> list[tuple[int, int, int]]:
