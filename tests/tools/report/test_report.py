@@ -92,13 +92,11 @@ def test_choice_of_auto_is_named(tmp_path: Path) -> None:
 def test_what_each_rank_sent_is_read_from_the_end(tmp_path: Path) -> None:
     sent = {"bytes_between_nodes": 10, "bytes_inside_nodes": 20, "bytes_dense": 300}
     ranks = [{"rank": 0, **sent}, {"rank": 1, "replica": 1, "shard": 0, **sent}]
-    run = run_of(tmp_path, [conditions(), step(40), {**END, "ranks": ranks}])
-    assert content(run)["ranks"] == [
-        {"rank": 0, "replica": None, "shard": None, "between": 10, "inside": 20, "dense": 300},
-        {"rank": 1, "replica": 1, "shard": 0, "between": 10, "inside": 20, "dense": 300},
-    ]
-    resumed = run_of(tmp_path, [conditions(), step(40), {**END, "ranks": ranks}, conditions(first_step=20)])
-    assert resumed.ranks == []
+    lines = [conditions(), step(40), {**END, "ranks": ranks}]
+    found = {"between": 10, "inside": 20, "dense": 300}
+    expected = [{"rank": 0, "replica": None, "shard": None, **found}, {"rank": 1, "replica": 1, "shard": 0, **found}]
+    assert content(run_of(tmp_path, lines))["ranks"] == expected
+    assert run_of(tmp_path, [*lines, conditions(first_step=20)]).ranks == [], "it goes on"
 
 
 def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
@@ -268,18 +266,18 @@ def test_stacks_are_means_so_that_their_areas_are_right() -> None:
 
 
 def test_runs_are_found_with_their_dense_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = write(tmp_path / "monday" / "a", [conditions()])
-    second = write(tmp_path / "tuesday" / "a", [conditions()])
+    def names(*paths: Path) -> list[str]:
+        return [name for name, _ in find(list(paths))]
+
+    first, second = (write(tmp_path / day / "a", [conditions()]) for day in ("monday", "tuesday"))
     dense = write(first / "dense", [conditions()])
-    assert [name for name, _ in find([first])] == ["a", "a dense"]
-    found = [name for name, _ in find([first / "metrics.jsonl", second])]
-    assert found == ["monday/a", "monday/a dense", "tuesday/a"]
-    assert [name for name, _ in find([dense, first])] == ["a dense", "a"]
+    assert names(first) == ["a", "a dense"]
+    assert names(first / "metrics.jsonl", second) == ["monday/a", "monday/a dense", "tuesday/a"]
+    assert names(dense, first) == ["a dense", "a"]
     write(second / "dense", [conditions()])
-    names = ["monday/a", "monday/a dense", "tuesday/a", "tuesday/a dense"]
-    assert [name for name, _ in find([first, second])] == names
+    assert names(first, second) == ["monday/a", "monday/a dense", "tuesday/a", "tuesday/a dense"]
     monkeypatch.chdir(dense)
-    assert [name for name, _ in find([Path()])] == ["a dense"]
+    assert names(Path()) == ["a dense"]
 
 
 def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
