@@ -5,7 +5,7 @@ from random import Random
 
 import torch
 
-from soak.case import Tried
+from soak.campaign import Tried
 from support.cases import DTYPES
 from support.framing import FORGERIES, Fields, take_apart
 from support.samples import SMALL, accept_or_refuse, sample
