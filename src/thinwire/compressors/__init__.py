@@ -1,5 +1,7 @@
 """Compressors. A new compressor needs one file in this folder and one import line below."""
 
+from typing import cast
+
 from . import spec as _spec
 from .base import CompressedTensor as CompressedTensor
 from .base import Compressor as Compressor
@@ -22,9 +24,9 @@ def compressor(spec: str | Compressor, name: str = "compressor") -> Compressor:
     """
     if not isinstance(spec, str | Compressor):
         raise ValueError(f"{name} {spec!r}, expected a Compressor or a spec such as 'topk:ratio=1/64,bits=2'")
-    return _spec.parse_spec(spec) if isinstance(spec, str) else spec
+    return cast(Compressor, _spec.parse_spec(spec)) if isinstance(spec, str) else spec
 
 
 def registered() -> dict[str, type[Compressor]]:
     """Return every registered compressor class by name."""
-    return dict(_spec.REGISTRY)
+    return cast(dict[str, type[Compressor]], dict(_spec.REGISTRY))

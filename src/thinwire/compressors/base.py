@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class CompressedTensor:
         if numel is not None and read.numel != numel:
             raise FrameError(f"{read.numel} elements, expected {numel}")
         try:
-            compressor = parse_spec(read.spec)
+            compressor = cast(Compressor, parse_spec(read.spec))
         except ValueError as error:
             raise FrameError(str(error)) from error
         if format_spec(compressor) != read.spec:

@@ -9,15 +9,19 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from .base import Compressor
 
-REGISTRY: dict[str, type["Compressor"]] = {}
+class Named(Protocol):
+    """An object of a registered class: a `Compressor`, which this module cannot import."""
+
+    name: ClassVar[str]
+
+
+REGISTRY: dict[str, type[Named]] = {}
 """Registered compressor classes by name."""
 
-C = TypeVar("C", bound="Compressor")
+C = TypeVar("C", bound=Named)
 
 ROUNDING_WENT = "leave it out: stochastic rounding was removed, and a residual keeps what rounding to nearest loses"
 """The advice in errors for the option `rounding`."""
@@ -51,7 +55,7 @@ def register_compressor(name: str) -> Callable[[type[C]], type[C]]:
     return add
 
 
-def parse_spec(spec: str) -> "Compressor":
+def parse_spec(spec: str) -> Named:
     """Return the compressor that a spec string describes. Raises ValueError, with the reason, for an invalid string."""
     name, colon, rest = spec.partition(":")
     cls = REGISTRY.get(name)
@@ -81,10 +85,10 @@ def parse_spec(spec: str) -> "Compressor":
     return cls(**values)
 
 
-def format_spec(compressor: "Compressor") -> str:
+def format_spec(compressor: Named) -> str:
     """Return the canonical spec string of a compressor, with every field."""
     items = [f"{field.name}={_format(getattr(compressor, field.name))}" for field in _fields(type(compressor))]
-    return compressor.name + (":" + ",".join(items) if items else "")
+    return str(compressor.name) + (":" + ",".join(items) if items else "")
 
 
 def parse_ratio(value: Ratio) -> Fraction:
