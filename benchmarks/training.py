@@ -192,7 +192,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
     """Build the optimizer of a method. Muon gets the hidden matrices of the model, and AdamW the rest."""
     momentum = {"momentum": MOMENTUM} if method.family == "sgd" else {}
-    apart = () if method.in_optimizer else OPTIONS if method.is_local else ("algorithm",)
+    apart = OPTIONS if method.is_local else ("algorithm",)
     options: dict[str, Any] = {key: value for key, value in method.options.items() if key not in apart}
     if method.family == "muon":
         matrices, others = split_for_muon(setup.model)
@@ -204,7 +204,9 @@ def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
 def _with_our_optimizer(method: Method, setup: Setup) -> Training:
     """Build thinwire's optimizer, which exchanges compressed updates."""
     module = DDP(setup.model, **setup.ddp) if setup.group is None else setup.model
-    optimizer = _make(method, setup, module, compressor=method.spec, warmup_steps=setup.warmup_steps, group=setup.group)
+    collective = thinwire.Collective(algorithm=str(method.options.get("algorithm", "auto")))
+    more: dict[str, Any] = {"warmup_steps": setup.warmup_steps, "group": setup.group, "collective": collective}
+    optimizer = _make(method, setup, module, compressor=method.spec, **more)
 
     def send() -> None:
         if setup.bucket is not None:  # else the hook of DDP has sent it
@@ -231,11 +233,11 @@ def _attached(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build torch's optimizer on gradients that thinwire compresses, or averages as they are between threads."""
     warmup = method.warmup(setup.warmup_steps)
     policy = thinwire.Policy(method.spec or "none", warmup=[(warmup, EIGHT_BITS)] if warmup else [])
-    algorithm: Any = method.options.get("algorithm", "auto")
+    collective = thinwire.Collective(algorithm=str(method.options.get("algorithm", "auto")))
     if setup.group is None:
         module = DDP(setup.model, **setup.ddp)
-        return Training(module, optimizer, thinwire.attach(module, policy, algorithm=algorithm))
-    sync = thinwire.Synchronizer(policy, group=setup.group, algorithm=algorithm)
+        return Training(module, optimizer, thinwire.attach(module, policy, collective=collective))
+    sync = thinwire.Synchronizer(policy, group=setup.group, collective=collective)
 
     def reduce() -> None:
         assert setup.bucket is not None

@@ -15,7 +15,7 @@ STEPS = 5
 def train(group: LocalGroup | None, rank: int, faults: list[Fault]) -> list[float]:
     """The code under test: a plain loop. Returns the sum of the averaged gradient of each step."""
     model = nn.Linear(64, 8)
-    sync = thinwire.Synchronizer("quantize:bits=8", group=group, timeout=20.0)
+    sync = thinwire.Synchronizer("quantize:bits=8", group=group, collective=thinwire.Collective(timeout=20.0))
     sums = []
     for step in range(STEPS):
         model.zero_grad()

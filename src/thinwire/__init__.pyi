@@ -1,6 +1,7 @@
 """The public names of thinwire, once: for type checkers, and for `__init__.py`, which loads each on first use."""
 
 from . import kernels as kernels
+from .collectives import Collective as Collective
 from .collectives import CollectiveError as CollectiveError
 from .collectives import ElasticGroup as ElasticGroup
 from .collectives import LocalWorld as LocalWorld

@@ -19,6 +19,7 @@ from support.loaded import start_command
 from support.namespaces import FOLDER, ours, wait_until
 from support.processes import living
 from thinwire.testing.pool import RankError
+from thinwire.tools.links.relay import Relay
 
 OURS, QUANTIZED = f"thinwire.AdamW {TOPK}", "attach quantize:bits=8"
 PROGRAM = "benchmarks.__main__"
@@ -137,5 +138,7 @@ def test_without_root_or_tools_a_relay_is_offered(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    with namespaces.network(2, 1e9, 0.02, relay=False) as made:
+        assert isinstance(made, Relay), "only a relay has a round-trip time"
     assert "10gbit" in Options.defaults([]).rates
     assert "10gbit" not in Options.defaults(["--relay"]).rates, "for which a relay is too slow"

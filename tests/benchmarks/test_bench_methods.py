@@ -90,14 +90,12 @@ def test_the_command_of_some_options_makes_them_again() -> None:
     assert command_line("link", LinkOptions()) == "python -m benchmarks link"
 
 
-# The program --------------------------------------------------------------------------------------------------------
-
-
-def test_help_and_wrong_usage_do_not_load_torch() -> None:
+def test_help_wrong_usage_and_results_do_not_load_torch() -> None:
     script = """
         import sys
         from benchmarks.__main__ import COMMANDS, main
-        for arguments in (["--help"], ["frobnicate"], *([name, "--help"] for name in COMMANDS), ["link", "--odd"]):
+        others = ["link", "--odd"], ["results", "benchmarks/results/recipe-gpt-h200.jsonl"]
+        for arguments in (["--help"], ["frobnicate"], *([name, "--help"] for name in COMMANDS), *others):
             try:
                 print(arguments, main(arguments))
             except SystemExit as error:
@@ -105,7 +103,7 @@ def test_help_and_wrong_usage_do_not_load_torch() -> None:
         print("loaded:", [name for name in ("torch", "numba", "numpy") if name in sys.modules])
         """
     lines = run_python(script).splitlines()
-    assert lines[-1] == "loaded: []"
+    assert lines[-2:] == ["['results', 'benchmarks/results/recipe-gpt-h200.jsonl'] 0", "loaded: []"]
     assert [line for line in lines if line.endswith(" 2")] == ["['frobnicate'] 2", "['link', '--odd'] 2"]
     assert [f"['{name}', '--help'] 0" in lines for name in COMMANDS] == [True] * len(COMMANDS)
 

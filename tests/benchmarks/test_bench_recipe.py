@@ -1,10 +1,10 @@
 """The recipe benchmark: real trainings of a few steps, by processes and by threads; no assertion on seconds."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import thinwire
 from benchmarks import trainer
@@ -32,9 +32,6 @@ def train(path: Path, *arguments: object) -> dict[str, dict[str, Any]]:
     rows = {line["method"]: line for line in read(path)}
     assert all(row["fault"] is None for row in rows.values())
     return rows
-
-
-# Whole runs ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_method_between_two_processes(tmp_path: Path) -> None:
@@ -73,8 +70,7 @@ def test_every_method_between_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("lab_can_be_built")
 def test_behind_links_loss_over_time_is_recorded_and_drawn(tmp_path: Path) -> None:
-    path, plot = tmp_path / "rows.jsonl", tmp_path / "time.svg"
-    methods = ["adamw dense", "adamw thinwire"]
+    path, plot, methods = tmp_path / "rows.jsonl", tmp_path / "time.svg", ["adamw dense", "adamw thinwire"]
     given = ["recipe", *SMALL, "--steps", "6", "--methods", *methods, "--link", "20mbit", "--out", str(path)]
     done = run_command(*given, program="benchmarks.__main__")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -121,9 +117,6 @@ def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.C
     assert "seeds [1, 2]" in printed
 
 
-# Local steps --------------------------------------------------------------------------------------------------------
-
-
 def test_a_round_of_one_step_without_compression_is_dense_training(tmp_path: Path) -> None:
     """The mean of what SGD makes of each gradient is what it makes of their mean."""
     methods = "sgd dense", "sgd local steps 1 none", "sgd local steps 5 none"
@@ -137,22 +130,16 @@ def test_a_round_of_one_step_without_compression_is_dense_training(tmp_path: Pat
 
 def test_bytes_are_those_of_whole_rounds_and_ranks_end_alike(tmp_path: Path) -> None:
     names = ("adamw local steps 4", "adamw local steps 8", "adamw local steps 4;fragments=2;delay=2")
-    rows = train(
-        tmp_path / "rows.jsonl", "--steps", 16, "--methods", *names, "muon dense", "muon local steps 4 quantize:bits=2"
-    )
+    muons = "muon dense", "muon local steps 4 quantize:bits=2"
+    rows = train(tmp_path / "rows.jsonl", "--steps", 16, "--methods", *names, *muons)
     four, eight, parts, muon = (row for name, row in rows.items() if "local" in name)
     assert four["bytes_total"] == 2 * eight["bytes_total"]
-    payload = thinwire.compressor(TOPK).nbytes(LARGE_NUMEL, torch.float32) + thinwire.Quantize(bits=8).nbytes(
-        SMALL_NUMEL
-    )
+    payload = thinwire.compressor(TOPK).nbytes(LARGE_NUMEL) + thinwire.Quantize(bits=8).nbytes(SMALL_NUMEL)
     assert four["bytes_total"] == pytest.approx(4 * payload, rel=0.02)
     assert four["sent"] == [four["bytes_total"] * step / 16 for step, _ in four["losses"]]
     assert [step for step, _ in eight["losses"]] == [8, 16]
     assert parts["bytes_total"] >= four["bytes_total"]
     assert muon["family"] == "muon"
-
-
-# Ranks --------------------------------------------------------------------------------------------------------------
 
 
 class DriftingTrainer(Trainer):
@@ -193,19 +180,20 @@ class Recorder(Text):
 
 
 class RecordingTrainer(Trainer):
-    def taken(self) -> list[tuple[int, int, int]]:
-        assert isinstance(self._data, Recorder)
-        return self._data.taken
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._data = self.recorder = Recorder()
 
-    def record(self) -> None:
-        self._data = Recorder()
+    def taken(self) -> list[tuple[int, int, int]]:
+        return self.recorder.taken
+
+
+RECORDED = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY)
 
 
 def taken_by(rank: int, world_size: int) -> list[tuple[int, int, int]]:
-    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY)
-    made = RecordingTrainer(rank, world_size, given)
-    made.record()
-    made.start(given.chosen[0], 5)
+    made = RecordingTrainer(rank, world_size, RECORDED)
+    made.start(RECORDED.chosen[0], 5)
     made.advance(3)
     return made.taken()
 
@@ -214,12 +202,8 @@ def test_ranks_share_the_stream_of_samples(ranks: RankPool) -> None:
     first, second = ranks.run(taken_by, 2)
     assert first == [(0, 3, 5), (6, 3, 5), (12, 3, 5)]
     assert second == [(3, 3, 5), (9, 3, 5), (15, 3, 5)]
-    given = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY, simulate=True)
-    threads = Threads()  # the first takes the batches of all
-    threads.form(2, RecordingTrainer, given)
-    threads.ask("record")
-    threads.ask("start", given.chosen[0], 5)
+    threads = Threads()
+    threads.form(2, RecordingTrainer, replace(RECORDED, simulate=True))
+    threads.ask("start", RECORDED.chosen[0], 5)
     threads.ask("advance", 3)
-    first, second = threads.ask("taken")
-    assert first == [(0, 6, 5), (6, 6, 5), (12, 6, 5)]
-    assert second == []
+    assert threads.ask("taken") == [[(0, 6, 5), (6, 6, 5), (12, 6, 5)], []], "the first takes the batches of all"

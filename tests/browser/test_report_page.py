@@ -90,6 +90,17 @@ def page(three: Path, open_page: Open) -> Page:
     return open_page(three)
 
 
+@pytest.fixture
+def open_runs(tmp_path: Path, open_page: Open) -> Open:
+    """Makes a report of some runs and opens it."""
+
+    def open_(*runs: Path) -> Page:
+        report.write(runs, tmp_path / "page.html")
+        return open_page(tmp_path / "page.html")
+
+    return open_
+
+
 def chart(page: Page, title: str) -> Locator:
     return page.locator("figure").filter(has=page.get_by_role("heading", name=title, exact=True))
 
@@ -146,7 +157,7 @@ def shown(figures: float) -> str:
     return f"{figures:.4g}" if figures >= 1 else f"{figures:.{3 - math.floor(math.log10(figures))}f}"
 
 
-def test_the_summary_has_the_figures_of_every_run(page: Page) -> None:
+def test_the_summary_has_the_figures_of_every_run_and_the_configuration_what_differs(page: Page) -> None:
     assert page.title() == "3 runs · thinwire report"
     table = page.locator("table.runs")
     assert table.locator("tbody .name").all_inner_texts() == ["compressed", "compressed dense", "killed"]
@@ -158,11 +169,16 @@ def test_the_summary_has_the_figures_of_every_run(page: Page) -> None:
     assert "not finished, 30 of 40 steps" in killed
     assert page.locator("#command").inner_text().startswith("thinwire report ")
     assert re.fullmatch(r"Made on \d{4}-\d\d-\d\d \d\d:\d\d UTC by thinwire .*\.", page.locator("#made").inner_text())
+    config = page.locator("#config table")
+    expect(config).to_be_hidden()
+    page.locator("#config summary").click()
+    expect(config).to_be_visible()
+    assert config.locator("tr.differs th").all_inner_texts() == ["compressor", "seed"]
+    assert config.locator("tr.differs").nth(1).locator("td").all_inner_texts() == ["0", "1", "2"]
 
 
-def test_one_run_has_cards_and_its_name_once(tmp_path: Path, open_page: Open) -> None:
-    report.write([write_run(tmp_path / "digits-cnn-7", 1)], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
+def test_one_run_has_cards_and_its_name_once(tmp_path: Path, open_runs: Open) -> None:
+    page = open_runs(write_run(tmp_path / "digits-cnn-7", 1))
     expect(page.get_by_role("heading", level=1)).to_have_text("digits-cnn-7")
     labels = page.locator(".cards dt").all_inner_texts()
     assert labels == ["Validation loss", "Accuracy", "Sent per rank", "Reduction", "Wall-clock", "Ranks"]
@@ -174,7 +190,7 @@ def test_one_run_has_cards_and_its_name_once(tmp_path: Path, open_page: Open) ->
 
 
 @pytest.fixture
-def resumed(tmp_path: Path, open_page: Open) -> Page:
+def resumed(tmp_path: Path, open_runs: Open) -> Page:
     """A run with a warm-up of two steps and a refresh after 16, stopped after step 17; its checkpoint is of step 15."""
     lines: list[Line] = []
     sent = 0
@@ -188,8 +204,7 @@ def resumed(tmp_path: Path, open_page: Open) -> Page:
     start = {"kind": "conditions", "config": {"steps": STEPS}, "first_step": 0}
     stop = {"kind": "end", "reason": "stopped", "step": 17, "seconds": 8.5}
     whole = [start, *lines[:17], stop, {**start, "first_step": 15}, *lines[15:]]
-    report.write([write(tmp_path / "run", whole)], tmp_path / "page.html")
-    return open_page(tmp_path / "page.html")
+    return open_runs(write(tmp_path / "run", whole))
 
 
 def place_in(page: Page, title: str, x: float) -> float:
@@ -347,7 +362,7 @@ def test_keys_do_what_the_pointer_does(page: Page) -> None:
     expect(tooltip).to_be_hidden()
 
 
-def test_the_logarithmic_scale(page: Page) -> None:
+def test_the_logarithmic_scale_and_the_width_of_charts(page: Page) -> None:
     scale = "(n) => charts[n].uplot.scales.y.distr"
     assert page.evaluate(scale, 0) == 1
     button = chart(page, "Loss").get_by_role("button", name="Log")
@@ -359,6 +374,14 @@ def test_the_logarithmic_scale(page: Page) -> None:
     assert page.evaluate(scale, 2) == 3
     marks = page.evaluate("charts[2].uplot.axes[1]._values")
     assert [text for text in marks if text] == ["5 kB", "10 kB", "20 kB", "50 kB", "100 kB", "200 kB"]
+    width = "charts[0].uplot.width"
+    wide = page.evaluate(width)
+    page.set_viewport_size({"width": 600, "height": 900})
+    deadline = time.monotonic() + 30
+    while page.evaluate(width) == wide:  # wait_for_function may need eval, which the page does not allow
+        assert time.monotonic() < deadline, "the chart keeps its width"
+        page.evaluate("new Promise((done) => requestAnimationFrame(done))")
+    assert 0 < page.evaluate(width) < 600
 
 
 def test_smoothing_keeps_what_was_measured_in_sight(page: Page) -> None:
@@ -399,17 +422,6 @@ def test_a_finger_reads_values_too(three: Path, open_page: Open) -> None:
     expect(tooltip).to_be_hidden()
 
 
-def test_charts_follow_the_width(page: Page) -> None:
-    width = "charts[0].uplot.width"
-    wide = page.evaluate(width)
-    page.set_viewport_size({"width": 600, "height": 900})
-    deadline = time.monotonic() + 30
-    while page.evaluate(width) == wide:  # wait_for_function may need eval, which the page does not allow
-        assert time.monotonic() < deadline, "the chart keeps its width"
-        page.evaluate("new Promise((done) => requestAnimationFrame(done))")
-    assert 0 < page.evaluate(width) < 600
-
-
 def test_dark_mode(three: Path, open_page: Open) -> None:
     def brightness(page: Page, selector: str, name: str) -> float:
         colour = page.locator(selector).first.evaluate(f"element => getComputedStyle(element).{name}")
@@ -423,16 +435,7 @@ def test_dark_mode(three: Path, open_page: Open) -> None:
     assert brightness(dark, "body", "color") > 200
 
 
-def test_the_configuration_shows_what_differs(page: Page) -> None:
-    table = page.locator("#config table")
-    expect(table).to_be_hidden()
-    page.locator("#config summary").click()
-    expect(table).to_be_visible()
-    assert table.locator("tr.differs th").all_inner_texts() == ["compressor", "seed"]
-    assert table.locator("tr.differs").nth(1).locator("td").all_inner_texts() == ["0", "1", "2"]
-
-
-def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
+def test_a_table_says_who_sent_what(tmp_path: Path, open_runs: Open) -> None:
     """Of a sharded run, to other replicas; of one with two groups, between and inside nodes."""
     sent = [{"bytes_between_nodes": 1000 * rank, "bytes_inside_nodes": 0, "bytes_dense": 80_000} for rank in range(4)]
     sharded = [{"rank": rank, "replica": rank // 2, "shard": rank % 2, **each} for rank, each in enumerate(sent)]
@@ -442,8 +445,7 @@ def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
         run = write_run(tmp_path / name, 0, finished=False)
         with (run / "metrics.jsonl").open("a") as file:
             json.dump({"kind": "end", "step": STEPS, "reason": "finished", "ranks": ranks}, file)
-        report.write([run], tmp_path / f"{name}.html")
-        page = open_page(tmp_path / f"{name}.html")
+        page = open_runs(run)
         if name == "one":
             expect(page.locator("#ranks")).to_be_hidden()
             continue
@@ -455,12 +457,11 @@ def test_a_table_says_who_sent_what(tmp_path: Path, open_page: Open) -> None:
     assert shown["nodes"][2] == ["1", "1.00 kB", "7 B", "80.0 kB"]
 
 
-def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
+def test_hostile_names_are_only_text(tmp_path: Path, open_runs: Open) -> None:
     inner = Path("script><script>alert(1)<") / "script>"
     images = write_run(tmp_path / "<img src=x onerror=alert(1)>", 0)
     first, second = write_run(tmp_path / "<" / inner, 1), write_run(tmp_path / "other" / inner, 2)
-    report.write([images, first, second], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
+    page = open_runs(images, first, second)
     names = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>"]
     assert page.locator("table.runs .name").all_inner_texts()[:2] == names
     for name in names:
@@ -470,34 +471,24 @@ def test_hostile_names_are_only_text(tmp_path: Path, open_page: Open) -> None:
     hover(page, chart(page, "Loss"), 0.5)
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path, open_page: Open) -> None:
+def test_runs_that_have_just_begun_sent_nothing_or_are_long(tmp_path: Path, open_runs: Open) -> None:
     run = write_run(tmp_path / "new", 1)
-    metrics = run / "metrics.jsonl"
-    text = metrics.read_text().splitlines(keepends=True)
-    for lines in (1, 2, 3):
-        metrics.write_text("".join(text[:lines]))
-        report.write([run], tmp_path / "page.html")
-        page = open_page(tmp_path / "page.html")
-        expect(page.locator("#subtitle")).to_contain_text(f"not finished, {lines - 1} of 40 steps")
-        if lines == 1:
+    text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for steps in (0, 1, 2):
+        (run / "metrics.jsonl").write_text("".join(text[: steps + 1]))
+        page = open_runs(run)
+        expect(page.locator("#subtitle")).to_contain_text(f"not finished, {steps} of 40 steps")
+        if steps == 0:
             expect(chart(page, "Loss").locator(".empty")).to_have_text("Nothing to draw.")
         else:
-            assert drawn(page, "Loss") == {"training": [pytest.approx(loss(1, n), rel=1e-5) for n in range(1, lines)]}
+            found = [pytest.approx(loss(1, step), rel=1e-5) for step in range(1, steps + 1)]
+            assert drawn(page, "Loss") == {"training": found}
             assert page.evaluate("Object.values(charts[0].uplot.scales).every(({ min, max }) => min < max)")
-
-
-def test_runs_that_sent_nothing(tmp_path: Path, open_page: Open) -> None:
-    report.write([write_run(tmp_path / "single", 1, ratio=math.inf)], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
+    page = open_runs(write_run(tmp_path / "single", 1, ratio=math.inf))
     for axis in ("Bytes sent", "Time", "Steps"):
         page.get_by_text(axis, exact=True).click()
         assert "NaN" not in page.content()
         assert "Infinity" not in page.locator("#charts").inner_html()
-
-
-def test_a_long_run_is_drawn_with_its_means(tmp_path: Path, open_page: Open) -> None:
-    runs = [write_run(tmp_path / f"long {n}", n, steps=20_000) for n in range(3)]
-    report.write(runs, tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
+    page = open_runs(*(write_run(tmp_path / f"long {run}", run, steps=20_000) for run in range(3)))
     assert len(drawn(page, "Loss")) == 9  # of each the mean, what was measured, and the validation
     expect(chart(page, "Loss").locator(".unit")).to_contain_text("lowest and highest")

@@ -6,43 +6,27 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import thinwire
+from support.calls import Failure, catch, reduce, start
 from support.slow import slow
 from thinwire.collectives.transport.board import Board
 from thinwire.testing import LOST, RankPool, store_barrier
 
-TOPK = "topk:ratio=1/64,bits=2"
 NUMEL = 200_000
 
 
-class Failure(NamedTuple):
-    error: str
-    message: str
-    ranks: tuple[int, ...]
-    seconds: float
-
-
-def reduce(world_size: int, algorithm: str = "gather", **options: Any) -> Failure | None:
-    """What goes wrong in one call; its sum is checked."""
-    started = time.monotonic()
-    tensor = torch.full((NUMEL,), 127.0)  # eight bits hold it exactly
-    try:
-        thinwire.all_reduce_compressed(tensor, "quantize:bits=8", algorithm=algorithm, **options)
-    except thinwire.CollectiveError as error:
-        return Failure(type(error).__name__, str(error), error.ranks, time.monotonic() - started)
-    assert (tensor == 127 * world_size).all()
-    return None
+def attempt(**options: Any) -> Failure | None:
+    return catch(lambda: reduce(NUMEL, **options))
 
 
 def die_in_segment(segment: int) -> None:
     """This process ends when it has begun to encode its n-th segment: in the middle of an exchange, at any speed."""
-    encode = thinwire.Quantize._encode
+    encode = thinwire.Quantize.encode
     left = [segment]
 
     def encode_or_die(self: Any, *args: Any, **options: Any) -> Any:
@@ -51,23 +35,24 @@ def die_in_segment(segment: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(self, *args, **options)
 
-    thinwire.Quantize._encode = encode_or_die  # type: ignore[method-assign]
+    thinwire.Quantize.encode = encode_or_die  # type: ignore[method-assign]
 
 
 def lose(rank: int, world_size: int, victim: int, when: str, algorithm: str, folder: Path) -> Any:
     """One call that works, one in which `victim` dies, and one among those who are left."""
-    options = {"max_bytes": 1_000_000, "timeout": 20.0}
-    assert reduce(world_size, algorithm, **options) is None
+    options = {"max_bytes": 1_000_000, "timeout": 20.0, "algorithm": algorithm}
+    reduce(NUMEL, **options)
     if rank == victim:
         if when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         die_in_segment(3)
-    failure = reduce(world_size, algorithm, **options)
+    failure = attempt(**options)
     survivors = [other for other in range(world_size) if other != victim]
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "survivors"), len(survivors))
     dist.init_process_group("gloo", store=store, rank=survivors.index(rank), world_size=len(survivors))
-    return failure, reduce(len(survivors), algorithm, **options)
+    reduce(NUMEL, **options)
+    return failure
 
 
 @pytest.mark.parametrize(
@@ -89,55 +74,32 @@ def test_a_killed_rank_is_named_by_the_others(
         if rank == victim:
             assert answer is LOST
             continue
-        failure, afterwards = answer
-        assert failure is not None, f"rank {rank} did not notice"
-        assert failure.error == "PeerError", failure
-        assert failure.ranks == (victim,), failure
-        assert failure.seconds < 15, failure
+        assert answer is not None, f"rank {rank} did not notice"
+        assert (answer.error, answer.ranks) == ("PeerError", (victim,)), answer
+        assert answer.seconds < 15, answer
         for word in (f"rank {victim}", f"rank {rank}"):
-            assert word in failure.message, failure
-        assert afterwards is None, f"rank {rank} in the new group: {afterwards}"
+            assert word in answer.message, answer
 
 
-def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
-    """Rank 0 dies, and its store with it. Rank 1 calls when rank 2 has seen that, and has closed its connections."""
-    assert reduce(world_size) is None
-    seen = folder / "seen"
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while rank == 1 and not seen.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    failure = reduce(world_size, timeout=20.0)
-    seen.touch()
-    return failure
-
-
-def test_a_rank_that_only_closes_is_not_named_for_the_one_that_died_with_the_store(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Nobody can leave a notice then."""
-    for failure in ranks.run(lose_the_store, 3, tmp_path, store="rank0", lost=[0])[1:]:
-        assert failure is not None
-        assert failure.ranks == (0,), failure
-        assert "rank 0 is lost" in failure.message, failure
-
-
-def come_late(rank: int, world_size: int, late: int, new: bool, algorithm: str) -> list[Failure | None]:
-    """Rank `late` calls only when the others have given up; then all call together."""
-    found = []
+def come_late(rank: int, world_size: int, late: int, new: bool, algorithm: str) -> Failure | None:
+    """Rank `late` calls only when the others have given up; then all call together. Handles raise, not the calls."""
     if not new:
-        assert reduce(world_size, algorithm) is None
+        reduce(NUMEL, algorithm=algorithm)
     store_barrier("start", world_size)
     if rank == late:
         store_barrier("others gave up", world_size)
-    found.append(reduce(world_size, algorithm, timeout=2.5))
-    if rank != late:
+        failure = attempt(algorithm=algorithm, timeout=2.5)
+    else:
+        work, _ = start(NUMEL, algorithm=algorithm, timeout=2.5)
+        failure = catch(work.wait)
+        assert catch(work.wait) is not None, "again, and not only once"
+        assert work.is_completed()
+        with pytest.raises(RuntimeError, match=f"rank {late}"):
+            work.get_future().wait()
         store_barrier("others gave up", world_size)
     store_barrier("all are done", world_size)
-    found.append(reduce(world_size, algorithm))
-    return found
+    reduce(NUMEL, algorithm=algorithm)
+    return failure
 
 
 @pytest.mark.parametrize(
@@ -147,41 +109,33 @@ def come_late(rank: int, world_size: int, late: int, new: bool, algorithm: str) 
 def test_a_late_rank_is_named_by_the_others(
     ranks: RankPool, world_size: int, late: int, new: bool, algorithm: str
 ) -> None:
-    for rank, (failure, afterwards) in enumerate(ranks.run(come_late, world_size, late, new, algorithm)):
+    for rank, failure in enumerate(ranks.run(come_late, world_size, late, new, algorithm)):
         assert failure is not None, f"rank {rank} did not notice"
         assert failure.seconds < 8, failure
         if rank != late:
-            assert failure.error == "PeerError", failure
-            assert failure.ranks == (late,), failure
+            assert (failure.error, failure.ranks) == ("PeerError", (late,)), failure
             assert f"rank {late}" in failure.message, failure
-        assert afterwards is None, f"rank {rank}: {afterwards}"
 
 
-def wait_late(rank: int, world_size: int) -> list[Failure | None]:
-    """The same with a handle: the error comes from wait(), and from the future, not from the call."""
-    if rank == 1:
-        store_barrier("others gave up", world_size)
-        return []
-    tensor = torch.ones(NUMEL)
-    work = thinwire.all_reduce_compressed(tensor, TOPK, async_op=True, timeout=2.0)
-    with pytest.raises(thinwire.PeerError, match="rank 1"):
-        work.wait()
-    with pytest.raises(thinwire.PeerError, match="rank 1"):  # and again, and not only once
-        work.wait()
-    assert work.is_completed()
-    with pytest.raises(RuntimeError, match="rank 1"):
-        work.get_future().wait()
-    store_barrier("others gave up", world_size)
-    return []
+def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
+    """Rank 0 dies, and its store with it, so that nobody can leave a notice. Rank 1 calls when rank 2 has seen that,
+    and has closed its connections: it is not to be named."""
+    reduce(NUMEL)
+    seen = folder / "seen"
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while rank == 1 and not seen.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    failure = attempt(timeout=20.0)
+    seen.touch()
+    return failure
 
 
-def test_a_handle_raises_when_it_is_waited_for(ranks: RankPool) -> None:
-    assert ranks.run(wait_late, 2) == [[], []]
-
-
-def call_without_a_store(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+def call_without_a_store(rank: int, world_size: int, folder: Path) -> Failure | None:
     """Rank 0, which runs the store, ends between two calls. The next one has to compare its arguments by the store."""
-    thinwire.all_reduce_compressed(torch.ones(64), "none", timeout=30.0)
+    reduce(64, timeout=30.0)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         while store.add("over", 0) < world_size - 1:
@@ -191,37 +145,23 @@ def call_without_a_store(rank: int, world_size: int) -> tuple[tuple[int, ...], s
     with suppress(RuntimeError):
         while True:
             store.add("is anybody there", 1)
-    with pytest.raises(thinwire.PeerError) as caught:
-        thinwire.all_reduce_compressed(torch.ones(65), "none", timeout=30.0)
-    return caught.value.ranks, str(caught.value)
+    return catch(lambda: reduce(65, timeout=30.0))
 
 
-def test_a_rank_that_took_the_store_with_it_is_named(ranks: RankPool) -> None:
-    for named, text in ranks.run(call_without_a_store, 3, lost=[0], store="rank0")[1:]:
-        assert named == (0,), text
-
-
-def die_before_a_new_call(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+def die_before_a_new_call(rank: int, world_size: int, folder: Path) -> Failure | None:
     """The others have come to the first use of a call, for which nothing is exchanged until all have come."""
-    thinwire.all_reduce_compressed(torch.ones(64), "quantize:bits=8")
+    reduce(64)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait([f"rank {other} waits" for other in range(world_size) if other != rank], timedelta(seconds=30))
         os.kill(os.getpid(), signal.SIGKILL)
     store.set(f"rank {rank} waits", "")
-    with pytest.raises(thinwire.PeerError) as caught:
-        thinwire.all_reduce_compressed(torch.ones(65), "quantize:bits=8", timeout=600.0)
-    return caught.value.ranks, str(caught.value)
+    return catch(lambda: reduce(65, timeout=600.0))
 
 
-def test_a_rank_that_dies_before_a_new_call_is_named_long_before_the_time_out(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(die_before_a_new_call, 3, lost=[1], timeout=60.0)):
-        assert found is LOST or (found[0] == (1,) and "rank 1 is lost" in found[1]), (rank, found)
-
-
-def die_comparing(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
+def die_comparing(rank: int, world_size: int, folder: Path) -> Failure | None:
     """The last rank to come compares the calls of all. It dies before it has written what it found."""
-    thinwire.all_reduce_compressed(torch.ones(64), "quantize:bits=8", timeout=30.0)
+    reduce(64, timeout=30.0)
     if rank == 1:
         write, store = Board.write, dist.distributed_c10d._get_default_store()
         store.wait(["the others have come"], timedelta(seconds=30))
@@ -242,11 +182,26 @@ def die_comparing(rank: int, world_size: int) -> tuple[tuple[int, ...], str]:
             return counted
 
         Board.count = count_and_say  # type: ignore[method-assign]
-    with pytest.raises(thinwire.CollectiveError) as caught:
-        thinwire.all_reduce_compressed(torch.ones(65), "quantize:bits=8", timeout=3.0)
-    return caught.value.ranks, str(caught.value)
+    return catch(lambda: reduce(65, timeout=3.0))
 
 
-def test_a_rank_that_dies_before_it_has_compared_the_calls_is_named(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(die_comparing, 3, lost=[1])):
-        assert found is LOST or found[0] == (1,), (rank, found)
+@pytest.mark.parametrize(
+    ("scene", "victim", "store", "words"),
+    [
+        (lose_the_store, 0, "rank0", "rank 0 is lost"),
+        (call_without_a_store, 0, "rank0", ""),
+        (die_before_a_new_call, 1, "parent", "rank 1 is lost"),
+        (die_comparing, 1, "parent", ""),
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+def test_a_rank_that_died_is_named_alone(
+    ranks: RankPool, tmp_path: Path, scene: Any, victim: int, store: str, words: str
+) -> None:
+    """Long before the time-out, where it is long."""
+    found = ranks.run(scene, 3, tmp_path, store=store, lost=[victim], timeout=60.0)
+    for rank, failure in enumerate(found):
+        if rank != victim:
+            assert failure is not None, f"rank {rank} did not notice"
+            assert failure.ranks == (victim,), failure
+            assert words in failure.message, failure

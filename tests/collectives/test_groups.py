@@ -47,10 +47,6 @@ def some_ranks(rank: int, world_size: int) -> None:
     check(tensor, list(range(world_size)))
 
 
-def test_a_group_of_some_ranks(ranks: RankPool) -> None:
-    ranks.run(some_ranks, 4)
-
-
 def several_groups(rank: int, world_size: int) -> None:
     """Rows, columns and all ranks at once, started and waited for in another order on every rank."""
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -72,7 +68,8 @@ def several_groups(rank: int, world_size: int) -> None:
             check(tensor, members)
 
 
-def test_several_groups_at_once(ranks: RankPool) -> None:
+def test_groups_of_some_ranks(ranks: RankPool) -> None:
+    ranks.run(some_ranks, 4)
     ranks.run(several_groups, 4)
 
 
@@ -114,14 +111,11 @@ def test_nodes(ranks: RankPool, shape: tuple[int, int]) -> None:
         assert len(set(results)) == 1
 
 
-def default_density(rank: int, world_size: int) -> tuple[str, str]:
+def default_density(rank: int, world_size: int) -> tuple[str, ...]:
     """The default compressor of all ranks, and of two nodes of two ranks each."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    specs = []
-    for group in (None, mesh):
-        optimizer = thinwire.SGD(torch.nn.Linear(8, 8), lr=0.1, group=group)
-        specs.append(thinwire.format_spec(optimizer.sync.policy.final))
-    return specs[0], specs[1]
+    groups = (None, init_device_mesh("cpu", (2, 2)))
+    made = [thinwire.SGD(torch.nn.Linear(8, 8), lr=0.1, group=group) for group in groups]
+    return tuple(thinwire.format_spec(optimizer.sync.policy.final) for optimizer in made)
 
 
 def test_the_default_density_is_by_what_is_compressed(ranks: RankPool) -> None:

@@ -3,7 +3,7 @@
 import time
 from contextlib import nullcontext
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,27 @@ from thinwire.kernels.layout import DenseLayout, Layout, TopKLayout
 from thinwire.testing import RankPool, store_barrier
 
 
+def watch(
+    rank: int, route: Route, damage: Damage, layout: Layout, to_all: bool, one: Any, then: Any, bits: Any
+) -> list[str]:
+    """Damage a payload of the call `one`; `then` is the next. Says what is wrong."""
+    wrong, before, started = [], bits(), time.monotonic()
+    peer = None if to_all else route.receiver
+    with damaged(damage, layout, peer) if rank == route.sender else nullcontext():
+        error = one()
+    receives = rank == route.receiver or (to_all and (rank != route.sender or route.stage != "piece"))
+    if receives and fault(error, route.sender):
+        wrong.append(fault(error, route.sender))
+    if error is not None:
+        wrong += [f"{name} has changed" for name in differing(before, bits())]
+    after = then()
+    if not receives and fault(error or after, route.sender):
+        wrong.append(f"at the next call: {fault(error or after, route.sender)}")
+    if time.monotonic() - started > AT_ONCE:
+        wrong.append(f"it took {time.monotonic() - started:.1f} s")
+    return wrong
+
+
 def suffer(rank: int, world_size: int, routes: list[Route], to_all: bool) -> list[str]:
     """Each damage in turn, between calls that work; says what is wrong."""
     wrong = []
@@ -27,34 +48,12 @@ def suffer(rank: int, world_size: int, routes: list[Route], to_all: bool) -> lis
         call = Call(rank, route)
         for damage in route.damages:
             name = f"{route.spec}, {route.stage}, {damage.__name__}"
-            wrong += [f"{name}: {what}" for what in suffer_one(rank, call, damage, to_all, name)]
-    return wrong
-
-
-def suffer_one(rank: int, call: Call, damage: Damage, to_all: bool, name: str) -> list[str]:
-    route, wrong = call.route, []
-    call.draw()
-    if call.reduce() is not None:
-        wrong.append("the call before it failed")
-    call.draw()
-    before = call.bits()
-    peer = None if to_all else route.receiver
-    with damaged(damage, route.layout, peer) if rank == route.sender else nullcontext():
-        error = call.reduce()
-    receives = rank == route.receiver or (to_all and (rank != route.sender or route.stage != "piece"))
-    if receives and fault(error, route.sender):
-        wrong.append(fault(error, route.sender))
-    if error is not None and call.bits() != before:
-        wrong.append("something has changed")
-    if call.seconds > AT_ONCE:
-        wrong.append(f"it took {call.seconds:.1f} s")
-    call.draw()
-    then = call.reduce()
-    if not receives and fault(error or then, route.sender):
-        wrong.append(f"at the next call: {fault(error or then, route.sender)}")
-    if call.seconds > AT_ONCE:
-        wrong.append(f"the next call took {call.seconds:.1f} s")
-    store_barrier(name, route.world_size)
+            if call.draw_and_reduce() is not None:
+                wrong.append(f"{name}: the call before it failed")
+            call.draw()
+            found = watch(rank, route, damage, route.layout, to_all, call.reduce, call.draw_and_reduce, call.bits)
+            wrong += [f"{name}: {what}" for what in found]
+            store_barrier(name, world_size)
     return wrong
 
 
@@ -127,20 +126,16 @@ def train_one(rank: int, route: Route, target: Target, number: int, to_all: bool
     damages = DAMAGES_OF_A_DENSE_SUM if (target.small, target.stage) == ("none", "sum") else DAMAGES[type(layout)]
     if isinstance(layout, TopKLayout) and layout.tail is None:
         damages = [damage for damage in damages if damage not in (outside, padding)]
-    before, started = optimizer_bits(optimizer), time.monotonic()
-    peer = None if to_all else route.receiver
-    with damaged(damages[number], layout, peer) if rank == route.sender else nullcontext():
-        error = step(3)
-    receives = rank == route.receiver or (to_all and (rank != route.sender or route.stage != "piece"))
-    if receives and fault(error, route.sender):
-        wrong.append(fault(error, route.sender))
-    if error is not None:
-        wrong += [f"{name} has changed" for name in differing(before, optimizer_bits(optimizer))]
-    then = step(4)
-    if not receives and fault(error or then, route.sender):
-        wrong.append(f"at the next step: {fault(error or then, route.sender)}")
-    if time.monotonic() - started > AT_ONCE:
-        wrong.append(f"it took {time.monotonic() - started:.1f} s")
+    wrong += watch(
+        rank,
+        route,
+        damages[number],
+        layout,
+        to_all,
+        lambda: step(3),
+        lambda: step(4),
+        lambda: optimizer_bits(optimizer),
+    )
     return damages, wrong
 
 

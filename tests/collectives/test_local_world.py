@@ -4,8 +4,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -28,74 +26,26 @@ def gradient(rank: int, step: int) -> Tensor:
     return (1 + rank) * torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reduce(group: LocalGroup, spec: str, algorithm: str, steps: int = 3) -> tuple[list[Tensor], Tensor, list[Any]]:
-    """Averages over the ranks, step after step; the residual at the end; the reports."""
-    residual, state = torch.zeros(NUMEL), thinwire.ShardState()
-    results, reports = [], []
-    for step in range(steps):
+def reduce(group: LocalGroup, spec: str, algorithm: str) -> tuple[list[Tensor], Tensor]:
+    """Averages over the ranks, step after step; the residual at the end."""
+    residual, state, results = torch.zeros(NUMEL), thinwire.ShardState(), []
+    for step in range(3):
         tensor = gradient(group.rank, step)
-        handle = thinwire.all_reduce_compressed(
+        thinwire.all_reduce_compressed(
             tensor, spec, residual, op=dist.ReduceOp.AVG, group=group, algorithm=algorithm, key=step, state=state
         )
         results.append(tensor)
-        reports.append(handle.report)
-    return results, residual, reports
-
-
-def test_torch_distributed_is_not_needed() -> None:
-    assert not dist.is_initialized()
-    LocalWorld(2).run(reduce, EIGHT_BITS, "auto", 1)
-    assert not dist.is_initialized()
-
-
-def test_a_last_share_that_is_too_short_to_be_compressed() -> None:
-    """A share of 2 elements of 16 bits is as long dense as in 8 bits, and must not be taken for one that is not."""
-
-    def work(group: LocalGroup) -> list[Tensor]:
-        results = []
-        for case in product((EIGHT_BITS, "topk:ratio=1/16,bits=2"), (1, 2, 3, 4095), ("auto", "sharded")):
-            spec, tail, algorithm = case
-            found = torch.randn(4096 + tail, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
-            residual, state = torch.zeros(4096 + tail), thinwire.ShardState()
-            thinwire.all_reduce_compressed(found, spec, residual, group=group, algorithm=algorithm, state=state)
-            assert bool(found.isfinite().all()), case
-            results.append(found)
-        return results
-
-    found = LocalWorld(8, timeout=SECONDS).run(work)
-    assert all(all(map(same_bits, results, found[0])) for results in found)
+    return results, residual
 
 
 def test_ranks_that_take_turns_have_the_same_sums() -> None:
     free, in_turn = (
         LocalWorld(5, timeout=SECONDS, turns=turns).run(reduce, TOPK, "sharded") for turns in (False, True)
     )
-    for (one, one_kept, _), (other, other_kept, _) in zip(free, in_turn, strict=True):
+    assert not dist.is_initialized(), "torch.distributed is not needed"
+    for (one, one_kept), (other, other_kept) in zip(free, in_turn, strict=True):
         assert all(map(same_bits, one, other))
         assert same_bits(one_kept, other_kept)
-
-
-def test_a_rank_that_leaves_does_not_keep_others_at_a_barrier() -> None:
-    def work(group: LocalGroup) -> None:
-        if group.rank == 1:
-            raise KeyError("gone")
-        group.barrier()
-
-    for turns in (False, True):
-        with pytest.raises(KeyError, match="gone"):
-            LocalWorld(3, timeout=SECONDS, turns=turns).run(work)
-
-
-def test_two_worlds_stay_apart() -> None:
-    worlds = [LocalWorld(2, timeout=SECONDS) for _ in range(2)]
-
-    def both(group: LocalGroup) -> float:
-        tensor = torch.full((3000,), 127.0)
-        for world in worlds:
-            thinwire.all_reduce_compressed(tensor, EIGHT_BITS, group=world.groups[group.rank])
-        return float(tensor[0])
-
-    assert LocalWorld(2).run(both) == [4 * 127.0] * 2
 
 
 # What goes wrong ----------------------------------------------------------------------------------------------------
@@ -147,19 +97,23 @@ def test_a_record_of_an_earlier_operation_is_not_read(monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_raises_does_not_keep_the_others() -> None:
+    """Neither in an all-reduce nor at a barrier."""
     echoes = []
 
-    def work(group: LocalGroup) -> None:
+    def work(group: LocalGroup, at_barrier: bool) -> None:
         if group.rank == 1:
             raise KeyError("no more data")
+        if at_barrier:
+            group.barrier()
         error = caught(lambda: thinwire.all_reduce_compressed(torch.ones(9), EIGHT_BITS, group=group))
         echoes.append(str(error))
         assert error is not None
         raise error
 
-    with pytest.raises(KeyError, match="no more data") as failure:
-        LocalWorld(3, timeout=SECONDS).run(work)
-    assert failure.value.__notes__ == ["On rank 1 of 3."]
+    for at_barrier, turns in ((False, False), (True, False), (True, True)):
+        with pytest.raises(KeyError, match="no more data") as failure:
+            LocalWorld(3, timeout=SECONDS, turns=turns).run(work, at_barrier)
+        assert failure.value.__notes__ == ["On rank 1 of 3."]
     assert len(echoes) == 2
     assert all("rank 1: it ended with KeyError('no more data')" in echo for echo in echoes), echoes
 
@@ -175,13 +129,17 @@ def test_wrong_worlds_and_groups_are_refused() -> None:
 # The link alone -----------------------------------------------------------------------------------------------------
 
 
+def _bytes(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
 def test_a_link_that_is_closed_wakes_everybody() -> None:
     board = Switchboard(3)
     links = [LocalLink(board, rank) for rank in range(3)]
     found: dict[int, LinkBroken] = {}
 
     def wait(rank: int) -> None:
-        buffers = {2: torch.zeros(4, dtype=torch.uint8)}
+        buffers = {2: _bytes(4)}
         try:
             links[rank].post(buffers if rank else {}, {} if rank else buffers, 7)(time.monotonic() + 30, int)
         except LinkBroken as broken:
@@ -196,30 +154,24 @@ def test_a_link_that_is_closed_wakes_everybody() -> None:
         thread.join(10)
     assert {(rank, broken.peer, broken.late) for rank, broken in found.items()} == {(0, 2, False), (1, 2, False)}
     with pytest.raises(LinkBroken, match="rank 2 closed the connection"):
-        links[0].post({1: torch.zeros(4, dtype=torch.uint8)}, {}, 8)(time.monotonic() + 30, int)
+        links[0].post({1: _bytes(4)}, {}, 8)(time.monotonic() + 30, int)
 
 
-def test_a_message_of_another_size_is_refused() -> None:
-    board = Switchboard(2)
-    sender = threading.Thread(
-        target=caught,
-        args=(lambda: LocalLink(board, 0).post({1: _bytes(4)}, {}, 7)(time.monotonic() + 10, int),),
-    )
-    sender.start()
-    link = LocalLink(board, 1)
-    with pytest.raises(LinkBroken, match="4 bytes came, expected 5"):
-        link.post({}, {0: _bytes(5)}, 7)(time.monotonic() + 10, int)
-    link.close()
-    sender.join(10)
-    assert not sender.is_alive()
-
-
-def test_the_deadline_is_kept() -> None:
-    started = time.monotonic()
+def test_a_message_of_another_size_is_refused_and_the_deadline_is_kept() -> None:
+    board, started = Switchboard(2), time.monotonic()
     with pytest.raises(LinkBroken, match="no message in time") as broken:
         LocalLink(Switchboard(2), 0).post({}, {1: _bytes(4)}, 7)(started + 0.2, int)
     assert (broken.value.peer, broken.value.late) == (1, True)
     assert 0.2 <= time.monotonic() - started < 5
+    post = LocalLink(board, 0).post
+    sender = threading.Thread(target=caught, args=(lambda: post({1: _bytes(4)}, {}, 7)(started + 20, int),))
+    sender.start()
+    link = LocalLink(board, 1)
+    with pytest.raises(LinkBroken, match="4 bytes came, expected 5"):
+        link.post({}, {0: _bytes(5)}, 7)(started + 20, int)
+    link.close()
+    sender.join(10)
+    assert not sender.is_alive()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -236,20 +188,18 @@ def test_nothing_is_left_behind() -> None:
         time.sleep(0.02)
 
 
-def _bytes(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.uint8)
+def test_worlds_stay_apart_and_each_compressor_counts_its_own_calls() -> None:
+    """Equal compressors too, whose plans are the same."""
+    worlds = [LocalWorld(2, timeout=SECONDS) for _ in range(2)]
 
+    def both(group: LocalGroup) -> tuple[float, list[int]]:
+        tensor, mine = torch.full((3000,), 127.0), [thinwire.Quantize(bits=8) for _ in range(2)]
+        for world, compressor in zip(worlds, mine, strict=True):
+            thinwire.all_reduce_compressed(tensor, compressor, group=world.groups[group.rank])
+        thinwire.all_reduce_compressed(torch.ones(3000), mine[1], group=worlds[0].groups[group.rank])
+        return float(tensor[0]), [compressor.stats.calls for compressor in mine]
 
-def test_each_compressor_counts_its_own_calls() -> None:
-    """Equal ones too, whose plans are the same."""
-
-    def work(group: LocalGroup) -> list[int]:
-        mine = [thinwire.TopK("1/64", bits=2) for _ in range(2)]
-        for compressor in (*mine, mine[1]):
-            thinwire.all_reduce_compressed(gradient(group.rank, 0), compressor, group=group)
-        return [compressor.stats.calls for compressor in mine]
-
-    assert LocalWorld(2, timeout=SECONDS).run(work) == [[1, 2]] * 2
+    assert LocalWorld(2).run(both) == [(4 * 127.0, [1, 2])] * 2
 
 
 @pytest.mark.parametrize(("world", "messages"), [(2, 1), (3, 4)])

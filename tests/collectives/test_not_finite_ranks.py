@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +22,6 @@ class Poison(NamedTuple):
     place: int
     value: float
     dtype: torch.dtype = torch.float32
-    mesh: bool = False
     max_bytes: int | None = None
 
 
@@ -43,31 +41,33 @@ POISONS = [
     Poison(TOPK, "gather", 1, NUMEL - 1, NAN, max_bytes=100_000),
     Poison(TOPK, "sharded", 0, 0, NAN, max_bytes=400_000),
 ]
+POISONS_OF_NODES = [
+    Poison(TOPK, "gather", 3, 12_000, NAN),
+    Poison(TOPK, "sharded", 0, 0, INF),
+    Poison(QUANTIZE, "sharded", 1, NUMEL - 1, NAN),
+    Poison(RANDOMK, "values", 2, 7, NAN),
+]
 
 
-def poison(rank: int, world_size: int, poisons: list[Poison], group: Any = None) -> list[str]:
+def poison(rank: int, world_size: int, poisons: list[Poison], nodes: bool = False, group: Any = None) -> list[str]:
     """Three steps, of which the second is poisoned, beside the first and the third alone; says what is wrong."""
     wrong = []
-    if any(case.mesh for case in poisons):
+    if nodes:
         group = init_device_mesh("cpu", (2, world_size // 2))
     for case in poisons:
-        with_poison, without = Run(rank, case, group), Run(rank, case, group)
-        results = []
-        for run, steps in ((without, (0, 2)), (with_poison, (0,))):
-            results += [run.step(step) for step in steps]
-        before = [None if t is None else t.clone() for t in (with_poison.residual, with_poison.state.residual)]
-        bad = with_poison.step(1, poisoned=rank == case.rank)
-        after = with_poison.residual, with_poison.state.residual
-        if not bad.isnan().all():
+        run, without = Run(rank, case, group), Run(rank, case, group)
+        right = [without.step(step) for step in (0, 2)][1]
+        run.step(0)
+        before = run.kept()
+        if not (bad := run.step(1, poisoned=rank == case.rank)).isnan().all():
             wrong.append(f"{case}: {int(bad.isnan().sum())} of {NUMEL} elements are NaN")
-        if with_poison.report.finite:
+        if run.finite:
             wrong.append(f"{case}: the report says finite")
-        for name, old, new in zip(("residual", "share"), before, after, strict=True):
-            if (old is None) != (new is None) or (old is not None and new is not None and not same_bits(old, new)):
-                wrong.append(f"{case}: the {name} has changed")
-        if not same_bits(with_poison.step(2), results[1]):
+        if len(before) != len(after := run.kept()) or not all(map(same_bits, before, after)):
+            wrong.append(f"{case}: the residual, or that of the share, has changed")
+        if not same_bits(run.step(2), right):
             wrong.append(f"{case}: the next step is not what it would have been")
-        if not with_poison.report.finite:
+        if not run.finite:
             wrong.append(f"{case}: the report of the next step says not finite")
     return wrong
 
@@ -78,35 +78,28 @@ class Run:
     def __init__(self, rank: int, case: Poison, group: object) -> None:
         self.rank, self.case, self.group = rank, case, group
         self.residual = torch.zeros(NUMEL, dtype=torch.float64 if case.dtype == torch.float64 else torch.float32)
-        self.state = thinwire.ShardState()
+        self.state, self.finite = thinwire.ShardState(), True
 
     def step(self, step: int, poisoned: bool = False) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.rank + step)
         tensor = torch.randn(NUMEL, generator=generator).to(self.case.dtype)
         if poisoned:
             tensor[self.case.place] = self.case.value
-        work = thinwire.all_reduce_compressed(
+        self.finite = thinwire.all_reduce_compressed(
             tensor, self.case.spec, self.residual, algorithm=self.case.algorithm, key=step, state=self.state,
             group=self.group, op=dist.ReduceOp.AVG, max_bytes=self.case.max_bytes,
-        )  # fmt: skip
-        self.report = work.report
+        ).report.finite  # fmt: skip
         return tensor
 
-
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_a_poisoned_step_changes_nothing(world_size: int) -> None:
-    for rank, wrong in enumerate(run_group(poison, world_size, POISONS)):
-        assert not wrong, f"rank {rank}: {wrong}"
+    def kept(self) -> list[Tensor]:
+        return [kept.clone() for kept in (self.residual, self.state.residual) if kept is not None]
 
 
-def test_a_poisoned_rank_of_a_node_changes_nothing(ranks: RankPool) -> None:
-    poisons = [
-        Poison(TOPK, "gather", 3, 12_000, NAN, mesh=True),
-        Poison(TOPK, "sharded", 0, 0, INF, mesh=True),
-        Poison(QUANTIZE, "sharded", 1, NUMEL - 1, NAN, mesh=True),
-        Poison(RANDOMK, "values", 2, 7, NAN, mesh=True),
-    ]
-    for rank, wrong in enumerate(ranks.run(poison, 4, poisons)):
+def test_a_poisoned_step_changes_nothing(ranks: RankPool) -> None:
+    for world_size in (2, 8):
+        for rank, wrong in enumerate(run_group(poison, world_size, POISONS)):
+            assert not wrong, f"rank {rank} of {world_size}: {wrong}"
+    for rank, wrong in enumerate(ranks.run(poison, 4, POISONS_OF_NODES, True)):
         assert not wrong, f"rank {rank}: {wrong}"
 
 
@@ -119,14 +112,11 @@ def overflow(rank: int, world_size: int, group: Any = None) -> list[str]:
             residual, state = torch.full((300_000,), 0.3), thinwire.ShardState()
             tensor = torch.ones(300_000)
             tensor[-100:] = torch.finfo(torch.float32).max * 0.9
-            work = thinwire.all_reduce_compressed(
-                tensor, spec, residual, algorithm=algorithm, key=1, state=state, max_bytes=max_bytes, group=group
-            )
+            options: Any = {"algorithm": algorithm, "state": state, "max_bytes": max_bytes, "group": group}
+            work = thinwire.all_reduce_compressed(tensor, spec, residual, key=1, **options)
             if tensor.isfinite().all():
                 wrong.append(f"{name}: the result is finite")
-            if not work.report.finite and not (
-                tensor.isnan().all() and torch.equal(residual, torch.full_like(residual, 0.3))
-            ):
+            if not work.report.finite and not (tensor.isnan().all() and (residual == 0.3).all()):
                 wrong.append(f"{name}: the report says that nothing has changed, but the residual has")
             if not residual.isfinite().all() or not (state.residual is None or state.residual.isfinite().all()):
                 wrong.append(f"{name}: what is kept is not finite")

@@ -4,146 +4,85 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import thinwire
+from support.calls import Failure, catch, is_right, reduce, start
 from support.processes import run_module, start_module
 from support.slow import slow
 from thinwire.testing import RankPool, store_barrier
 
-SPEC = "quantize:bits=8"
 
+def disagree(rank: int, world_size: int, count: int, odd: int, known: bool, alone: int | None) -> list[str]:
+    """Calls at once, of which that of number `odd` is another one on rank 1; what each handle raises.
 
-def start(numel: int, async_op: bool = True, **options: Any) -> tuple[Any, torch.Tensor]:
-    tensor = torch.full((numel,), 127.0)  # eight bits hold it exactly
-    return thinwire.all_reduce_compressed(tensor, SPEC, async_op=async_op, **options), tensor
-
-
-def works(world_size: int) -> None:
-    work, tensor = start(5000)
-    work.wait()
-    assert (tensor == 127 * world_size).all()
-
-
-def count_errors(started: list[tuple[Any, torch.Tensor]], world_size: int) -> list[str]:
-    """What each handle raises; those that do not must have the right sum."""
-    found = []
-    for work, tensor in started:
-        try:
-            work.wait()
-        except thinwire.CollectiveError as error:
-            found.append(type(error).__name__)
-        else:
-            assert (tensor == 127 * world_size).all()
-            found.append("")
-        assert work.is_completed()
-    return found
-
-
-def sizes_of(rank: int, count: int, odd: int, known: bool) -> list[int]:
-    """What to call with: rank 1 has another size at `odd`. If known, all of them were called with before."""
+    known: all of them were called with before. Rank `alone` waits for each before it starts the next.
+    """
     sizes = [5000 + index for index in range(count)]
     if known:
         for size in (*sizes, 77):
-            start(size, async_op=False)
+            reduce(size)
     if rank == 1:
         sizes[odd] = 77
-    return sizes
-
-
-def disagree(rank: int, world_size: int, known: bool) -> list[str]:
-    """Ten calls at once, of which the fourth is another one on rank 1."""
-    sizes = sizes_of(rank, 10, 3, known)
-    found = count_errors([start(size) for size in sizes], world_size)
+    errors = []
+    for group in [[size] for size in sizes] if rank == alone else [sizes]:
+        for work, tensor in [start(size) for size in group]:
+            failure = catch(work.wait)
+            assert failure is not None or is_right(tensor)
+            assert work.is_completed()
+            errors.append("" if failure is None else failure.error)
     store_barrier("all have failed", world_size)
-    works(world_size)
-    return found
+    reduce()
+    return errors
 
 
-@pytest.mark.parametrize(("world_size", "known"), [(2, True), (3, False)])
-def test_one_that_differs_ends_those_behind_it(ranks: RankPool, world_size: int, known: bool) -> None:
-    found = ranks.run(disagree, world_size, known, timeout=15)
-    for rank, errors in enumerate(found):
-        assert errors[3] == "MismatchError", f"rank {rank}: {errors}"
+@pytest.mark.parametrize(
+    ("world_size", "known", "alone"), [(2, True, None), (3, False, None), (3, False, 0), (3, True, 0)]
+)
+def test_one_that_differs_ends_those_behind_it(
+    ranks: RankPool, world_size: int, known: bool, alone: int | None
+) -> None:
+    count, odd = (10, 3) if alone is None else (6, 2)
+    for rank, errors in enumerate(ranks.run(disagree, world_size, count, odd, known, alone, timeout=15)):
+        assert errors[odd] == "MismatchError", f"rank {rank}: {errors}"
+        assert alone is None or errors[:odd] == [""] * odd, f"rank {rank}: {errors}"
 
 
-def disagree_and_go_on(rank: int, world_size: int, known: bool) -> list[str]:
-    """The same, but rank 0 waits for each before it starts the next, while the others start all at once."""
-    sizes = sizes_of(rank, 6, 2, known)
-    if rank == 0:
-        found = []
-        for size in sizes:
-            found += count_errors([start(size)], world_size)
-    else:
-        found = count_errors([start(size) for size in sizes], world_size)
-    store_barrier("all have failed", world_size)
-    works(world_size)
-    return found
+def fail_inside(rank: int, world_size: int, algorithm: str, sticks: bool) -> Failure:
+    """Rank 1 fails in the middle, as when memory runs out; or stands still until the others have given up."""
+    reduce(algorithm=algorithm)
+    whole = thinwire.Quantize.encode
 
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_rank_joins_the_others_again_after_an_error(ranks: RankPool, known: bool) -> None:
-    for rank, errors in enumerate(ranks.run(disagree_and_go_on, 3, known, timeout=15)):
-        assert errors[:2] == ["", ""], f"rank {rank}: {errors}"
-        assert errors[2] == "MismatchError", f"rank {rank}: {errors}"
-
-
-def break_inside(rank: int, world_size: int, algorithm: str) -> str:
-    """Rank 1 fails by itself in the middle, as it would when memory runs out."""
-    start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
-    if rank == 1:
-
-        def fails(*args: Any, **options: Any) -> Any:
+    def fails(*args: Any, **options: Any) -> Any:
+        if not sticks:
             raise MemoryError("no memory left")
+        store_barrier("others gave up", world_size)
+        return whole(*args, **options)
 
-        thinwire.Quantize._encode = fails  # type: ignore[method-assign]
-    try:
-        work, _ = start(5000, algorithm=algorithm, timeout=20.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(thinwire.Quantize, "encode", fails)
+        work, _ = start(algorithm=algorithm, timeout=2.5 if sticks else 20.0)
         with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
             work.wait()
-    finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
-    store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
-    works(world_size)
-    return str(caught.value)
-
-
-def test_a_rank_that_fails_inside_ends_the_others(ranks: RankPool) -> None:
-    for algorithm in ("gather", "sharded"):
-        for rank, message in enumerate(ranks.run(break_inside, 3, algorithm)):
-            assert ("no memory left" if rank == 1 else "rank 1") in message, f"rank {rank}, {algorithm}"
-
-
-def stick_inside(rank: int, world_size: int, algorithm: str) -> str:
-    """Rank 1 stands still in the middle until the others have given up, then goes on."""
-    start(5000, async_op=False, algorithm=algorithm)
-    whole = thinwire.Quantize._encode
-    if rank == 1:
-
-        def waits(*args: Any, **options: Any) -> Any:
-            store_barrier("others gave up", world_size)
-            return whole(*args, **options)
-
-        thinwire.Quantize._encode = waits  # type: ignore[method-assign]
-    try:
-        work, _ = start(5000, algorithm=algorithm, timeout=2.5)
-        with pytest.raises(thinwire.CollectiveError) as caught:
-            work.wait()
-    finally:
-        thinwire.Quantize._encode = whole  # type: ignore[method-assign]
-    if rank != 1:
+    if sticks and rank != 1:
         store_barrier("others gave up", world_size)
-    store_barrier("all have failed", world_size)
-    works(world_size)
-    assert rank == 1 or caught.value.ranks == (1,), str(caught.value)
-    return type(caught.value).__name__
+    store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
+    reduce()
+    return Failure(type(caught.value).__name__, str(caught.value), getattr(caught.value, "ranks", ()), 0.0)
 
 
-@pytest.mark.parametrize("algorithm", [slow("gather"), "sharded"])
-def test_a_rank_that_stands_still_inside_is_named(ranks: RankPool, algorithm: str) -> None:
-    found = ranks.run(stick_inside, 3, algorithm)
-    assert found[0] == found[2] == "PeerError"
+@pytest.mark.parametrize(
+    ("algorithm", "sticks"), [("gather", False), ("sharded", False), slow("gather", True), ("sharded", True)]
+)
+def test_a_rank_that_fails_or_stands_still_inside_ends_the_others(
+    ranks: RankPool, algorithm: str, sticks: bool
+) -> None:
+    for rank, failure in enumerate(ranks.run(fail_inside, 3, algorithm, sticks)):
+        if rank != 1:
+            assert "rank 1" in failure.message, f"rank {rank}: {failure}"
+            assert not sticks or (failure.error, failure.ranks) == ("PeerError", (1,)), f"rank {rank}: {failure}"
+        elif not sticks:
+            assert "no memory left" in failure.message, failure
 
 
 @pytest.mark.parametrize("inside", [False, slow(True)])

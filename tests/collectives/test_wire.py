@@ -1,12 +1,40 @@
-"""The thread that sends and receives for a group: what it posts, what it waits for, and in which order."""
+"""The thread that sends and receives for a group: what it posts, what it waits for, and in which order.
+
+And with ranks: several all-reduces under way, of which ranks have different ones; no ranks wait in a circle.
+"""
 
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from support.wires import SECONDS, Holding
+from support.calls import is_right, start
+from thinwire.collectives.groups import channels
 from thinwire.collectives.transport.wire import AT_ONCE, Wire
+from thinwire.testing import RankPool, store_barrier
+
+SECONDS = 30.0
+
+
+class Holding:
+    """Keeps the wire busy until it is let go, so that all that is submitted meanwhile is there at once."""
+
+    encoded, waits_for_all, has_two_rounds = True, False, True
+
+    def __init__(self, wire: Wire) -> None:
+        self.begun, self.free = threading.Event(), threading.Event()
+        wire.submit(self)
+        assert self.begun.wait(SECONDS)
+
+    def post(self) -> bool:
+        self.begun.set()
+        assert self.free.wait(SECONDS)
+        return False
+
+    def collect(self) -> bool:
+        raise AssertionError("nothing was posted")
 
 
 class Line:
@@ -16,51 +44,49 @@ class Line:
         self.wire, self.log = Wire(ordered=ordered), list[str]()
         self.under_way = self.most_under_way = 0
 
-    def carry(self, *reductions: "Fake") -> list[str]:
+    def carry(self, *reductions: "Fake") -> str:
         """The log, once all these are carried, which come at once."""
         self.log.clear()
-        holding = Holding()
-        self.wire.submit(holding)
-        assert holding.begun.wait(SECONDS)
+        holding = Holding(self.wire)
         for reduction in reductions:
-            self.wire.submit(reduction)
+            self.wire.submit(reduction.on(self))
         holding.free.set()
         for reduction in reductions:
             assert reduction.ended.wait(SECONDS), f"{reduction.name} was never carried: {self.log}"
-        return list(self.log)
+        return " ".join(self.log)
 
 
 class Fake:
-    """Writes down what the wire asks it for.
+    """Writes down what the wire asks it for: "+a" when a is posted, "a" when it is collected.
 
     rounds   how often it exchanges.
     brings   what is submitted while it waits for its first exchange.
     """
 
+    line: Line
+
     def __init__(
-        self,
-        line: Line,
-        name: str,
-        rounds: int = 1,
-        *,
-        encoded: bool = True,
-        waits_for_all: bool = False,
+        self, name: str, rounds: int = 1, *, encoded: bool = True, waits_for_all: bool = False,
         brings: "Fake | None" = None,
-    ) -> None:
-        self.line, self.name, self.left = line, name, rounds
+    ) -> None:  # fmt: skip
+        self.name, self.left = name, rounds
         self.encoded, self.waits_for_all, self.has_two_rounds = encoded, waits_for_all, rounds <= 2
         self.brings, self.ended = brings, threading.Event()
 
+    def on(self, line: Line) -> "Fake":
+        self.line = line
+        return self
+
     def post(self) -> bool:
-        self.line.log.append(f"post {self.name}")
+        self.line.log.append(f"+{self.name}")
         self.line.under_way += 1
         self.line.most_under_way = max(self.line.most_under_way, self.line.under_way)
         return self._goes_on()
 
     def collect(self) -> bool:
-        self.line.log.append(f"collect {self.name}")
+        self.line.log.append(self.name)
         if self.brings is not None:
-            self.line.wire.submit(self.brings)
+            self.line.wire.submit(self.brings.on(self.line))
             self.brings = None
         self.left -= 1
         return self._goes_on()
@@ -72,95 +98,116 @@ class Fake:
         return self.left > 0
 
 
-@pytest.fixture
-def line() -> Iterator[Line]:
-    made = Line()
-    yield made
-    made.wire.close()
-
-
-@pytest.fixture
-def ordered() -> Iterator[Line]:
-    made = Line(ordered=True)
-    yield made
-    made.wire.close()
-
-
-def test_all_are_posted_before_the_first_is_waited_for(line: Line) -> None:
-    log = line.carry(*(Fake(line, name) for name in "abc"))
-    assert log == ["post a", "post b", "post c", "collect a", "collect b", "collect c"]
-
-
-def test_second_rounds_come_behind_the_first_ones(line: Line) -> None:
-    log = line.carry(Fake(line, "a", 2), Fake(line, "b", 1), Fake(line, "c", 2))
-    assert log == ["post a", "post b", "post c", "collect a", "collect b", "collect c", "collect a", "collect c"]
-
-
-def test_what_comes_meanwhile_is_posted_before_the_next_wait(line: Line) -> None:
-    late = Fake(line, "late")
-    log = line.carry(Fake(line, "a", 2, brings=late), Fake(line, "b"))
+def test_the_order_of_exchanges() -> None:
+    """On one wire after another, which is idle in between."""
+    line = Line()
+    for what, reductions, log in (
+        ("all are posted before the first is waited for", [Fake("a"), Fake("b"), Fake("c")], "+a +b +c a b c"),
+        ("one alone", [Fake("a")], "+a a"),
+        (
+            "second rounds come behind the first ones",
+            [Fake("a", 2), Fake("b", 1), Fake("c", 2)],
+            "+a +b +c a b c a c",
+        ),
+        (
+            "what is over when it was posted, as one that fails, is not waited for",
+            [Fake("a"), Fake("failed", 0), Fake("b")],
+            "+a +failed +b a b",
+        ),
+        (
+            "one that waits for all ranks runs alone; who comes behind it is posted behind it",
+            [Fake("a", 2), Fake("b"), Fake("meets", waits_for_all=True), Fake("c")],
+            "+a +b a b a +meets +c meets c",
+        ),
+        (
+            "one of three rounds stays in front: a rank may wait for the third before it posts the first of the next",
+            [Fake("a", 3), Fake("b", 2), Fake("c")],
+            "+a +b +c a a a b c b",
+        ),
+    ):
+        assert line.carry(*reductions) == log, what
+    late = Fake("late")
+    line.carry(Fake("a", 2, brings=late), Fake("b"))
     assert late.ended.wait(SECONDS)
-    assert log[:4] == ["post a", "post b", "collect a", "post late"]
-    assert line.log[4:] == ["collect b", "collect a", "collect late"]
+    assert line.log == ["+a", "+b", "a", "+late", "b", "a", "late"], "posted before the next wait"
+    line.wire.close()
+    ordered = Line(ordered=True)
+    log = ordered.carry(Fake("a", 2), Fake("b", 3), Fake("c", encoded=False))
+    assert (log, ordered.most_under_way) == ("+a a a +b b b b +c c", 1), "one ends before the next begins"
+    ordered.wire.close()
 
 
-def test_what_is_over_when_it_was_posted_is_not_waited_for(line: Line) -> None:
-    """As a reduction that fails, and says so by itself."""
-    log = line.carry(Fake(line, "a"), Fake(line, "failed", 0), Fake(line, "b"))
-    assert log == ["post a", "post failed", "post b", "collect a", "collect b"]
-
-
-def test_an_operation_that_waits_for_all_ranks_runs_alone(line: Line) -> None:
-    """Nothing is under way then; who comes behind it is posted behind it, and not before."""
-    log = line.carry(Fake(line, "a", 2), Fake(line, "b"), Fake(line, "meets", waits_for_all=True), Fake(line, "c"))
-    assert log == [
-        *("post a", "post b", "collect a", "collect b", "collect a"),
-        *("post meets", "post c", "collect meets", "collect c"),
-    ]
-
-
-def test_in_order_one_ends_before_the_next_begins(ordered: Line) -> None:
-    log = ordered.carry(Fake(ordered, "a", 2), Fake(ordered, "b", 3), Fake(ordered, "c", encoded=False))
-    assert log == ["post a", *["collect a"] * 2, "post b", *["collect b"] * 3, "post c", "collect c"]
-    assert ordered.most_under_way == 1
-
-
-def test_few_are_encoded_at_once(line: Line) -> None:
-    """Each takes memory from there on; the next begins when one of them has ended."""
-    log = line.carry(*(Fake(line, str(index), encoded=False) for index in range(AT_ONCE + 2)))
+def test_few_are_encoded_at_once() -> None:
+    """Each takes memory from there on; the next begins when one of them has ended. Encoded ones take no more."""
+    line = Line()
+    line.carry(*(Fake(str(index), encoded=False) for index in range(AT_ONCE + 2)))
     assert line.most_under_way == AT_ONCE
-    assert log[:AT_ONCE] == [f"post {index}" for index in range(AT_ONCE)]
-    assert log[AT_ONCE : AT_ONCE + 4] == ["collect 0", f"post {AT_ONCE}", "collect 1", f"post {AT_ONCE + 1}"]
-
-
-def test_those_that_are_encoded_take_no_more_memory(line: Line) -> None:
-    line.carry(*(Fake(line, str(index)) for index in range(AT_ONCE + 2)))
+    assert line.log[:AT_ONCE] == [f"+{index}" for index in range(AT_ONCE)]
+    assert line.log[AT_ONCE : AT_ONCE + 4] == ["0", f"+{AT_ONCE}", "1", f"+{AT_ONCE + 1}"]
+    line.carry(*(Fake(str(index)) for index in range(AT_ONCE + 2)))
     assert line.most_under_way == AT_ONCE + 2
-
-
-def test_one_of_more_than_two_rounds_stays_in_front(line: Line) -> None:
-    """Another rank may wait for its third round before it posts the first of the next."""
-    log = line.carry(Fake(line, "a", 3), Fake(line, "b", 2), Fake(line, "c"))
-    assert log == [
-        *("post a", "post b", "post c", "collect a", "collect a", "collect a"),
-        *("collect b", "collect c", "collect b"),
-    ]
-
-
-def test_it_can_be_idle_in_between(line: Line) -> None:
-    for name in "abc":
-        assert line.carry(Fake(line, name)) == [f"post {name}", f"collect {name}"]
+    line.wire.close()
 
 
 def test_after_close_nothing_begins_but_what_is_under_way_ends() -> None:
-    line, holding = Line(), Holding()
-    line.wire.submit(holding)
-    assert holding.begun.wait(SECONDS)
-    last = Fake(line, "last", 2)
+    line = Line()
+    holding, last = Holding(line.wire), Fake("last", 2).on(line)
     line.wire.submit(last)
     line.wire.close()
     with pytest.raises(RuntimeError):
-        line.wire.submit(Fake(line, "too late"))
+        line.wire.submit(Fake("too late"))
     holding.free.set()
     assert last.ended.wait(SECONDS)
-    assert line.log[:3] == ["post last", "collect last", "collect last"]
+    assert line.log[:3] == ["+last", "last", "last"]
+
+
+NUMEL, COUNT = 30_000, 6
+
+
+def come_apart(rank: int, world_size: int, nodes: bool, slow: list[int], options: dict[str, Any]) -> list[bool]:
+    """Ranks in `slow` wait for each before they start the next; the others have all of them under way at once."""
+    group: Any = None
+    if nodes:
+        inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        group = (inside, between)
+
+    def begin(number: int) -> tuple[Any, torch.Tensor]:
+        return start(NUMEL, number, group=group, timeout=SECONDS, **options)
+
+    begin(1)[0].wait(SECONDS)  # all agree, and connect
+    store_barrier("all are connected", world_size)
+    right = []
+    if rank in slow:
+        for number in range(COUNT):
+            work, tensor = begin(number)
+            work.wait(SECONDS)
+            right.append(is_right(tensor, number))
+    else:
+        wire = channels(group, torch.device("cpu"))[-1].wire
+        assert wire is not None
+        holding = Holding(wire)  # so that the wire finds all of them when it looks for the first
+        started = [begin(number) for number in range(COUNT)]
+        holding.free.set()
+        store_barrier("some have started", world_size - len(slow))
+        for number, (work, tensor) in enumerate(started):
+            work.wait(SECONDS)
+            right.append(is_right(tensor, number))
+    return right
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slow", "options"),
+    [
+        (True, [0], {"algorithm": "gather"}),  # three rounds, or four: they must not wait behind the first of others
+        (True, [1, 2], {"algorithm": "sharded"}),
+        (True, [0, 1, 3], {"algorithm": "sharded"}),
+        (False, [0], {"algorithm": "sharded"}),
+        (False, [1, 2], {"algorithm": "sharded", "max_bytes": 400_000}),
+    ],
+)
+def test_ranks_that_have_different_ones_under_way(
+    ranks: RankPool, nodes: bool, slow: list[int], options: dict[str, Any]
+) -> None:
+    world_size = 4 if nodes else 3
+    assert ranks.run(come_apart, world_size, nodes, slow, options) == [[True] * COUNT] * world_size

@@ -1,6 +1,5 @@
 """Wrong arguments: an error that says what was given and what was expected, and nothing is changed."""
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -43,52 +42,34 @@ def test_dtype_and_count() -> None:
             thinwire.compressor(spec).nbytes(-1)
 
 
-RESIDUALS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "shape": (lambda: noise(N + 1), rf"residual has shape \({N + 1},\), .*expected shape \({N},\)"),
-    "rank": (lambda: noise(N).view(64, 64), rf"residual has shape \(64, 64\), .*expected shape \({N},\)"),
-    "float64": (lambda: noise(N, dtype=torch.float64), r"torch\.float64 on cpu; expected .*torch\.float32"),
-    "float16": (lambda: noise(N, dtype=torch.float16), r"torch\.float16 on cpu; expected .*torch\.float32"),
-    "integer": (lambda: torch.ones(N, dtype=torch.int32), r"torch\.int32 on cpu; expected .*torch\.float32"),
-    "device": (lambda: torch.empty(N, device="meta"), r"torch\.float32 on meta; expected .*on cpu"),
-    "strides": (lambda: noise(2 * N)[::2], "residual is not contiguous, expected a contiguous tensor"),
-    "expanded": (lambda: noise(1).expand(N), "residual is not contiguous"),
-}
+def test_residual_and_tensor() -> None:
+    """Wrong shapes, dtypes, devices and strides, memory that two tensors share, and a missing key.
 
-
-@pytest.mark.parametrize("wrong", RESIDUALS)
-def test_residual(wrong: str) -> None:
-    make, message = RESIDUALS[wrong]
-    refuse(message, noise(N), make())
-
-
-def test_residual_of_the_tensor_s_own_dtype() -> None:
-    """float32 residuals for 16-bit tensors: what they keep is smaller than a 16-bit float can hold."""
-    for dtype in (torch.float16, torch.bfloat16):
-        refuse(rf"{dtype} on cpu; expected .*torch\.float32", noise(N, dtype=dtype), noise(N, dtype=dtype))
-    refuse(r"torch\.float32 on cpu; expected .*torch\.float64", noise(N, dtype=torch.float64), noise(N))
-
-
-def test_tensor_not_contiguous() -> None:
-    for tensor in (noise(2 * N)[::2], noise(64, 64).t(), noise(1).expand(N)):
-        refuse(r"tensor is not contiguous; call \.contiguous\(\) first", tensor, torch.zeros(tensor.shape))
-
-
-def test_shared_memory() -> None:
-    """A residual that is the tensor, and a payload buffer in the tensor or the residual, which would destroy both."""
-    tensor, both = noise(N), noise(2 * N)
-    refuse("residual shares the tensor's memory, expected memory of its own", tensor, tensor)
-    refuse("residual shares the tensor's memory", tensor, tensor.view(N))
-    refuse("residual shares the tensor's memory", both[:N], both[N // 2 : N // 2 + N])
-    for spec in SPECS:
-        for wrong in (0, 1):
-            given = [noise(N), noise(N)]
-            out = given[wrong].view(torch.uint8)[: thinwire.compressor(spec).nbytes(N)]
-            refuse("out shares the (tensor|residual)'s memory", *given, out=out, specs=[spec])
-
-
-def test_key_missing() -> None:
+    Residuals of 16-bit tensors are float32: what they keep is smaller than a 16-bit float can hold.
+    """
+    tensor, both, half = noise(N), noise(2 * N), noise(N, dtype=torch.float16)
+    for message, given, residual in (
+        (rf"residual has shape \({N + 1},\), .*expected shape \({N},\)", tensor, noise(N + 1)),
+        (rf"residual has shape \(64, 64\), .*expected shape \({N},\)", tensor, noise(64, 64)),
+        (r"torch\.float64 on cpu; expected .*torch\.float32", tensor, noise(N, dtype=torch.float64)),
+        (r"torch\.float16 on cpu; expected .*torch\.float32", tensor, half),
+        (r"torch\.int32 on cpu; expected .*torch\.float32", tensor, torch.ones(N, dtype=torch.int32)),
+        (r"torch\.float16 on cpu; expected .*torch\.float32", half, half.clone()),
+        (r"torch\.bfloat16 on cpu; expected .*torch\.float32", tensor.bfloat16(), noise(N).bfloat16()),
+        (r"torch\.float32 on cpu; expected .*torch\.float64", tensor.double(), noise(N)),
+        (r"torch\.float32 on meta; expected .*on cpu", tensor, torch.empty(N, device="meta")),
+        ("residual is not contiguous, expected a contiguous tensor", tensor, both[::2]),
+        ("residual is not contiguous", tensor, noise(1).expand(N)),
+        (r"tensor is not contiguous; call \.contiguous\(\) first", both[::2], torch.zeros(N)),
+        ("tensor is not contiguous", noise(64, 64).t(), torch.zeros(64, 64)),
+        ("tensor is not contiguous", noise(1).expand(N), torch.zeros(N)),
+        ("residual shares the tensor's memory, expected memory of its own", tensor, tensor),
+        ("residual shares the tensor's memory", tensor, tensor.view(N)),
+        ("residual shares the tensor's memory", both[:N], both[N // 2 : N // 2 + N]),
+    ):
+        refuse(message, given, residual)
     expected = "draws random numbers; give compress a key, such as the step number"
-    refuse(expected, noise(N), noise(N), key=None, specs=["randomk:ratio=1/16"])
+    refuse(expected, tensor, noise(N), key=None, specs=["randomk:ratio=1/16"])
 
 
 def test_payload_buffer() -> None:
@@ -102,6 +83,10 @@ def test_payload_buffer() -> None:
         }
         for message, out in buffers.items():
             refuse(message, noise(N), noise(N), out=out, specs=[spec])
+        for wrong in (0, 1):  # it would destroy both
+            given = [noise(N), noise(N)]
+            refuse("out shares the (tensor|residual)'s memory", *given, out=given[wrong].view(torch.uint8)[:size],
+                   specs=[spec])  # fmt: skip
 
 
 def test_out_of_decompress() -> None:
@@ -117,6 +102,10 @@ def test_out_of_decompress() -> None:
             for message, out in wrong.items():
                 with pytest.raises(ValueError, match=message):
                     call(ct, out)
+        memory = torch.zeros(4 * N, dtype=torch.uint8)
+        over = ct.compressor.compress(noise(N), key=1, out=memory[: ct.nbytes])
+        with pytest.raises(ValueError, match="out shares the payload's memory"):
+            ct.compressor.decompress(over, memory.view(torch.float32))
         other, out = thinwire.TopK("1/32"), noise(N)
         before = bytes_of(out)
         for call in (other.decompress, other.accumulate):

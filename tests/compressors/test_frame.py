@@ -6,7 +6,6 @@ import torch
 import thinwire
 from support.framing import build
 from thinwire import CompressedTensor, FrameError, kernels
-from thinwire.compressors import frame
 
 SPEC = b"topk:ratio=1/64,bits=2,chunk=4096"
 NUMEL = 9000
@@ -21,44 +20,31 @@ def make(spec: bytes = SPEC, payload: bytes = PAYLOAD, **header: int | bytes) ->
 
 def test_the_frame_made_by_hand_is_the_library_s() -> None:
     assert make() == GOOD
-    read = CompressedTensor.from_bytes(GOOD)
-    assert (read.numel, read.dtype, read.kernels, read.to_bytes()) == (NUMEL, torch.float32, "frame", GOOD)
-
-
-def test_any_kind_of_bytes_is_read_and_copied() -> None:
     for kind in (bytes, bytearray, memoryview):
         data = kind(GOOD)
-        read = CompressedTensor.from_bytes(data)
+        read = CompressedTensor.from_bytes(data, numel=NUMEL)
         if isinstance(data, bytearray):
-            data[:] = bytes(len(data))
-        assert read.to_bytes() == GOOD, kind
+            data[:] = bytes(len(data))  # what was read is a copy
+        assert (read.numel, read.dtype, read.kernels, read.to_bytes()) == (NUMEL, torch.float32, "frame", GOOD), kind
 
 
 REASONS = {
     "empty": (b"", "cut short: 0 bytes, expected a header of 36"),
     "header cut short": (GOOD[:35], "cut short: 35 bytes, expected a header of 36"),
     "magic": (make(magic=b"THNX"), "starts with b'THNX', expected b'THNW'"),
-    "version 0": (make(version=0), "version 0, expected 1"),
     "version 2": (make(version=2), "version 2, expected 1"),
     "dtype code 0": (make(dtype=0), r"dtype code 0, expected one of \[1, 2, 3, 4\]"),
-    "dtype code 5": (make(dtype=5), "dtype code 5, expected one of"),
     "too many elements": (make(numel=(1 << 48) + 1), f"{(1 << 48) + 1} elements, expected at most {1 << 48}"),
-    "elements overflow": (make(numel=(1 << 64) - 1), f"{(1 << 64) - 1} elements, expected at most"),
     "payload cut short": (GOOD[:-1], f"cut short: {len(GOOD) - 1} bytes, expected {len(GOOD)}"),
     "byte too many": (GOOD + b"\0", f"too long: {len(GOOD) + 1} bytes, expected {len(GOOD)}"),
     "length overflows": (make(length=(1 << 64) - 1), f"cut short: .* expected {(1 << 64) - 1 + 36 + len(SPEC)}"),
     "length too small": (make(length=3), "too long"),
     "spec longer than the frame": (make(spec_length=65535), "cut short"),
     "checksum": (make(crc=0), "checksum 00000000, expected .*damaged"),
-    "payload bit flipped": (GOOD[:-1] + bytes([GOOD[-1] ^ 1]), "checksum .*damaged"),
-    "header bit flipped": (GOOD[:16] + b"\1" + GOOD[17:], "checksum .*damaged"),
     "spec not ASCII": (make(spec=b"topk\xff"), r"the spec b'topk\\xff' is not ASCII"),
     "spec empty": (make(spec=b""), "compressor '' in '' is unknown"),
     "compressor unknown": (make(spec=b"zip:level=9"), "compressor 'zip' in 'zip:level=9' is unknown; known are none,"),
-    "option unknown": (make(spec=b"topk:ratio=1/64,size=2"), "'size=2' in .* is not an option of topk"),
-    "option wrong": (make(spec=b"topk:ratio=1/64,bits=3,chunk=4096"), "bits 3, expected one of 1, 2, 4"),
     "spec not canonical: default left out": (make(spec=b"topk:ratio=1/64,bits=2"), "expected its canonical form"),
-    "spec not canonical: order": (make(spec=b"topk:bits=2,ratio=1/64,chunk=4096"), "expected its canonical form"),
     "spec not canonical: ratio": (make(spec=b"topk:ratio=2/128,bits=2,chunk=4096"), "expected its canonical form"),
     "an option that went": (make(spec=b"quantize:bits=8,rounding=nearest"), "rounding=nearest' in .*: leave it out"),
     "key without draws": (make(key=1), "key 1, expected 0: topk draws nothing"),
@@ -71,15 +57,11 @@ REASONS = {
 
 
 def test_refused() -> None:
+    assert issubclass(FrameError, ValueError)
     for data, message in REASONS.values():
         with pytest.raises(FrameError, match=message):
             CompressedTensor.from_bytes(data)
-
-
-def test_another_count_than_expected() -> None:
-    """A frame of a few bytes may stand for a huge tensor; who knows the count can say so."""
-    assert CompressedTensor.from_bytes(GOOD, numel=NUMEL).numel == NUMEL
-    with pytest.raises(FrameError, match="9000 elements, expected 9001"):
+    with pytest.raises(FrameError, match="9000 elements, expected 9001"):  # by a reader who knows the count
         CompressedTensor.from_bytes(GOOD, numel=NUMEL + 1)
 
 
@@ -107,14 +89,3 @@ def test_the_first_fault_is_the_one_reported() -> None:
         mended = {**faults, **dict(list(good.items())[:index])}
         with pytest.raises(FrameError, match=message):
             CompressedTensor.from_bytes(build(**mended))
-
-
-def test_pack_and_unpack_are_inverse() -> None:
-    whole = frame.Frame("none", "bfloat16", 3, (1 << 64) - 1, b"\1\2\3")
-    read = frame.unpack(frame.pack(whole))
-    assert read._replace(payload=bytes(read.payload)) == whole
-
-
-def test_a_frame_error_is_a_value_error() -> None:
-    assert issubclass(FrameError, ValueError)
-    assert frame.FrameError is FrameError

@@ -1,5 +1,7 @@
 """NaN and Inf: reported, sent as NaN so that every rank sees it, and forgotten by the next call."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -54,19 +56,17 @@ def test_a_sum_that_overflows(backend: str) -> None:
         tensor, residual = clean(numel, dtype), clean(numel, residual_dtype(dtype))
         tensor[-1], residual[-1] = torch.finfo(dtype).max, torch.finfo(residual.dtype).max
         check(compressor, tensor, residual, f"{spec}, {numel} x {dtype}, {backend}")
-        tensor[-1] = residual[-1] = 0
-        assert compressor.compress(tensor, residual, key=1).finite
 
 
 def test_the_next_call_works_again(backend: str) -> None:
     """As after a step that GradScaler skipped: the same bytes as if the bad call had never been."""
-    for spec, numel in pairwise(ALL_SPECS, (1, 4097)):
+    for spec, numel in pairwise(ALL_SPECS, (0, 1, 4097)):
         compressor = thinwire.compressor(spec)
         bad, good = clean(numel, torch.float32), clean(numel, torch.float32)
-        bad[numel // 3] = torch.nan
+        bad[numel // 3 : numel // 3 + 1] = torch.nan
         residual, untroubled = torch.ones(numel), torch.ones(numel)
         buffer = torch.empty(compressor.nbytes(numel), dtype=torch.uint8)
-        assert not compressor.compress(bad, residual, key=1, out=buffer).finite
+        assert compressor.compress(bad, residual, key=1, out=buffer).finite is (numel == 0)
         ct = compressor.compress(good, residual, key=1, out=buffer)
         expected = compressor.compress(good, untroubled, key=1)
         assert ct.finite
@@ -74,17 +74,10 @@ def test_the_next_call_works_again(backend: str) -> None:
         assert bytes_of(residual) == bytes_of(untroubled), f"{spec}, {numel}: another residual after a NaN, {backend}"
 
 
-def test_an_empty_tensor_is_finite(backend: str) -> None:
-    for spec in ALL_SPECS:
-        assert thinwire.compressor(spec).compress(torch.empty(0), key=1).finite
-
-
 def test_a_sum_beyond_float16_is_sent_as_a_finite_number(backend: str) -> None:
     """A float16 gradient near its end and a float32 residual: finite to the sender, so it must be to the receiver."""
-    for spec in ALL_SPECS:
-        compressor = thinwire.compressor(spec)
-        for numel in (1, 4096):
-            tensor, residual = torch.full((numel,), 65504.0, dtype=torch.float16), torch.full((numel,), 900.0)
-            ct = compressor.compress(tensor, residual, key=1)
-            assert ct.finite
-            assert ct.decompress().isfinite().all(), f"{spec}, {numel}: decodes to Inf, {backend}"
+    for spec, numel in product(ALL_SPECS, (1, 4096)):
+        tensor, residual = torch.full((numel,), 65504.0, dtype=torch.float16), torch.full((numel,), 900.0)
+        ct = thinwire.compressor(spec).compress(tensor, residual, key=1)
+        assert ct.finite
+        assert ct.decompress().isfinite().all(), f"{spec}, {numel}: decodes to Inf, {backend}"

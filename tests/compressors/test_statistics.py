@@ -13,44 +13,29 @@ from thinwire import Statistics
 
 
 def test_counts_and_ratio(backend: str) -> None:
+    """Of what is compressed; reading is not counted."""
     compressor = thinwire.compressor("topk:ratio=1/64,bits=2")
     assert (compressor.stats.calls, compressor.stats.reduction) == (0, 1.0)
-    compressor.compress(torch.randn(8192))
+    ct = compressor.compress(torch.randn(8192))
+    compressor.accumulate(ct, ct.decompress())
     compressor.compress(torch.randn(4096, dtype=torch.float64), torch.zeros(4096, dtype=torch.float64))
     stats = compressor.stats
     sent = compressor.nbytes(8192) + compressor.nbytes(4096, torch.float64)
     assert (stats.calls, stats.bytes_before, stats.bytes_sent) == (2, 8192 * 4 + 4096 * 8, sent)
     assert stats.reduction == stats.bytes_before / sent
     assert stats.seconds > 0
-    assert stats.nonfinite == 0
-    assert stats.kernels == {backend: 2}
+    assert (stats.nonfinite, stats.kernels) == (0, {backend: 2})
 
 
-def test_reading_is_not_counted(backend: str) -> None:
-    compressor = thinwire.compressor("quantize")
-    ct = compressor.compress(torch.ones(8192))
-    compressor.accumulate(ct, ct.decompress())
-    assert compressor.stats.calls == 1
-
-
-def test_statistics_are_no_part_of_the_identity() -> None:
-    used, fresh = thinwire.NoCompression(), thinwire.NoCompression()
-    used.compress(torch.ones(3))
-    assert used == fresh
-    assert hash(used) == hash(fresh)
-    assert repr(used) == repr(fresh)
-    assert used.stats is not fresh.stats
-
-
-def test_copies_count_on_their_own() -> None:
+def test_copies_are_equal_and_count_on_their_own() -> None:
     """To a worker process, or into a checkpoint: no lock may get in the way."""
     compressor = thinwire.TopK("1/64", bits=2)
     compressor.stats.add(100, 10, seconds=0.5, finite=True, kernels="cpu")
     for twin in (pickle.loads(pickle.dumps(compressor)), copy.deepcopy(compressor)):
-        assert twin == compressor
         assert twin.stats == compressor.stats
         twin.stats.add(100, 10, seconds=0.5, finite=True, kernels="cpu")
         assert compressor.stats.calls == 1
+        assert (twin, hash(twin), repr(twin)) == (compressor, hash(compressor), repr(compressor))
 
 
 def test_threads_lose_no_count() -> None:
@@ -70,20 +55,15 @@ def test_threads_lose_no_count() -> None:
     assert stats.nonfinite == 16_000
 
 
-def test_debug_log(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_log_if_asked(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     compressor = thinwire.compressor("topk:ratio=1/64,bits=2")
+    with caplog.at_level(logging.INFO, logger="thinwire"):
+        compressor.compress(torch.ones(8192))
+    assert not caplog.records
     with caplog.at_level(logging.DEBUG, logger="thinwire"):
         compressor.compress(torch.ones(8192))
         compressor.compress(torch.full((8192,), torch.nan))
     lines = [record.getMessage() for record in caplog.records if record.name == "thinwire"]
-    assert len(lines) == 2
     start = "compress topk:ratio=1/64,bits=2,chunk=4096: 8192 x torch.float32, 32768 -> 168 bytes, "
     assert all(line.startswith(start) and f"kernels {backend}" in line for line in lines), lines
-    assert "NOT FINITE" not in lines[0]
-    assert lines[1].endswith("NOT FINITE: residual left as it was")
-
-
-def test_no_log_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="thinwire"):
-        thinwire.NoCompression().compress(torch.ones(3))
-    assert not caplog.records
+    assert ["NOT FINITE: residual left as it was" in line for line in lines] == [False, True]

@@ -6,7 +6,7 @@ import torch
 
 import thinwire
 from support.cases import ALL_SPECS, BACKENDS, DTYPES, KEY, SPECS, has_kernel, make_input, rows
-from support.oracle import bytes_of, read_quantize, same_bits, scale_values
+from support.oracle import bytes_of, read_quantize, same_bits
 from support.pairwise import pairwise
 from thinwire import kernels
 from thinwire.kernels.layout import DenseLayout
@@ -56,7 +56,9 @@ def test_levels_are_what_the_format_says(backend: str) -> None:
             continue
         for record in read_quantize(case.ct.payload, layout):
             codes = record.codes.reshape(-1)
-            scales = scale_values(record.scales).reshape(-1).repeat(layout.block)[: len(codes)]
+            scales = (
+                (record.scales.astype(np.uint32) << 16).view(np.float32).reshape(-1).repeat(layout.block)[: len(codes)]
+            )
             index = codes & ((1 << layout.bits - 1) - 1) if layout.bits > 1 else 1
             decoded.append(np.where(codes >> layout.bits - 1, -1, 1) * (index * scales).astype(np.float32))
         expected = torch.from_numpy(np.concatenate(decoded)).to(case.sent.dtype)

@@ -11,12 +11,14 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +27,7 @@ import thinwire
 from support.cases import ALL_SPECS, KEY
 from support.oracle import bytes_of
 from support.training_runs import SMALL, changed, train
-from thinwire import kernels
+from thinwire import Collective, kernels
 from thinwire.collectives import LocalGroup
 from thinwire.testing import RankPool, run_threads
 
@@ -33,11 +35,12 @@ KEPT = Path(__file__).with_name("same_bytes.json")
 NUMEL = 9001
 STEPS = 6
 TOPK = "topk:ratio=1/16,bits=2,chunk=512"
-TRAININGS: dict[str, dict[str, Any]] = {
-    "AdamW gather": {"kind": "AdamW", "algorithm": "gather"},
-    "AdamW sharded": {"kind": "AdamW", "algorithm": "sharded"},
-    "SGD gather": {"kind": "SGD", "algorithm": "gather"},
-    "SGD sharded": {"kind": "SGD", "algorithm": "sharded"},
+TRAININGS = {
+    **{
+        f"{kind} {name}": {"kind": kind, "collective": Collective(algorithm=name)}
+        for kind in ("AdamW", "SGD")
+        for name in ("gather", "sharded")
+    },
     "synchronizer topk": {"kind": "synchronizer", "compressor": TOPK},
     "synchronizer quantize": {"kind": "synchronizer", "compressor": "quantize:bits=8"},
     "synchronizer randomk": {"kind": "synchronizer", "compressor": "randomk:ratio=1/8"},
@@ -57,14 +60,11 @@ def digest(data: bytes) -> str:
 def payloads() -> dict[str, str]:
     """Payload, frame and residual of every spec, by the reference and by the compiled kernels."""
     found = {}
-    for backend in ("reference", "cpu"):
-        for spec in ALL_SPECS:
-            for dtype in (torch.float32, torch.bfloat16):
-                compressor = thinwire.compressor(spec)
-                residual = whole(NUMEL, 1)
-                with kernels.force(backend):
-                    ct = compressor.compress(whole(NUMEL, 2, 127).to(dtype), residual, key=KEY)
-                found[f"{backend} {spec} {dtype}"] = digest(ct.to_bytes() + bytes_of(residual))
+    for backend, spec, dtype in product(("reference", "cpu"), ALL_SPECS, (torch.float32, torch.bfloat16)):
+        residual = whole(NUMEL, 1)
+        with kernels.force(backend):
+            ct = thinwire.compressor(spec).compress(whole(NUMEL, 2, 127).to(dtype), residual, key=KEY)
+        found[f"{backend} {spec} {dtype}"] = digest(ct.to_bytes() + bytes_of(residual))
     return found
 
 
@@ -138,42 +138,30 @@ def checkpoint_files(ranks: RankPool, cwd: Path) -> dict[str, list[str]]:
     return found
 
 
-def differing(found: Mapping[str, Any], part: str) -> list[str]:
-    kept = json.loads(KEPT.read_text())[part]
-    assert found.keys() == kept.keys(), sorted(found.keys() ^ kept.keys())
-    return [name for name in found if found[name] != kept[name]]
-
-
-def test_payloads_are_those_that_were() -> None:
-    assert not differing(payloads(), "payloads")
-
-
-def test_weights_after_a_few_steps_are_those_that_were() -> None:
-    assert not differing(trainings(), "trainings")
-
-
-def test_attach_has_the_weights_that_it_had(ranks: RankPool) -> None:
-    one, other = ranks.run(attach, 2)
-    assert one == other
-    assert not differing({"weights": one}, "attach")
-
-
-def test_checkpoints_have_the_files_that_they_had(ranks: RankPool, tmp_path: Path) -> None:
-    assert not differing(checkpoint_files(ranks, tmp_path), "files")
-
-
-def main() -> None:
+def attached(ranks: RankPool, cwd: Path) -> dict[str, str]:
     from test_same_bytes import attach as importable
 
-    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
-        rows = {
-            "payloads": payloads(),
-            "trainings": trainings(),
-            "attach": {"weights": pool.run(importable, 2)[0]},
-            "files": checkpoint_files(pool, Path(folder)),
-        }
-    KEPT.write_text(json.dumps(rows, indent=1) + "\n")
+    one, other = ranks.run(importable, 2)
+    assert one == other
+    return {"weights": one}
+
+
+PARTS: dict[str, Callable[[RankPool, Path], Mapping[str, Any]]] = {
+    "payloads": lambda *_: payloads(),
+    "trainings": lambda *_: trainings(),
+    "attach": attached,
+    "files": checkpoint_files,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_everything_is_as_it_was(part: str, ranks: RankPool, tmp_path: Path) -> None:
+    found, kept = PARTS[part](ranks, tmp_path), json.loads(KEPT.read_text())[part]
+    assert found.keys() == kept.keys(), sorted(found.keys() ^ kept.keys())
+    assert not [name for name in found if found[name] != kept[name]]
 
 
 if __name__ == "__main__":
-    main()
+    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
+        rows = {name: part(pool, Path(folder)) for name, part in PARTS.items()}
+    KEPT.write_text(json.dumps(rows, indent=1) + "\n")

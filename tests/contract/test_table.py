@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import pytest
@@ -90,76 +90,51 @@ def test_quantisation_error_is_below_one_step(table: list[Case]) -> None:
             assert worst <= allowed, f"{case}: off by {worst:.4g}, expected {allowed:.4g}"
 
 
-def test_payload_has_the_size_of_nbytes(table: list[Case]) -> None:
+def test_size_frame_finiteness_and_kernels(table: list[Case], ran: str) -> None:
     for case in table:
-        numel, dtype = case.tensor.numel(), case.tensor.dtype
-        expected = case.compressor.nbytes(numel, dtype)
-        assert (case.ct.nbytes, case.ct.payload.numel()) == (expected, expected), f"{case}"
-        assert expected <= numel * dtype.itemsize, f"{case}: {expected} bytes is more than dense"
-        assert case.ct.payload.dtype == torch.uint8
-
-
-def test_which_backend_ran_is_recorded(table: list[Case], ran: str) -> None:
-    for case in table:
-        expected = ran if has_kernel(case.ct.layout) else "reference"
-        assert case.ct.kernels == expected, f"{case}: recorded {case.ct.kernels}"
+        ct, numel, dtype = case.ct, case.tensor.numel(), case.tensor.dtype
+        size = case.compressor.nbytes(numel, dtype)
+        assert (ct.nbytes, ct.payload.numel(), ct.payload.dtype) == (size, size, torch.uint8), f"{case}"
+        assert size <= numel * dtype.itemsize, f"{case}: {size} bytes is more than dense"
+        assert ct.kernels == (ran if has_kernel(ct.layout) else "reference"), f"{case}: recorded {ct.kernels}"
+        decoded = ct.decompress()
+        assert (decoded.dtype, decoded.shape) == (dtype, (numel,)), f"{case}"
+        assert ct.finite, f"{case}: said not to be finite"
+        assert bool(decoded.isfinite().all()), f"{case}: decodes to NaN or Inf"
+        assert case.after is None or bool(case.after.isfinite().all()), f"{case}: residual of NaN or Inf"
+        data = ct.to_bytes()
+        read = CompressedTensor.from_bytes(data)
+        assert read.to_bytes() == data, f"{case}: packs to other bytes"
+        expected = size + frame.HEADER_BYTES + len(thinwire.format_spec(case.compressor))
+        assert len(data) == expected, f"{case}: {len(data)} bytes"
+        assert (read.compressor, read.numel, read.dtype) == (case.compressor, ct.numel, ct.dtype), f"{case}"
+        assert (read.finite, read.kernels) == (True, "frame"), f"{case}"
+        assert bytes_of(read.payload) == bytes_of(ct.payload), f"{case}: another payload"
     for spec, cases in groupby(table, lambda case: thinwire.format_spec(case.compressor)):
         same = list(cases)
         assert same[0].compressor.stats.kernels == Counter(case.ct.kernels for case in same), spec
 
 
-def test_frame_round_trip(table: list[Case]) -> None:
+def test_decoding_into_any_dtype(table: list[Case]) -> None:
+    """What was sent, or out + weight * what was sent, in the arithmetic of the dtype that is written, rounded to it."""
     for case in table:
-        data = case.ct.to_bytes()
-        read = CompressedTensor.from_bytes(data)
-        assert read.to_bytes() == data, f"{case}: packs to other bytes"
-        spec = thinwire.format_spec(case.compressor)
-        assert len(data) == case.ct.nbytes + frame.HEADER_BYTES + len(spec), f"{case}: {len(data)} bytes"
-        assert (read.compressor, read.numel, read.dtype) == (case.compressor, case.ct.numel, case.ct.dtype), f"{case}"
-        assert read.finite, f"{case}: said not to be finite"
-        assert read.kernels == "frame"
-        assert bytes_of(read.payload) == bytes_of(case.ct.payload), f"{case}: another payload"
-
-
-def test_finite_in_finite_out(table: list[Case]) -> None:
-    for case in table:
-        assert case.ct.finite, f"{case}: said not to be finite"
-        decoded = case.ct.decompress()
-        assert (decoded.dtype, decoded.shape) == (case.tensor.dtype, (case.tensor.numel(),)), f"{case}"
-        assert bool(decoded.isfinite().all()), f"{case}: decodes to NaN or Inf"
-        assert case.after is None or bool(case.after.isfinite().all()), f"{case}: residual of NaN or Inf"
-
-
-def test_decompress_into_any_dtype(table: list[Case]) -> None:
-    """What was sent, in the arithmetic of the dtype that is written, rounded to it."""
-    for case in table:
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            if case.tensor.numel() > 5000 or case.kind == "huge":
-                continue
-            decoded = case.ct.decompress(torch.empty(case.tensor.shape, dtype=dtype))
-            expected = case.sent.to(residual_dtype(dtype)).to(dtype)
-            assert torch.equal(decoded, expected), f"{case}: into {dtype}"
-
-
-def test_accumulate_adds_weighted(table: list[Case]) -> None:
-    """out + weight * decompress, in float32 (float64 for float64), rounded to the dtype of out."""
-    for case in table:
-        if case.before is None or case.tensor.numel() > 5000 or case.kind == "huge":
+        if case.tensor.numel() > 5000 or case.kind == "huge":
             continue
-        for dtype in {case.tensor.dtype, torch.float32}:
-            arithmetic = residual_dtype(dtype)
-            for weight in (1.0, -1.0, 0.5, 1 / 3) if case.tensor.numel() < 3 else (-1.0, 1 / 3):
-                out = case.before.to(dtype, copy=True)
-                expected = (out.to(arithmetic) + case.sent.to(arithmetic) * weight).to(dtype)
-                returned = case.compressor.accumulate(case.ct, out, weight)
-                assert returned is out
-                if isinstance(case.ct.layout, DenseLayout):  # torch's own addition may round once instead of twice
-                    off = (out.to(torch.float64) - expected.to(torch.float64)).abs()
-                    info, product = torch.finfo(arithmetic), (case.sent.to(torch.float64) * weight).abs()
-                    allowed = info.eps * (product + info.smallest_normal) + torch.finfo(dtype).eps * expected.abs()
-                    assert (off <= allowed).all(), f"{case}: weight {weight} into {dtype}"
-                else:
-                    assert torch.equal(out, expected), f"{case}: weight {weight} into {dtype}"
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            decoded = case.ct.decompress(torch.empty(case.tensor.shape, dtype=dtype))
+            assert torch.equal(decoded, case.sent.to(residual_dtype(dtype)).to(dtype)), f"{case}: into {dtype}"
+        weights = (1.0, -1.0, 0.5, 1 / 3) if case.tensor.numel() < 3 else (-1.0, 1 / 3)
+        for dtype, weight in product({case.tensor.dtype, torch.float32} if case.before is not None else (), weights):
+            arithmetic, out = residual_dtype(dtype), case.before.to(dtype, copy=True)
+            expected = (out.to(arithmetic) + case.sent.to(arithmetic) * weight).to(dtype)
+            assert case.compressor.accumulate(case.ct, out, weight) is out
+            if isinstance(case.ct.layout, DenseLayout):  # torch's own addition may round once instead of twice
+                off = (out.to(torch.float64) - expected.to(torch.float64)).abs()
+                info, added = torch.finfo(arithmetic), (case.sent.to(torch.float64) * weight).abs()
+                allowed = info.eps * (added + info.smallest_normal) + torch.finfo(dtype).eps * expected.abs()
+                assert (off <= allowed).all(), f"{case}: weight {weight} into {dtype}"
+            else:
+                assert torch.equal(out, expected), f"{case}: weight {weight} into {dtype}"
 
 
 def test_payload_is_written_whole_and_nothing_else(table: list[Case]) -> None:

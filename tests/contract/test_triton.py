@@ -49,15 +49,15 @@ def test_interpreted_kernels_are_the_reference(interpreted: Loaded, name: str) -
     interpreted.run(code, time_limit=250)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [
-        ("topk:ratio=1/64,bits=2", "bfloat16"),
-        ("topk:ratio=1/64,bits=2", "float32"),
-        ("quantize:bits=8", "float32"),
-        ("none", "bfloat16"),
-    ],
-)
+COMPILED = [
+    (SPECS["topk"][0], "bfloat16"),
+    (SPECS["topk"][0], "float32"),
+    ("quantize:bits=8", "float32"),
+    ("none", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("spec", "dtype"), COMPILED)
 def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> None:
     """Without a GPU: what the interpreter allows, the compiler may not. No product is fused into a sum."""
     code = f"""
@@ -102,10 +102,6 @@ def test_kernels_compile_for_hopper(compiled: Loaded, spec: str, dtype: str) -> 
         assert kernel is not topk or any("sum_chunks" in str(one) for one in done)
         """
     compiled.run(code)
-
-
-def test_interpreted_adam(interpreted: Loaded) -> None:
-    interpreted.run("from support import triton_adam; triton_adam.check('cpu')")
 
 
 def test_without_triton_the_reference_runs_and_forcing_says_what_to_install() -> None:
@@ -155,11 +151,14 @@ def test_cuda_tensors_use_triton_where_it_knows_the_gpu(
     compiled.run(code)
 
 
-def test_interpreted_steps(interpreted: Loaded) -> None:
-    """Compressors, collectives and optimizers with kernels of a device."""
-    interpreted.run((TESTS / "support" / "triton_steps.py").read_text(), time_limit=250)
+PROGRAMS = {
+    "adam": "from support import adam_formula; adam_formula.check('cpu')",
+    "steps": (TESTS / "support" / "triton_steps.py").read_text(),
+    "shared": (TESTS / "support" / "triton_shared.py").read_text(),
+}
+"""Adam; compressors, collectives and optimizers; and the kernel that is written in part as PTX, played by NumPy."""
 
 
-def test_sums_in_shared_memory(interpreted: Loaded) -> None:
-    """The kernel that is written in part as PTX, with NumPy in the place of that."""
-    interpreted.run((TESTS / "support" / "triton_shared.py").read_text(), time_limit=250)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_interpreted(interpreted: Loaded, name: str) -> None:
+    interpreted.run(PROGRAMS[name], time_limit=250)

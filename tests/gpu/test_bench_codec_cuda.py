@@ -1,26 +1,17 @@
-"""`python -m benchmarks codec --device cuda` for real, at a small size.
-
-Runs under pytest, or as a script where there is no pytest: PYTHONPATH=src:. python tests/gpu/test_bench_codec_cuda.py
-"""
+"""`python -m benchmarks codec --device cuda` for real, at a small size."""
 
 import contextlib
 import io
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
+from gpu_script import NEEDS_GPU, main
 
 from benchmarks.codec import on_gpu, run
 from benchmarks.codec_rows import default_specs
 from benchmarks.harness import read
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 PARTS = ("encode", "commit", "decode 1 x", "decode 8 x", "accumulate")
 
@@ -70,8 +61,4 @@ def test_compressors_by_name_in_all_their_parts_and_any_dtype() -> None:
 
 
 if __name__ == "__main__":
-    for name, function in list(globals().items()):
-        if name.startswith("test_"):
-            function()
-            print(name, "ok", flush=True)
-    sys.exit(0)
+    main(globals())

@@ -1,28 +1,18 @@
-"""The compressed all-reduce on CUDA tensors: gloo with two ranks on one GPU, NCCL with one; equal to the CPU's bits.
+"""The compressed all-reduce on CUDA tensors: gloo with two ranks on one GPU, NCCL with one; equal to the CPU's bits."""
 
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_collectives.py
-"""
-
-import os
-import tempfile
 import time
-from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
+from gpu_script import NEEDS_GPU, main, run_ranks
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import thinwire
 from thinwire import kernels
 from thinwire.collectives.transport.link import NcclLink
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 NUMEL, STEPS = 100_003, 4
 CASES = [
@@ -53,27 +43,21 @@ def train(spec: str, algorithm: str, dtype: torch.dtype, device: str, asynchrono
     return result.cpu(), torch.zeros(NUMEL) if residual is None else residual.cpu()
 
 
-def worker(rank: int, world: int, backend: str, rendezvous: str) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    cpu_group = dist.new_group(backend="gloo") if backend == "nccl" else None
-    for spec, algorithm in CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for asynchronous in (False, True):
-                on_gpu = train(spec, algorithm, dtype, "cuda", asynchronous)
-                if cpu_group is None:
-                    with kernels.force("reference"):
-                        on_cpu = train(spec, algorithm, dtype, "cpu", asynchronous)
-                    for name, gpu, cpu in zip(("result", "residual"), on_gpu, on_cpu, strict=True):
-                        close = torch.isclose(gpu.float(), cpu.float(), rtol=1e-2, atol=1e-2)
-                        label = f"{spec} {algorithm} {dtype} {name}: {int((~close).sum())} of {NUMEL} differ"
-                        assert int((~close).sum()) <= NUMEL // 1000, label  # a tie may round differently
-                    gathered = [torch.empty_like(on_gpu[0]) for _ in range(world)]
-                    dist.all_gather(gathered, on_gpu[0])
-                    assert all(torch.equal(on_gpu[0], other) for other in gathered), f"{spec} {algorithm}: ranks differ"
-    if backend == "nccl":  # it refuses two ranks on one GPU; a message to itself takes the same way
+def worker(rank: int) -> None:
+    on_nccl, world = dist.get_backend() == "nccl", dist.get_world_size()
+    for (spec, algorithm), dtype, asynchronous in product(CASES, (torch.float32, torch.bfloat16), (False, True)):
+        on_gpu = train(spec, algorithm, dtype, "cuda", asynchronous)
+        if not on_nccl:
+            with kernels.force("reference"):
+                on_cpu = train(spec, algorithm, dtype, "cpu", asynchronous)
+            for name, gpu, cpu in zip(("result", "residual"), on_gpu, on_cpu, strict=True):
+                close = torch.isclose(gpu.float(), cpu.float(), rtol=1e-2, atol=1e-2)
+                label = f"{spec} {algorithm} {dtype} {name}: {int((~close).sum())} of {NUMEL} differ"
+                assert int((~close).sum()) <= NUMEL // 1000, label  # a tie may round differently
+            gathered = [torch.empty_like(on_gpu[0]) for _ in range(world)]
+            dist.all_gather(gathered, on_gpu[0])
+            assert all(torch.equal(on_gpu[0], other) for other in gathered), f"{spec} {algorithm}: ranks differ"
+    if on_nccl:  # it refuses two ranks on one GPU; a message to itself takes the same way
         sent, received = torch.arange(99, device="cuda", dtype=torch.uint8), torch.zeros(99, device="cuda").byte()
         NcclLink([0], 0, 30.0).post({0: sent}, {0: received}, 0)(time.monotonic() + 30, lambda peer: None)
         assert torch.equal(sent, received)
@@ -83,25 +67,15 @@ def worker(rank: int, world: int, backend: str, rendezvous: str) -> None:
     assert not report.finite
     assert bool(tensor.isnan().all())
     assert not bool(residual.any())
-    dist.destroy_process_group()
-
-
-def run(world: int, backend: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(world, backend, f"{folder}/rendezvous"), nprocs=world)
 
 
 def test_gloo_with_two_ranks_on_one_gpu() -> None:
-    run(2, "gloo")
+    run_ranks(worker, 2)
 
 
 def test_nccl_with_one_rank() -> None:
-    run(1, "nccl")
+    run_ranks(worker, 1, "nccl")
 
 
 if __name__ == "__main__":
-    test_gloo_with_two_ranks_on_one_gpu()
-    print("gloo, two ranks, CUDA tensors: ok")
-    test_nccl_with_one_rank()
-    print("nccl, one rank: ok")
+    main(globals())

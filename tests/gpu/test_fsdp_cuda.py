@@ -1,48 +1,30 @@
-"""FSDP2 on a GPU: two replicas of one shard each, over gloo; the CUDA kernels run, and replicas have the same bits.
+"""FSDP2 on a GPU: two replicas of one shard each, over gloo; the CUDA kernels run, and replicas have the same bits."""
 
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_fsdp_cuda.py
-"""
-
-import os
-import tempfile
-import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_script import NEEDS_GPU, main, run_ranks
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import thinwire
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 STEPS = 40
 TOPK = "topk:ratio=1/64,bits=2"
 
 
-def worker(rank: int, rendezvous: str) -> None:
+def worker(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.cuda.set_device(0)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for kind, options in (("AdamW", {}), ("SGD", {}), ("AdamW", {"mp_policy": bf16}), ("attach", {})):
         check(rank, kind, mesh, fully_shard, options)
         if rank == 0:
             print(kind, *options, "ok", flush=True)
-    dist.destroy_process_group()
 
 
 def check(rank: int, kind: str, mesh: Any, fully_shard: Any, options: dict[str, Any]) -> None:
@@ -88,11 +70,8 @@ def check(rank: int, kind: str, mesh: Any, fully_shard: Any, options: dict[str, 
 
 
 def test_two_replicas_of_one_shard() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(f"{folder}/rendezvous",), nprocs=2)
+    run_ranks(worker, 2)
 
 
 if __name__ == "__main__":
-    test_two_replicas_of_one_shard()
-    print("two replicas of one shard: ok")
+    main(globals())

@@ -1,30 +1,25 @@
-"""The Triton kernels on a GPU: the whole contract table, bit for bit the reference, and what only a device can show.
-
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_kernels_cuda.py
-"""
+"""The Triton kernels on a GPU: the whole contract table, bit for bit the reference, and what only a device can show."""
 
 import os
 import subprocess
 import sys
-import traceback
 import unittest
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+from gpu_script import NEEDS_GPU, main
 
 import thinwire
 from support.cases import ALL_SPECS, DTYPES, KEY, has_kernel, make_input
 from support.oracle import same_bits
 from thinwire import kernels
 
+pytestmark = NEEDS_GPU
 try:
     import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
     @pytest.fixture(autouse=True)
     def _asked_for() -> Iterator[None]:
@@ -68,40 +63,27 @@ def test_the_reference_has_the_same_bits_on_the_cpu() -> None:
     """Everywhere, but above all where nothing else has a kernel: RandomK, whole tensors, and long chunks."""
     for spec in (*ALL_SPECS, "topk:ratio=1/3,bits=2,chunk=none", "topk:ratio=1/16,bits=8,chunk=none"):
         compressor = thinwire.compressor(spec)
-        for numel in (1, 4097, 100_003):
-            for dtype in DTYPES:
-                for kind in ("ties", "denormals", "huge", "normal"):
-                    made = []
-                    for device in ("cpu", "cuda"):
-                        tensor, residual = (each.to(device) for each in make_input(kind, numel, dtype))
-                        with kernels.force("reference"):
-                            ct = compressor.compress(tensor, residual, key=KEY)
-                            total = compressor.accumulate(ct, tensor.clone(), 0.5)
-                        made.append([each.cpu() for each in (ct.payload, residual, total)])
-                    assert all(map(same_bits, *made)), f"{spec}, {numel} x {dtype}, {kind}"
-
-
-def test_sizes_around_a_chunk_and_empty() -> None:
-    for spec in SPECS:
-        compressor = thinwire.compressor(spec)
-        for numel in (0, 1, 3, 15, 4095, 4097, 3 * 4096, 65_537):
-            tensor = torch.randn(numel, device="cuda")
-            one, other = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
-            ct = compressor.compress(tensor, one)
-            with kernels.force("reference"):
-                expected = compressor.compress(tensor, other)
-            assert torch.equal(ct.payload, expected.payload), (spec, numel)
-            assert torch.equal(one, other), (spec, numel)
+        for numel, dtype, kind in product((1, 4097, 100_003), DTYPES, ("ties", "denormals", "huge", "normal")):
+            made = []
+            for device in ("cpu", "cuda"):
+                tensor, residual = (each.to(device) for each in make_input(kind, numel, dtype))
+                with kernels.force("reference"):
+                    ct = compressor.compress(tensor, residual, key=KEY)
+                    total = compressor.accumulate(ct, tensor.clone(), 0.5)
+                made.append([each.cpu() for each in (ct.payload, residual, total)])
+            assert all(map(same_bits, *made)), f"{spec}, {numel} x {dtype}, {kind}"
 
 
 def test_steps_for_a_while() -> None:
     """Chunks of very different scales, ties, zeros, and a residual that grows: the reference's bits at every step."""
-    for spec in (*SPECS, "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=32,chunk=1024"):
+    steps = list(product(SPECS, (0, 1, 3, 15, 4095, 4097, 3 * 4096, 65_537), [1]))
+    steps += product([*SPECS, "topk:ratio=1/8,bits=4", "topk:ratio=1/64,bits=32,chunk=1024"], [200_000], [10])
+    for spec, numel, count in steps:
         compressor, generator = thinwire.compressor(spec), torch.Generator("cuda").manual_seed(1)
-        scale = torch.logspace(-20, 20, 200_000, device="cuda")
-        one, other = (torch.zeros(200_000, device="cuda") for _ in range(2))
-        for step in range(10):
-            tensor = torch.randn(200_000, generator=generator, device="cuda")
+        scale = torch.logspace(-20, 20, numel, device="cuda")
+        one, other = (torch.zeros(numel, device="cuda") for _ in range(2))
+        for step in range(count):
+            tensor = torch.randn(numel, generator=generator, device="cuda")
             if step % 3 == 1:
                 tensor = tensor * scale
             if step % 3 == 2:
@@ -109,8 +91,8 @@ def test_steps_for_a_while() -> None:
             ct = compressor.compress(tensor, one)
             with kernels.force("reference"):
                 expected = compressor.compress(tensor, other)
-            assert torch.equal(ct.payload, expected.payload), (spec, step)
-            assert torch.equal(one, other), (spec, step)
+            assert torch.equal(ct.payload, expected.payload), (spec, numel, step)
+            assert torch.equal(one, other), (spec, numel, step)
 
 
 def test_on_another_stream_and_at_any_address() -> None:
@@ -190,23 +172,11 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 def test_adam() -> None:
     """As the reference on the same device, and through `Compressor.apply`."""
-    from support import triton_adam
+    from support import adam_formula
 
-    triton_adam.check("cuda")
+    adam_formula.check("cuda")
 
 
 if __name__ == "__main__":
-    failed = 0
-    os.environ[kernels.ENVIRONMENT_VARIABLE] = "cuda"
-    for name, function in list(globals().items()):
-        if name.startswith("test_"):
-            try:
-                function()
-                print(name, "ok", flush=True)
-            except unittest.SkipTest as reason:
-                print(name, "skipped:", reason, flush=True)
-            except Exception:  # the others are worth knowing too
-                traceback.print_exc()
-                print(name, "FAILED", flush=True)
-                failed += 1
-    sys.exit(failed)
+    with kernels.force("cuda"):
+        main(globals())

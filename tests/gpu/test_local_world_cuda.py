@@ -1,23 +1,16 @@
-"""Ranks as threads of one process on one GPU: the bits of the CPU, whatever the streams do meanwhile.
-
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_local_world_cuda.py
-"""
+"""Ranks as threads of one process on one GPU: the bits of the CPU, whatever the streams do meanwhile."""
 
 import time
 
 import torch
+from gpu_script import NEEDS_GPU, main
 from torch import Tensor
 
 import thinwire
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.collectives.transport.local_link import LocalLink, Switchboard
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 WORLD, NUMEL, STEPS = 4, 100_003, 5
 CASES = [("topk:ratio=1/64,bits=2", "gather"), ("quantize:bits=8", "sharded"), ("quantize:bits=8", "dense")]
@@ -68,6 +61,4 @@ def test_a_buffer_is_read_after_it_is_filled_and_before_it_is_used_again() -> No
 
 
 if __name__ == "__main__":
-    test_the_same_bits_as_on_the_cpu()
-    test_a_buffer_is_read_after_it_is_filled_and_before_it_is_used_again()
-    print("threads on one GPU: ok")
+    main(globals())

@@ -1,36 +1,25 @@
 """On a GPU nothing on the path of a step makes the host wait for the device, and nothing is allocated once it runs.
 
 torch warns where the host waits, but for the one wait that gloo needs: its bytes must have left
-the device before they can be sent. That is an explicit one, in a thread of the collectives.
+the device before they can be sent. That is an explicit one, in a thread of the collectives."""
 
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_no_waiting.py
-"""
-
-import os
-import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_script import NEEDS_GPU, main, run_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.kernels import recording
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 NUMEL = 100_003
 SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8", "quantize:bits=1", "none"]
@@ -60,44 +49,33 @@ def no_waiting() -> Iterator[None]:
 
 
 def test_a_compressor_does_not_wait() -> None:
-    for spec in SPECS:
-        for dtype in (torch.float32, torch.bfloat16):
-            compressor = thinwire.compressor(spec)
-            tensor = torch.randn(NUMEL, device="cuda").to(dtype)
-            residual, out = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, dtype=dtype, device="cuda")
-            compressor.compress(tensor, residual)  # compiles
-            for _ in range(2):
-                with no_waiting():
-                    ct = compressor.compress(tensor)
-                    ct = compressor.encode(tensor, residual, counted=True)
-                    compressor.commit(ct, tensor, residual, finite=True)
-                    compressor.decompress(ct, out)
-                    compressor.accumulate(ct, out)
-            assert ct.finite
-            assert compressor.stats.nonfinite == 0
-            tensor[NUMEL // 2] = torch.inf
-            before = residual.clone()
-            with no_waiting():
-                ct = compressor.encode(tensor, residual, counted=True)
-            assert not ct.finite
-            assert compressor.stats.nonfinite == 1
-            assert not compressor.compress(tensor, residual).finite
-            assert torch.equal(residual, before)
-            assert bool(compressor.decompress(ct).isnan().any())
-
-
-def test_nothing_is_allocated_once_it_runs() -> None:
-    for spec in SPECS:
-        compressor = thinwire.compressor(spec)
-        tensor, residual = torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    """And allocates nothing once it runs."""
+    for spec, dtype in product(SPECS, (torch.float32, torch.bfloat16)):
+        compressor, tensor = thinwire.compressor(spec), torch.randn(NUMEL, device="cuda").to(dtype)
+        residual, out = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, dtype=dtype, device="cuda")
+        compressor.compress(tensor, residual)  # compiles
         for turn in range(12):
-            ct = compressor.compress(tensor, residual, key=turn)
-            compressor.decompress(ct, residual if spec == "none" else tensor.clone())
+            with no_waiting():
+                ct = compressor.compress(tensor)
+                ct = compressor.encode(tensor, residual, counted=True)
+                compressor.commit(ct, tensor, residual, finite=True)
+                compressor.decompress(ct, out)
+                compressor.accumulate(ct, out)
             if turn == 3:
                 before = torch.cuda.memory_stats()
         after = torch.cuda.memory_stats()
         for name in ("num_device_alloc", "reserved_bytes.all.current"):
             assert after.get(name, 0) == before.get(name, 0), (spec, name)
+        assert ct.finite
+        assert compressor.stats.nonfinite == 0
+        tensor[NUMEL // 2], kept = torch.inf, residual.clone()
+        with no_waiting():
+            ct = compressor.encode(tensor, residual, counted=True)
+        assert not ct.finite
+        assert compressor.stats.nonfinite == 1
+        assert not compressor.compress(tensor, residual).finite
+        assert torch.equal(residual, kept)
+        assert bool(compressor.decompress(ct).isnan().any())
 
 
 def test_work_is_recorded_again_after_all_recordings_have_gone() -> None:
@@ -106,9 +84,8 @@ def test_work_is_recorded_again_after_all_recordings_have_gone() -> None:
     kept = []
     for key in range(3):  # as if addresses had changed twice
         made = recording.Recording(memory)
-        for _ in range(4):
-            made.run(key, lambda: kept.append(source * 2))
-        assert made.has(key)
+        runs = [made.run(key, lambda: kept.append(source * 2)) for _ in range(4)]
+        assert runs == [False, False, False, True]
         del made
     assert all(bool((each == 2).all()) for each in kept[:2])
 
@@ -158,12 +135,7 @@ def not_recorded(kind: str) -> list[torch.Tensor]:
         recording._RUNS_BEFORE = usual
 
 
-def rank_main(rank: int, rendezvous: str) -> None:
-    torch.cuda.set_device(0)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def rank_main(rank: int) -> None:
     check_whole_tensors()
     for kind in ("attach", "AdamW", "SGD", "AdamW clipped"):
         expected = not_recorded(kind)
@@ -188,7 +160,6 @@ def rank_main(rank: int, rendezvous: str) -> None:
             check_poison(kind)
         print(kind, "ok", flush=True)
     check_all_reduce()
-    dist.destroy_process_group()
 
 
 def check_whole_tensors() -> None:
@@ -236,20 +207,8 @@ def check_all_reduce() -> None:
 
 
 def test_two_ranks_do_not_wait() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, args=(f"{folder}/rendezvous",), nprocs=2)
+    run_ranks(rank_main, 2)
 
 
 if __name__ == "__main__":
-    failed = 0
-    for name, function in list(globals().items()):
-        if name.startswith("test_"):
-            try:
-                function()
-                print(name, "ok", flush=True)
-            except Exception:  # the others are worth knowing too
-                traceback.print_exc()
-                print(name, "FAILED", flush=True)
-                failed += 1
-    sys.exit(failed)
+    main(globals())

@@ -1,29 +1,18 @@
-"""Data that is kept on a GPU: its batches have the samples and the bits of the CPU's, and the host does not wait.
-
-Runs under pytest, or as a script where there is no pytest: python tests/gpu/test_train_data_cuda.py [FOLDER]
-With a folder that has CIFAR-10 it also says how long a batch takes.
-"""
+"""Data that is kept on a GPU: its batches have the samples and the bits of the CPU's, and the host does not wait."""
 
 import struct
-import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 
 import torch
+from gpu_script import NEEDS_GPU, main
 from test_no_waiting import no_waiting
 
 from thinwire.tools.train.data import Data, Text
 from thinwire.tools.train.image_files import CIFAR_FILES, MNIST_FILES, RECORD
 from thinwire.tools.train.images import Images
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = NEEDS_GPU
 
 COUNT, TESTS = 500, 30
 
@@ -79,29 +68,5 @@ def test_a_batch_does_not_wait() -> None:
                 pass
 
 
-def measure(folder: Path) -> None:
-    data = Images("cifar10", folder, device="cuda")
-    for size in (128, 4096, 16384):
-        data.batch(0, size, seed=0)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for step in range(20):
-            data.batch(step * size, size, seed=0)
-        torch.cuda.synchronize()
-        print(f"cifar10, batch of {size}: {(time.perf_counter() - started) / 20 * 1e3:.2f} ms", flush=True)
-
-
 if __name__ == "__main__":
-    failed = 0
-    for name, function in list(globals().items()):
-        if name.startswith("test_"):
-            try:
-                function()
-                print(name, "ok", flush=True)
-            except Exception:  # the others are worth knowing too
-                traceback.print_exc()
-                print(name, "FAILED", flush=True)
-                failed += 1
-    if sys.argv[1:]:
-        measure(Path(sys.argv[1]))
-    sys.exit(failed)
+    main(globals())

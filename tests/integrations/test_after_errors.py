@@ -1,6 +1,7 @@
 """A step that failed, or is over, leaves nothing behind: DDP goes on, and no gradient is kept."""
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.training import loss_of, make_net, policy, raises, weight_bits
+from support.training import make_net, policy, raises, train, weight_bits
 from thinwire.collectives.transport.link import GlooLink, LinkBroken
 from thinwire.testing import RankPool, store_barrier
 
@@ -30,22 +31,17 @@ def break_once(rank: int, world_size: int, kind: str) -> Any:
         GlooLink.post = post  # type: ignore[method-assign]
         raise LinkBroken(0, False, "the wire is cut")
 
-    for step in range(6):
-        optimizer.zero_grad()
-        if step == 2:
-            before = weight_bits(ddp)
-            if rank == 1:
-                GlooLink.post = breaks  # type: ignore[method-assign]
-            with raises(thinwire.CollectiveError, "rank"):
-                loss_of(ddp, rank, step).backward()
-                optimizer.step()
-            assert weight_bits(ddp) == before
-            if kind == "attach":  # some would be averages, and others this rank's own
-                assert all(bool(parameter.grad.isnan().all()) for parameter in ddp.parameters())
-            store_barrier("both have failed", world_size)
-            continue
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
+    train(ddp, optimizer, rank, 0, 2)
+    before = weight_bits(ddp)
+    if rank == 1:
+        GlooLink.post = breaks  # type: ignore[method-assign]
+    with raises(thinwire.CollectiveError, "rank"):
+        train(ddp, optimizer, rank, 2, 3)
+    assert weight_bits(ddp) == before
+    if kind == "attach":  # some would be averages, and others this rank's own
+        assert all(bool(parameter.grad.isnan().all()) for parameter in ddp.parameters())
+    store_barrier("both have failed", world_size)
+    train(ddp, optimizer, rank, 3, 6)
     return weight_bits(ddp)
 
 
@@ -58,16 +54,20 @@ def test_ddp_goes_on_after_an_exchange_that_failed(ranks: RankPool, kind: str) -
 def keep_nothing(rank: int, world_size: int, ddp: bool) -> None:
     model: Any = DistributedDataParallel(make_net()) if ddp else make_net()
     optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-    gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    train(model, optimizer, rank, 0, 3)
+    left = [weakref.ref(parameter.grad) for parameter in model.parameters()]
     optimizer.zero_grad()
     gc.collect()
-    assert [gradient() for gradient in gradients] == [None] * len(gradients)
+    assert [gradient() for gradient in left] == [None] * len(left), "a gradient is kept after a step"
+    left = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.sync)]
+    del model, optimizer
+    end = time.monotonic() + 20
+    while any(reference() is not None for reference in left):
+        assert time.monotonic() < end, "the model or its optimizer is kept"
+        gc.collect()  # a thread of the last exchange may be about to let go
+        time.sleep(0.01)
 
 
-def test_no_gradient_is_kept_after_a_step(ranks: RankPool) -> None:
+def test_gradients_models_and_optimizers_can_be_freed(ranks: RankPool) -> None:
     for ddp in (False, True):
         ranks.run(keep_nothing, 2, ddp)

@@ -14,6 +14,7 @@ import thinwire
 from support.optimizers import make
 from support.sharded import (
     SECONDS,
+    Call,
     Found,
     apart,
     call_all,
@@ -23,6 +24,7 @@ from support.sharded import (
     options,
     shard,
     sharded_net,
+    spoil_last_rank,
     take_step,
     whole,
 )  # fmt: skip
@@ -33,44 +35,28 @@ from thinwire.testing import RankPool
 # One shard.
 
 
-@pytest.fixture(scope="module")
-def one_shard(ranks: RankPool) -> Found:
-    kinds = {f"beside_ddp {kind}": (beside_ddp, kind) for kind in ("AdamW", "SGD")}
-    calls = {**kinds, "attached_beside_ddp": (attached_beside_ddp,)}
-    return call_all(ranks, calls, world_size=2, shards=1)
-
-
 def beside_ddp(rank: int, mesh: Any, kind: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
     sharded, ddp = sharded_net(mesh), DistributedDataParallel(make_net(), find_unused_parameters=True)
-    mine = make(kind, sharded, group=mesh["replicate"], **options(kind))
-    theirs = make(kind, ddp, **options(kind))
-    for step in range(20):
+    between = mesh["replicate"]
+    if kind == "attach":
+        mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (sharded, ddp))
+        syncs = thinwire.attach(sharded, policy(TOPK), group=between), thinwire.attach(ddp, policy(TOPK))
+    else:
+        mine, theirs = make(kind, sharded, group=between, **options(kind)), make(kind, ddp, **options(kind))
+        syncs = mine.sync, theirs.sync
+    for step in range(6 if kind == "attach" else 20):
         take_step(ddp, theirs, [rank], step)
-        mine.sync.wanted_layout = theirs.sync.layout  # parameters in another order would give other bits
+        syncs[0].wanted_layout = syncs[1].layout  # parameters in another order would give other bits
         take_step(sharded, mine, [rank], step)
     return local_bits(sharded), weight_bits(ddp)
 
 
-def test_one_shard_is_ddp_to_the_last_bit(one_shard: Found) -> None:
-    for kind in ("AdamW", "SGD"):
-        for sharded, ddp in one_shard[f"beside_ddp {kind}"]:
+def test_one_shard_is_ddp_to_the_last_bit(ranks: RankPool) -> None:
+    kinds: dict[str, Call] = {kind: (beside_ddp, kind) for kind in ("AdamW", "SGD", "attach")}
+    found = call_all(ranks, kinds, world_size=2, shards=1)
+    for kind in kinds:
+        for sharded, ddp in found[kind]:
             assert sharded == ddp, kind
-
-
-def attached_beside_ddp(rank: int, mesh: Any) -> bool:
-    """One shard, uncompressed: to the last bit as DDP with the same hook."""
-    model, ddp = sharded_net(mesh), DistributedDataParallel(make_net(), find_unused_parameters=True)
-    mine, theirs = thinwire.attach(model, policy(TOPK), group=mesh["replicate"]), thinwire.attach(ddp, policy(TOPK))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, ddp)]
-    for step in range(6):
-        take_step(ddp, optimizers[1], [rank], step)
-        mine.wanted_layout = theirs.layout
-        take_step(model, optimizers[0], [rank], step)
-    return local_bits(model) == weight_bits(ddp)
-
-
-def test_attach_with_one_shard_is_ddp_to_the_last_bit(one_shard: Found) -> None:
-    assert one_shard["attached_beside_ddp"] == [True, True]
 
 
 # Many steps.
@@ -91,12 +77,8 @@ def long_run(rank: int, world_size: int, shards: int) -> Any:
         losses.append(take_step(sharded, mine, [rank], step))
         if is_reference:
             reference.append(take_step(ddp, theirs, range(shards * replica, shards * (replica + 1)), step))
-        bits.append(hash_of(local_bits(sharded)))
+        bits.append(hashlib.sha256(b"".join(local_bits(sharded).values())).hexdigest())
     return bits, losses, reference, mine.second_moment_scale
-
-
-def hash_of(bits: dict[str, bytes]) -> str:
-    return hashlib.sha256(b"".join(bits.values())).hexdigest()
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), slow(2, 4), slow(4, 2)])
@@ -104,19 +86,19 @@ def test_replicas_have_the_same_bits_for_200_steps_and_the_loss_of_ddp(
     ranks: RankPool, replicas: int, shards: int
 ) -> None:
     found = ranks.run(long_run, replicas * shards, shards, timeout=4 * SECONDS)
-    bits = [each[0] for each in found]
+    bits, losses, reference, scales = zip(*found, strict=True)
     for rank, own in enumerate(bits):
         assert own == bits[rank % shards], rank  # after every step
         assert len(set(own)) == 200
     assert len({own[-1] for own in bits}) == shards
-    sharded = sum(sum(losses[-40:]) for _, losses, _, _ in found) / len(found) / 40
-    ddp = sum(sum(losses[-40:]) for _, _, losses, _ in found) / replicas / 40
-    first = sum(losses[0] for _, losses, _, _ in found) / len(found)
+    sharded = sum(sum(each[-40:]) for each in losses) / len(found) / 40
+    ddp = sum(sum(each[-40:]) for each in reference) / replicas / 40
+    first = sum(each[0] for each in losses) / len(found)
     print(f"\n{replicas} x {shards}: loss {first:.4f} at first, at the end {sharded:.5f}, of DDP {ddp:.5f}")
     assert ddp < 0.5 * first
     assert sharded == pytest.approx(ddp, rel=0.01)
-    assert all(scale == found[0][3] for *_, scale in found)  # c is that of the whole tensor
-    assert found[0][3]
+    assert scales[0]
+    assert all(scale == scales[0] for scale in scales)  # c is that of the whole tensor
 
 
 # Two replicas of two shards.
@@ -124,7 +106,7 @@ def test_replicas_have_the_same_bits_for_200_steps_and_the_loss_of_ddp(
 
 @pytest.fixture(scope="module")
 def found(ranks: RankPool) -> Found:
-    calls = {each.__name__: (each,) for each in (clipped, global_rule, auto, count_bytes, attached)}
+    calls = {each.__name__: (each,) for each in (clipped, auto, count_bytes, attached)}
     return call_all(ranks, {**calls, **{f"released {kind}": (released, kind) for kind in ("AdamW", "attach")}})
 
 
@@ -149,24 +131,6 @@ def test_clipping_is_by_the_norm_over_all_shards(found: Found) -> None:
     for to_ddp, to_unclipped in found["clipped"]:
         assert to_ddp < 1e-6
         assert to_unclipped > 1e-3
-
-
-def global_rule(rank: int, mesh: Any) -> tuple[set[str], set[str]]:
-    """Of 4,096 elements and more a parameter is compressed, though this rank has half of them."""
-    model = sharded_net(mesh)
-    optimizer = thinwire.AdamW(model, group=mesh["replicate"], warmup_steps=1)
-    for step in range(3):
-        take_step(model, optimizer, [rank], step)
-    sent = {
-        name for slot in optimizer.sync.last_step.slots for name in slot.slice.names if slot.slice.compressor.sparse
-    }
-    return {name for name in sent if name}, {name for name, part in local_parts(model).items() if part.numel() >= 4096}
-
-
-def test_small_is_by_the_size_over_all_shards(found: Found) -> None:
-    for compressed, large in found["global_rule"]:
-        assert compressed == {"2.weight", "4.weight"}
-        assert large == set()
 
 
 def auto(rank: int, mesh: Any) -> Any:
@@ -213,14 +177,7 @@ def attached(rank: int, mesh: Any) -> Any:
     """SGD on gradients of 8 bits beside DDP with as many replicas; a NaN in one shard makes all gradients NaN."""
     replica = mesh["replicate"].get_local_rank()
     model, reference = sharded_net(mesh), make_net()
-    bad = [False]
-
-    def spoil(parameter: Any) -> None:
-        if bad[0]:
-            parameter.grad.to_local().view(-1)[0] = torch.nan
-
-    if rank == 3:
-        dict(model.named_parameters())["4.weight"].register_post_accumulate_grad_hook(spoil)
+    bad = spoil_last_rank(model, rank)
     sync = thinwire.attach(model, policy("quantize:bits=8"), group=mesh["replicate"])
     mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, reference))
     for step in range(6):
@@ -245,27 +202,32 @@ def test_attach_averages_gradients_between_replicas(found: Found) -> None:
     assert [bits for _, bits, *_ in each[:2]] == [bits for _, bits, *_ in each[2:]]
 
 
-def released(rank: int, mesh: Any, kind: str) -> tuple[bool, bool]:
-    """Whether the gradients are freed by zero_grad, and the model with its last reference."""
-    model = sharded_net(mesh)
+def released(rank: int, mesh: Any, kind: str) -> tuple[set[str], bool, bool]:
+    """What is compressed, whether the gradients are freed by zero_grad, and the model with its last reference."""
+    model, between = sharded_net(mesh), mesh["replicate"]
     if kind == "attach":
-        thinwire.attach(model, policy(TOPK), group=mesh["replicate"])
+        sync = thinwire.attach(model, policy(TOPK), group=between)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     else:
-        optimizer = make(kind, model, group=mesh["replicate"])
+        optimizer = thinwire.AdamW(model, group=between, warmup_steps=1)
+        sync = optimizer.sync
     for step in range(3):
         take_step(model, optimizer, [rank], step)
+    slots = sync.last_step.slots if kind == "AdamW" else []  # type: ignore[union-attr]
+    compressed = {name for slot in slots if slot.slice.compressor.sparse for name in slot.slice.names if name}
+    assert all(part.numel() < 4096 for part in local_parts(model).values())
     parameter = next(iter(model.parameters()))
     gradient = weakref.ref(parameter.grad.to_local().untyped_storage())  # type: ignore[union-attr,attr-defined]
     shard_ = weakref.ref(parameter)
     optimizer.zero_grad()
     gc.collect()
     is_freed = gradient() is None
-    del optimizer, model, parameter
+    del optimizer, model, parameter, sync, slots
     gc.collect()
-    return is_freed, shard_() is None
+    return compressed, is_freed, shard_() is None
 
 
-def test_nothing_keeps_gradients_or_the_model(found: Found) -> None:
-    for kind in ("AdamW", "attach"):
-        assert found[f"released {kind}"] == [(True, True)] * 4, kind
+def test_small_is_by_the_size_over_all_shards_and_nothing_keeps_gradients_or_the_model(found: Found) -> None:
+    """Of 4,096 elements and more a parameter is compressed, though this rank has half of them."""
+    assert found["released AdamW"] == [({"2.weight", "4.weight"}, True, True)] * 4
+    assert found["released attach"] == [(set(), True, True)] * 4

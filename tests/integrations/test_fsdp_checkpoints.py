@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.oracle import bytes_of
 from support.sharded import Call, Found, call_all, local_bits, make_mesh, sharded_net, take_step, whole
 from support.training import TOPK, make_net, policy, raises
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 ALGORITHMS = ("gather", "sharded")
@@ -22,7 +24,12 @@ AT, STEPS = 6, 10
 def make(mesh: Any, algorithm: str = "auto") -> tuple[nn.Module, thinwire.AdamW]:
     model = sharded_net(mesh)
     optimizer = thinwire.AdamW(
-        model, compressor=policy(TOPK), warmup_steps=2, refresh_every=4, group=mesh["replicate"], algorithm=algorithm
+        model,
+        compressor=policy(TOPK),
+        warmup_steps=2,
+        refresh_every=4,
+        group=mesh["replicate"],
+        collective=Collective(algorithm=algorithm),
     )
     return model, optimizer
 
@@ -95,25 +102,22 @@ def saved(ranks: RankPool, folder: Path) -> Found:
     return call_all(ranks, {**calls, "other_ways": (other_ways, folder)})
 
 
-@pytest.fixture(scope="module")
-def resumed(ranks: RankPool, folder: Path, saved: Found) -> dict[int, Found]:
-    """By world size: the same numbers by the algorithm, others by the number of shards."""
+def test_the_same_and_other_numbers_of_shards_and_replicas(ranks: RankPool, saved: Found, folder: Path) -> None:
+    """The same bits with the same numbers; DDP, too, loads what a sharded model has saved."""
     same: dict[str, Call] = {each: (second_half, folder / each, 2, each) for each in ALGORITHMS}
     more: dict[str, Call] = {str(shards): (second_half, folder / "gather", shards, "auto") for shards in (1, 4)}
     fewer: dict[str, Call] = {"1": more["1"], "without_shards": (without_shards, folder / "gather")}
-    return {4: call_all(ranks, {**same, **more}), 2: call_all(ranks, fewer, world_size=2)}
-
-
-def test_a_resumed_run_has_the_same_bits(saved: Found, resumed: dict[int, Found]) -> None:
+    four, two = call_all(ranks, {**same, **more}), call_all(ranks, fewer, world_size=2)
     for algorithm in ALGORITHMS:
-        for one, other in zip(saved[algorithm], resumed[4][algorithm], strict=True):
+        for one, other in zip(saved[algorithm], four[algorithm], strict=True):
             assert one[2] == other[2], algorithm
             assert algorithm in one[3]
-
-
-def test_other_numbers_of_shards_and_replicas(saved: Found, resumed: dict[int, Found]) -> None:
-    for world_size, shards in ((4, 1), (4, 4), (2, 1)):
-        check(saved, resumed[world_size][str(shards)], shards)
+    for found, shards in ((four, 1), (four, 4), (two, 1)):
+        check(saved, found[str(shards)], shards)
+    kept, residuals = saved["gather"][0][0], two["without_shards"][0]
+    assert len(residuals) > 3
+    for name, residual in residuals.items():
+        torch.testing.assert_close(residual, kept[name].flatten(), msg=name)
 
 
 @pytest.mark.slow
@@ -131,11 +135,7 @@ def check(saved: Found, found: list[Any], shards: int) -> None:
     for rank, each in enumerate(found):
         assert each[2] == found[rank % shards][2]
         assert each[3] == STEPS
-        assert each[2] != local_bits_of(each[1])
-
-
-def local_bits_of(weights: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+        assert each[2] != {name: bytes_of(tensor) for name, tensor in each[1].items()}
 
 
 def other_ways(rank: int, mesh: Any, path: Path) -> None:
@@ -175,10 +175,3 @@ def without_shards(rank: int, mesh: Any, path: Path) -> dict[str, Tensor]:
         residual /= mesh.size()
     take_step(ddp, optimizer, [rank], AT)
     return kept
-
-
-def test_a_model_without_shards_loads_the_state_of_one_with_shards(saved: Found, resumed: dict[int, Found]) -> None:
-    kept, found = saved["gather"][0][0], resumed[2]["without_shards"][0]
-    assert len(found) > 3
-    for name, residual in found.items():
-        torch.testing.assert_close(residual, kept[name].flatten(), msg=name)

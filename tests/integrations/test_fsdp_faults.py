@@ -7,14 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import thinwire
-from support.optimizers import make
+from support.optimizers import make, make_scaler
 from support.oracle import bytes_of
-from support.sharded import SECONDS, call_all, local_bits, make_mesh, options, sharded_net, take_step
+from support.sharded import (
+    SECONDS,
+    Call,
+    call_all,
+    local_bits,
+    make_mesh,
+    options,
+    sharded_net,
+    spoil_last_rank,
+    take_step,
+)
 from support.training import make_batch, sync_bits
+from thinwire import Collective
 from thinwire.collectives.transport.link import GlooLink, LinkBroken
 from thinwire.testing import LOST, RankPool, store_barrier
 
@@ -25,40 +35,31 @@ def state_bits(model: nn.Module, optimizer: Any) -> dict[Any, bytes]:
     return {**local_bits(model), **sync_bits(optimizer.sync), **moments}
 
 
-def not_finite(rank: int, mesh: Any) -> Any:
-    """Rank 3 has a NaN in its shard at step 3: no shard of any replica changes."""
-    model = sharded_net(mesh)
-    bad = [False]
-
-    def spoil(parameter: Any) -> None:
-        if bad[0]:
-            parameter.grad.to_local().view(-1)[0] = torch.nan
-
-    if rank == 3:
-        dict(model.named_parameters())["4.weight"].register_post_accumulate_grad_hook(spoil)
-    optimizer = make("AdamW", model, group=mesh["replicate"], **options("AdamW"))
+def not_finite(rank: int, mesh: Any, scaled: bool) -> Any:
+    """Rank 3 has a NaN in its shard at step 3: no shard of any replica changes, and the scale falls everywhere."""
+    model, scaler = sharded_net(mesh), make_scaler(64.0, enabled=scaled)
+    bad = spoil_last_rank(model, rank)
+    given = {"group": mesh["replicate"], "grad_scaler": scaler if scaled else None}
+    optimizer = make("AdamW", model, **given, **options("AdamW"))
     changed = []
     for step in range(6):
         bad[0] = step == 3
         before = state_bits(model, optimizer)
-        take_step(model, optimizer, [rank], step)
+        optimizer.zero_grad()
+        batch, wanted = make_batch(rank, step)
+        scaler.scale((model(batch) - wanted).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         changed.append(state_bits(model, optimizer) != before)
-    return changed, optimizer.skipped, local_bits(model)
-
-
-def test_a_nan_in_one_shard_voids_the_step_everywhere(ranks: RankPool) -> None:
-    each = call_all(ranks, {"not_finite": (not_finite,)})["not_finite"]
-    for changed, skipped, _ in each:
-        assert changed == [True, True, True, False, True, True]
-        assert skipped == 1
-    assert each[0][2] == each[2][2]
-    assert each[1][2] == each[3][2]
+    return changed, optimizer.skipped, scaler.get_scale(), local_bits(model)
 
 
 def fails_once(rank: int, mesh: Any, where: str) -> Any:
     """Rank 3 fails in its fourth step: in the backward pass, or by its link to rank 1."""
     model = sharded_net(mesh)
-    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=SECONDS, **options("AdamW"))
+    optimizer = make(
+        "AdamW", model, group=mesh["replicate"], collective=Collective(timeout=SECONDS), **options("AdamW")
+    )
     for step in range(3):
         take_step(model, optimizer, [rank], step)
     before = local_bits(model)
@@ -77,20 +78,31 @@ def fails_once(rank: int, mesh: Any, where: str) -> Any:
     return "", False
 
 
-@pytest.mark.parametrize(("where", "reason"), [("backward", "the disk is on fire"), ("link", "the wire is cut")])
-def test_an_error_on_one_rank_reaches_all_before_anything_changes(ranks: RankPool, where: str, reason: str) -> None:
-    each = call_all(ranks, {"fails_once": (fails_once, where)})["fails_once"]
-    for rank, (error, is_unchanged) in enumerate(each):
-        assert reason in error, rank
+def test_what_one_rank_finds_reaches_all_before_anything_changes(ranks: RankPool) -> None:
+    """A NaN voids the step of all; an error is raised on all."""
+    calls: dict[str, Call] = {"NaN": (not_finite, False), "scaled": (not_finite, True)}
+    found = call_all(ranks, {**calls, "backward": (fails_once, "backward")})
+    for name in calls:
+        for changed, skipped, scale, _ in found[name]:
+            assert changed == [True, True, True, False, True, True], name
+            assert (skipped, scale) == (1, 32.0 if name == "scaled" else 1.0), name
+        assert [bits for *_, bits in found[name][:2]] == [bits for *_, bits in found[name][2:]], name
+    for rank, (error, is_unchanged) in enumerate(found["backward"]):
+        assert "the disk is on fire" in error, rank
+        assert "rank 3" in error or rank == 3, rank
         assert is_unchanged, rank
-    assert where != "backward" or all("rank 3" in error for error, _ in each[:3])
+    for rank, (error, is_unchanged) in enumerate(call_all(ranks, {"link": (fails_once, "link")})["link"]):
+        assert "the wire is cut" in error, rank
+        assert is_unchanged, rank
 
 
 def killed(rank: int, world_size: int, where: str, folder: Path) -> Any:
     """The last rank dies in its fourth step: in the forward or backward pass, or between them and the step."""
     mesh = make_mesh(world_size, world_size // 2)
     model = sharded_net(mesh)
-    optimizer = make("AdamW", model, group=mesh["replicate"], timeout=SECONDS, **options("AdamW"))
+    optimizer = make(
+        "AdamW", model, group=mesh["replicate"], collective=Collective(timeout=SECONDS), **options("AdamW")
+    )
     for step in range(3):
         take_step(model, optimizer, [rank], step)
 

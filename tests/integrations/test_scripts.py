@@ -1,30 +1,27 @@
 """DDP in ordinary scripts: parameter groups beside it, the optimizer before it, compiled, averaged and tied models."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire
-from support.training import SEVERAL, TOPK, identical, loss_of, make_net, no_sync, policy, raises, weight_bits
+from support.training import SEVERAL, TOPK, identical, loss_of, make_net, no_sync, policy, raises, train, weight_bits
+from thinwire import Collective
 from thinwire.testing import RankPool
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
 
 
 class Derived(DistributedDataParallel):
     """As frameworks have it."""
 
 
-def in_groups(rank: int, world_size: int) -> dict[str, bytes]:
+def groups_of_parameters_beside_ddp(rank: int, world_size: int) -> dict[str, bytes]:
     """Groups of parameters, as for weight decay: DDP is found, and sends nothing by itself."""
     others = [DistributedDataParallel(make_net(seed)) for seed in (1, 2)]  # they must not be taken
     ends = []
@@ -57,11 +54,7 @@ def in_groups(rank: int, world_size: int) -> dict[str, bytes]:
     return ends[0]
 
 
-def test_groups_of_parameters_beside_ddp(ranks: RankPool) -> None:
-    assert identical(ranks.run(in_groups, 2))
-
-
-def before_ddp(rank: int, world_size: int) -> None:
+def an_optimizer_that_was_made_before_ddp_is_refused(rank: int, world_size: int) -> None:
     module = make_net()
     optimizer = thinwire.SGD(module.parameters(), lr=0.1, compressor=policy(TOPK))
     model = DistributedDataParallel(module)
@@ -89,10 +82,6 @@ def before_ddp(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_that_was_made_before_ddp_is_refused(ranks: RankPool) -> None:
-    ranks.run(before_ddp, 2)
-
-
 class Tied(nn.Module):
     """Two names for one weight."""
 
@@ -108,7 +97,7 @@ class Tied(nn.Module):
         return result
 
 
-def copied(rank: int, world_size: int) -> dict[str, bytes]:
+def averaged_and_tied_models(rank: int, world_size: int) -> dict[str, bytes]:
     """Averages of weights, of the DDP model and of the model inside; of a model with a weight that has two names."""
     module = Tied()
     model = DistributedDataParallel(module)
@@ -133,11 +122,7 @@ def copied(rank: int, world_size: int) -> dict[str, bytes]:
     return weight_bits(model)
 
 
-def test_averaged_and_tied_models(ranks: RankPool) -> None:
-    assert identical(ranks.run(copied, 2))
-
-
-def compiled(rank: int, world_size: int) -> None:
+def a_compiled_model_is_resumed_without_it(rank: int, world_size: int) -> None:
     """torch.compile before or after DDP, or not at all, on either side of a resume."""
     states, names = [], []
     for how in ("not", "before", "after"):
@@ -166,5 +151,78 @@ def compiled(rank: int, world_size: int) -> None:
     assert list(sync.numels) == names[0]
 
 
-def test_a_compiled_model_is_resumed_without_it(ranks: RankPool) -> None:
-    ranks.run(compiled, 2)
+# What they get wrong: the error names the cause that is the likeliest for what is there.
+
+
+class WithUnused(nn.Module):
+    """A net with a layer that its forward pass leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = make_net(), nn.Linear(4, 4)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.net(given)  # type: ignore[no-any-return]
+
+
+def a_step(rank: int, kind: str) -> None:
+    net = WithUnused() if kind == "unused" else make_net()
+    if kind == "frozen before":
+        next(net.parameters()).requires_grad_(False)
+    ddp = DistributedDataParallel(net)
+    optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK))
+    if kind == "frozen":
+        train(ddp, optimizer, rank, 0, 1)
+        optimizer.zero_grad()
+        next(ddp.module.parameters()).requires_grad_(False)
+    with ddp.no_sync() if kind == "frozen before" else nullcontext():
+        loss = loss_of(ddp, rank, 1)
+        with ddp.no_sync() if kind == "no_sync" else nullcontext():
+            loss.backward()
+    words = {
+        "unused": ("DDP waits for the gradient of 'unused.weight', 'unused.bias'", "find_unused_parameters=True"),
+        "frozen": ("DDP waits for '0.weight', frozen after DistributedDataParallel(...)", "freeze before that"),
+        "frozen before": ("neither it nor its forward pass under no_sync()",),
+        "no_sync": ("a second exchange before step()", "no_sync() around forward and backward"),
+    }[kind]
+    with raises(RuntimeError, *words):
+        if kind == "no_sync":
+            loss_of(ddp, rank, 1).backward()
+        optimizer.step()
+
+
+def every_kind(rank: int, world_size: int) -> str:
+    for kind in ("unused", "frozen", "frozen before", "no_sync"):
+        a_step(rank, kind)
+        dist.barrier()
+    ddp, text = DistributedDataParallel(make_net()), ""
+    optimizer = thinwire.AdamW(ddp, compressor=policy(TOPK), collective=Collective(timeout=3))
+    train(ddp, optimizer, rank, 0, 1)
+    if rank == 0:
+        try:
+            optimizer.consolidate_state_dict()
+        except thinwire.CollectiveError as error:
+            text = "\n".join([str(error), *error.__notes__])
+    dist.barrier()
+    return text
+
+
+def test_the_likeliest_cause_is_named(ranks: RankPool) -> None:
+    text = ranks.run(every_kind, 2)[0]
+    assert "rank 1 is late" in text
+    assert "All ranks call consolidate_state_dict(): it must not stand behind `if rank == 0`." in text
+
+
+@pytest.mark.parametrize(
+    ("scene", "world_size"),
+    [
+        (groups_of_parameters_beside_ddp, 2),
+        (an_optimizer_that_was_made_before_ddp_is_refused, 2),
+        (averaged_and_tied_models, 2),
+        (a_compiled_model_is_resumed_without_it, 2),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
+    """What all ranks return is the same."""
+    assert identical(ranks.run(scene, world_size))

@@ -19,68 +19,69 @@ def layout(spec: str = "topk:ratio=1/64,bits=2", numel: int = 8192) -> Layout:
     return thinwire.compressor(spec).layout(numel, torch.float32)
 
 
-def test_order_of_preference() -> None:
+def chosen(device: torch.device = CPU) -> str:
+    return kernels.select(layout(), device)[0]
+
+
+def test_chosen_by_device_unless_forced_and_back() -> None:
     assert kernels.backends() == ("cpu", "cuda", "reference")
-    assert kernels.select(layout(), CPU)[0] == "cpu"
-    assert kernels.select(layout(), META)[0] == "reference", "the only one for any device"
-
-
-def test_what_is_not_forced_is_chosen_by_device() -> None:
-    ct = thinwire.compressor("topk:ratio=1/64,bits=2").compress(torch.ones(8192))
-    assert ct.kernels == "cpu"
-
-
-def test_force_and_back() -> None:
+    assert thinwire.compressor("topk:ratio=1/64,bits=2").compress(torch.ones(8192)).kernels == "cpu"
+    assert chosen(META) == "reference", "the only one for any device"
     with kernels.force("reference"):
-        assert kernels.select(layout(), CPU)[0] == "reference"
-        with kernels.force("cpu"):
-            assert kernels.select(layout(), CPU)[0] == "cpu"
-        with kernels.force(None):
-            assert kernels.select(layout(), CPU)[0] == "cpu"
-        assert kernels.select(layout(), CPU)[0] == "reference"
-    assert kernels.select(layout(), CPU)[0] == "cpu"
+        assert chosen() == "reference"
+        for name in ("cpu", None):
+            with kernels.force(name):
+                assert chosen() == "cpu"
+        assert chosen() == "reference"
+    assert chosen() == "cpu"
     with pytest.raises(ZeroDivisionError), kernels.force("reference"):
         1 / 0  # noqa: B018
-    assert kernels.select(layout(), CPU)[0] == "cpu"
+    assert chosen() == "cpu"
 
 
-@pytest.mark.parametrize("name", ["gpu", "", "Reference", "numba"])
-def test_unknown_name(name: str) -> None:
-    expected = f"unknown backend '{name}'; choose one of cpu, cuda, reference .*THINWIRE_KERNELS"
-    with pytest.raises(ValueError, match=expected), kernels.force(name):
-        pass
-    with pytest.raises(ValueError, match=expected):
-        kernels.register_kernel(name, DenseLayout, kernels.select(layout("none"), CPU)[1])
+def test_forces_of_overlapping_threads_do_not_outlive_them() -> None:
+    first, second = kernels.force("reference"), kernels.force("cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert chosen() == "cpu"
+    second.__exit__(None, None, None)
+    with kernels.force("reference"):
+        assert chosen() == "reference"
 
 
-def test_unknown_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name() -> None:
+    for name in ("gpu", "", "Reference", "numba"):
+        expected = f"unknown backend '{name}'; choose one of cpu, cuda, reference .*THINWIRE_KERNELS"
+        with pytest.raises(ValueError, match=expected), kernels.force(name):
+            pass
+        with pytest.raises(ValueError, match=expected):
+            kernels.register_kernel(name, DenseLayout, kernels.select(layout("none"), CPU)[1])
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.ENVIRONMENT_VARIABLE, "gpu")
     residual = torch.ones(8192)
     with pytest.raises(ValueError, match="unknown backend 'gpu'"):
         thinwire.compressor("quantize").compress(torch.ones(8192), residual)
     assert torch.equal(residual, torch.ones(8192))
     monkeypatch.setenv(kernels.ENVIRONMENT_VARIABLE, "")
-    assert kernels.select(layout(), CPU)[0] == "cpu", "an empty variable chooses nothing"
-
-
-def test_force_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen() == "cpu", "an empty variable chooses nothing"
     monkeypatch.setenv(kernels.ENVIRONMENT_VARIABLE, "reference")
-    assert kernels.select(layout(), CPU)[0] == "reference"
+    assert chosen() == "reference"
     with kernels.force("cpu"):
-        assert kernels.select(layout(), CPU)[0] == "cpu"
+        assert chosen() == "cpu", "force comes before the environment"
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=1/64,bits=2", "quantize", "none"])
-def test_cpu_kernels_refuse_another_device(spec: str) -> None:
-    with kernels.force("cpu"), pytest.raises(ValueError, match="backend 'cpu' runs on cpu tensors, given one on meta"):
-        thinwire.compressor(spec).compress(torch.empty(8192, device="meta"), key=1)
-
-
-@pytest.mark.parametrize(("backend", "device"), [("cpu", META), ("cuda", CPU), ("cuda", META)])
-def test_kernels_of_adam_refuse_another_device(backend: str, device: torch.device) -> None:
-    expected = f"backend '{backend}' runs on {backend} tensors, given one on {device}"
-    with kernels.force(backend), pytest.raises(ValueError, match=expected):
-        kernels.adam(device)
+def test_kernels_refuse_another_device() -> None:
+    for spec in ("topk:ratio=1/64,bits=2", "quantize", "none"):
+        expected = "backend 'cpu' runs on cpu tensors, given one on meta"
+        with kernels.force("cpu"), pytest.raises(ValueError, match=expected):
+            thinwire.compressor(spec).compress(torch.empty(8192, device="meta"), key=1)
+    for backend, device in (("cpu", META), ("cuda", CPU), ("cuda", META)):
+        expected = f"backend '{backend}' runs on {backend} tensors, given one on {device}"
+        with kernels.force(backend), pytest.raises(ValueError, match=expected):
+            kernels.adam(device)
 
 
 def test_a_forced_backend_is_not_replaced_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,32 +119,16 @@ class OwnLayout(DenseLayout):
     """A layout that no backend knows."""
 
 
-class TestOwnKernels:
-    @pytest.fixture(autouse=True)
-    def _own_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "_MODULES", {name: dict(each) for name, each in kernels._MODULES.items()})
-
-    def test_none_for_a_layout(self) -> None:
-        own = OwnLayout(4, torch.float32)
-        with pytest.raises(ValueError, match="no backend has a kernel for OwnLayout; register one for 'reference'"):
-            kernels.select(own, CPU)
-        with kernels.force("cpu"), pytest.raises(ValueError, match="has no kernel for OwnLayout; use 'reference'"):
-            kernels.select(own, CPU)
-
-    def test_registered_for_reference_only(self) -> None:
-        """The default takes what there is; forcing what there is not still raises."""
-        kernel = kernels.select(layout("none"), CPU)[1]
-        kernels.register_kernel("reference", OwnLayout, kernel)
-        assert kernels.select(OwnLayout(4, torch.float32), CPU) == ("reference", kernel)
-        with kernels.force("cpu"), pytest.raises(ValueError, match="has no kernel for OwnLayout"):
-            kernels.select(OwnLayout(4, torch.float32), CPU)
-
-    def test_one_that_does_not_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(kernels._MODULES["cpu"], type(layout()), "thinwire.kernels.cpu.no_such_module")
-        residual = torch.ones(8192)
-        with pytest.raises(RuntimeError, match=r"backend 'cpu' cannot be loaded: .*THINWIRE_KERNELS=reference"):
-            thinwire.compressor("topk:ratio=1/64,bits=2").compress(torch.ones(8192), residual)
-        assert torch.equal(residual, torch.ones(8192))
+def test_kernels_of_an_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default takes what there is; forcing what there is not still raises."""
+    monkeypatch.setattr(kernels, "_MODULES", {name: dict(each) for name, each in kernels._MODULES.items()})
+    own, (_, kernel) = OwnLayout(4, torch.float32), kernels.select(layout("none"), CPU)
+    with pytest.raises(ValueError, match="no backend has a kernel for OwnLayout; register one for 'reference'"):
+        kernels.select(own, CPU)
+    kernels.register_kernel("reference", OwnLayout, kernel)
+    assert kernels.select(own, CPU) == ("reference", kernel)
+    with kernels.force("cpu"), pytest.raises(ValueError, match="has no kernel for OwnLayout; use 'reference'"):
+        kernels.select(own, CPU)
 
 
 def test_without_numba_nothing_falls_back() -> None:
@@ -153,21 +138,18 @@ def test_without_numba_nothing_falls_back() -> None:
         sys.modules["numba"] = None
         import torch, thinwire
         for spec in ("topk:ratio=1/64,bits=2", "quantize"):
+            residual = torch.ones(8192)
             try:
-                thinwire.compressor(spec).compress(torch.ones(8192), key=1)
+                thinwire.compressor(spec).compress(torch.ones(8192), residual, key=1)
             except RuntimeError as error:
-                assert "numba" in str(error) and "THINWIRE_KERNELS=reference" in str(error), error
+                assert "backend 'cpu' cannot be loaded: " in str(error) and "numba" in str(error), error
+                assert "THINWIRE_KERNELS=reference" in str(error) and residual.eq(1).all(), error
             else:
                 raise AssertionError("fell back")
             with thinwire.kernels.force("reference"):
                 print(thinwire.compressor(spec).compress(torch.ones(8192), key=1).kernels)
         """
     assert run_python(code).split() == ["reference"] * 2
-
-
-def test_environment_variable() -> None:
-    code = "import torch, thinwire; print(thinwire.Quantize(8).compress(torch.ones(8192)).kernels)"
-    assert run_python(code, THINWIRE_KERNELS="reference") == "reference"
 
 
 def test_importing_has_no_side_effects() -> None:

@@ -1,14 +1,180 @@
-"""Ranks that die, leave and join while others go on: real processes, killed by SIGKILL."""
+"""Ranks that die, leave and join while others go on: real processes, killed by SIGKILL, each by a plan."""
 
+import hashlib
+import os
 import re
-from typing import Any
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import thinwire
-from support.elastic import Ended, Plan, lose_the_store, take_part
+from support.local_steps import adamw, loss_of, network
+from thinwire.sync import buckets
 from thinwire.testing import LOST, RankPool, run_threads
+
+PATIENCE = 6.0
+"""Long enough for a process that gets no core for a while."""
+
+
+class Plan(NamedTuple):
+    """What one rank does.
+
+    joins_after   a newcomer, which asks to join when the others have taken so many steps; None for a founder.
+    dies          (phase, steps): killed in this phase, once that many local steps were taken.
+    leaves_after  leaves after so many steps.
+    """
+
+    joins_after: int | None = None
+    dies: tuple[str, int] | None = None
+    leaves_after: int | None = None
+
+
+class Ended(NamedTuple):
+    digests: dict[int, str]
+    """The weights after each round in which this rank took part, by the number of steps."""
+    members: tuple[int, ...]
+    number: int
+    events: list[str]
+    warned: list[str]
+    rounds: int
+    has_left: bool
+    lr: float
+
+
+PHASES: dict[str, tuple[str, str, str]] = {
+    "in a local step": ("optimizer", "_step_here", "before"),
+    "before it sends": ("optimizer", "_send", "before"),
+    "when it has sent": ("sync", "collect", "before"),
+    "when it has received": ("sync", "collect", "after"),
+    "when all have a receipt": ("group", "decide", "before"),
+    "when it is decided": ("group", "decide", "after"),
+    "in a roll call": ("group", "call_roll", "before"),
+    "after a roll call": ("group", "call_roll", "after"),
+    "when it hands over": ("membership", "hand_over", "before"),
+}
+"""Where a rank is killed: before or after a call."""
+
+
+def wait_between_buckets(sync: Any, is_due: Callable[[], bool]) -> None:
+    """Let this rank go on with its next bucket only when the one before has failed; once."""
+    send, waited = sync.send, []
+
+    def send_and_wait(bucket: Any, *, last: bool) -> None:
+        send(bucket, last=last)
+        deadline = time.monotonic() + 30
+        while is_due() and not waited and sync._step._sent and time.monotonic() < deadline:
+            if any(sent.reduction.failure is not None for sent in sync._step._sent):
+                waited.append(True)
+            time.sleep(0.01)
+
+    sync.send = send_and_wait
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(owner: Any, name: str, when: str, is_due: Callable[[], bool]) -> None:
+    method = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if when == "before" and is_due():
+            die()
+        result = method(*args, **options)
+        if when == "after" and is_due():
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+
+
+def take_part(rank: int, world_size: int, plans: list[Plan], steps: int, options: dict[str, Any]) -> Ended:
+    """Train as one rank of the plan, until `steps` local steps were taken."""
+    plan, store = plans[rank], dist.distributed_c10d._get_default_store()
+    waits_at = options.pop("waits_at", None)
+    if waits_at is not None:
+        buckets.BUCKET_BYTES = 1 << 14  # so that there are several; the processes of this test are used by no other
+    founders = [number for number, each in enumerate(plans) if each.joins_after is None]
+    model = network(with_buffers=False)
+    if plan.joins_after is None:
+        group = thinwire.ElasticGroup(store, rank=rank, size=len(founders), patience=PATIENCE, timeout=60)
+    else:
+        wait_for(store, f"reached/{plan.joins_after}")
+        group = thinwire.ElasticGroup(store, patience=PATIENCE, timeout=60)
+        if plan.dies == ("when it has asked", 0):
+            die()
+        if plan.dies == ("when it is admitted", 0):
+            kill_at(group, "call_roll", "before", lambda: True)
+        if plan.dies == ("before it gets the weights", 0):
+            kill_at(group, "call_roll", "after", lambda: True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = thinwire.LocalSteps(adamw(model), group=group, model=model, **{"every": 4, **options})
+        membership: Any = optimizer._membership
+        owners = {"optimizer": optimizer, "sync": optimizer.sync, "group": group, "membership": membership}
+        if plan.dies is not None and plan.dies[0] in PHASES:
+            (owner, name, when), at = PHASES[plan.dies[0]], plan.dies[1]
+            kill_at(
+                owners[owner], name, when,
+                lambda: optimizer.steps >= at and (owner != "membership" or membership._newcomers),
+            )  # fmt: skip
+        if waits_at is not None and plan.dies is None:
+            wait_between_buckets(optimizer.sync, lambda: optimizer.steps >= waits_at)
+        digests: dict[int, str] = {}
+        while optimizer.steps < steps and not optimizer.has_left:
+            loss = loss_of(model, optimizer.steps, group.number)
+            optimizer.zero_grad()
+            loss.backward()
+            for each in optimizer.param_groups:
+                each["lr"] = 1e-2 * (1 - optimizer.steps / 1000)
+            if plan.leaves_after is not None and optimizer.steps >= plan.leaves_after:
+                group.leave()
+            optimizer.step()
+            if optimizer.steps % optimizer.every == 0:
+                digests[optimizer.steps] = digest(model)
+            store.set(f"reached/{optimizer.steps}", "yes")
+            if any(each.joins_after is not None for each in plans):
+                time.sleep(0.02)  # so that newcomers are there before the training ends
+    return Ended(
+        digests, group.members, group.number, group.events, [str(each.message) for each in caught],
+        optimizer.rounds, optimizer.has_left, optimizer.param_groups[0]["lr"],
+    )  # fmt: skip
+
+
+def wait_for(store: Any, key: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {key} within {seconds:g} s")
+        time.sleep(0.01)
+
+
+def lose_the_store(rank: int, world_size: int) -> str:
+    """Train until rank 0, which hosts the store, dies. Return the error."""
+    group = thinwire.ElasticGroup(
+        dist.distributed_c10d._get_default_store(), rank=rank, size=world_size, patience=PATIENCE, timeout=60
+    )
+    model = network(with_buffers=False)
+    optimizer = thinwire.LocalSteps(adamw(model), 4, group=group, model=model)
+    try:
+        while True:
+            optimizer.zero_grad()
+            loss_of(model, optimizer.steps, rank).backward()
+            if rank == 0 and optimizer.steps == 9:
+                die()
+            optimizer.step()
+    except thinwire.CollectiveError as error:
+        return str(error)
 
 
 def run(pool: RankPool, plans: list[Plan], steps: int, **options: Any) -> list[Ended]:
@@ -146,13 +312,6 @@ class TestProtocol:
         one._board.write("beat/1", "3")
         assert one.wishes()[1] == 0
 
-    def test_numbers_that_no_rank_wrote(self) -> None:
-        (one,) = self.groups(1)
-        for text in ("-1", "1e9", "1" * 30, "x"):
-            one._board.write("joins", text)
-            with pytest.raises(thinwire.PeerError, match="which no rank wrote"):
-                one.wishes()
-
     def test_nobody_is_admitted_by_the_last_that_leaves(self) -> None:
         (one,) = self.groups(1)
         change = one.decide([0], [1])
@@ -166,26 +325,26 @@ class TestProtocol:
 
         def answer(group: Any) -> Any:
             if group.rank == 1:
-                import time
-
                 time.sleep(1.5)
             return (one, two)[group.rank].call_roll([1])
 
         assert [change.lost for change in run_threads(answer, 2)] == [[], []]
 
-    def test_a_decision_that_no_rank_wrote(self) -> None:
+    def test_what_no_rank_wrote(self) -> None:
         (one,) = self.groups(1)
+        for text in ("-1", "1e9", "1" * 30, "x"):
+            one._board.write("joins", text)
+            with pytest.raises(thinwire.PeerError, match="which no rank wrote"):
+                one.wishes()
         for text in ("{}", "[true, 5, [], []]", "x", '[true, ["a"], [], []]', "[true, [0]]", "[" * 10_000):
             one._board.write(f"decision/{one._exchange + 1}", text)
             with pytest.raises(thinwire.PeerError, match="a decision that no rank wrote"):
                 one.decide([], [])
 
-    def test_a_rank_that_does_not_come(self) -> None:
+    def test_a_rank_that_does_not_come_and_a_newcomer_whom_nobody_admits(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
         with pytest.raises(thinwire.PeerError, match=r"rank 1 did not come within 0\.2 s"):
             thinwire.ElasticGroup(dist.HashStore(), rank=0, size=2, timeout=0.2)  # type: ignore[attr-defined]
-
-    def test_a_newcomer_whom_nobody_admits(self) -> None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
         with pytest.raises(thinwire.PeerError, match="no group named 'default'"):
             thinwire.ElasticGroup(store, timeout=0.2)
         thinwire.ElasticGroup(store, rank=0, size=1)
@@ -196,19 +355,14 @@ class TestProtocol:
 
     def test_bad_input(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
+        thinwire.ElasticGroup(store, rank=0, size=1)
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"store": None}, "store of type NoneType"),
             ({"rank": 0}, "rank 0 and size None, expected both"),
             ({"rank": 2, "size": 2}, "rank 2 of 2"),
             ({"rank": 0, "size": 1, "patience": 0}, "patience 0, expected seconds above 0"),
+            ({"rank": 0, "size": 1}, "rank 0 of a group named 'default' was there before"),
         ]
         for options, message in wrong:
             with pytest.raises(ValueError, match=message):
                 thinwire.ElasticGroup(**{"store": store, **options})
-
-    def test_one_name_for_one_group(self) -> None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        thinwire.ElasticGroup(store, rank=0, size=1)
-        with pytest.raises(ValueError, match="rank 0 of a group named 'default' was there before"):
-            thinwire.ElasticGroup(store, rank=0, size=1)
-        thinwire.ElasticGroup(store, rank=0, size=1, name="another")

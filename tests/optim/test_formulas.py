@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from support.training import Given, gradients
+from support.training import Given, gradients, take
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
@@ -40,9 +40,7 @@ def train(group: LocalGroup, kind: str, options: dict[str, Any]) -> list[list[Te
     )  # fmt: skip
     found = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        model(given(model, group.rank, step)).backward()
-        optimizer.step()
+        take(optimizer, model(given(model, group.rank, step)))
         found.append([weight.detach().double() for weight in model.weights])
     return found
 

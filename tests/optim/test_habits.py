@@ -9,25 +9,14 @@ from torch import nn
 
 import thinwire
 from support.optimizers import OPTIONS, make
-from support.training import (
-    TOPK,
-    assert_same,
-    identical,
-    loss_of,
-    make_net,
-    optimizer_bits,
-    policy,
-    weight_bits,
-)
+from support.training import TOPK, assert_same, identical, loss_of, make_net, optimizer_bits, policy, take, weight_bits
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int, scheduler: Any = None) -> None:
     for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         if scheduler is not None:
             scheduler.step()
 
@@ -49,10 +38,13 @@ def test_options_that_change_the_result_are_refused() -> None:
         ("AdamW", {"maximize": True}, "maximize=True.*negative loss"),
         ("AdamW", {"capturable": True}, "capturable=True.*CUDA graph"),
         ("AdamW", {"differentiable": True}, "differentiable=True"),
+        ("AdamW", {"algorithm": "gather"}, r"collective=thinwire.Collective\(algorithm='gather'\)"),
+        ("SGD", {"timeout": 3.0}, r"collective=thinwire.Collective\(timeout=3.0\)"),
+        ("AdamW", {"momentun": 0.9}, "AdamW has no argument 'momentun'"),
         ("SGD", {"maximize": True}, "maximize=True.*negative loss"),
         ("SGD", {"dampening": 0.5}, r"dampening=0\.5"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             getattr(thinwire, kind)(make_net(), **option)
 
 
@@ -66,22 +58,25 @@ def test_arguments_have_torchs_order() -> None:
     assert {name: adamw.param_groups[0][name] for name in names} == names
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})],
-)
-def test_one_process_without_a_group_is_torchs_optimizer(kind: str, options: dict[str, Any]) -> None:
-    ends = []
-    for library in (torch.optim, thinwire):
-        model = make_net()
-        named = model.named_parameters()
-        optimizer = getattr(library, kind)(named, lr=1e-2, **options)
-        train(model, optimizer, 0, 0, 20)
-        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
-    again = thinwire.AdamW(make_net()) if kind == "AdamW" else thinwire.SGD(make_net(), **options)
-    again.load_state_dict(optimizer.state_dict())
-    assert again.sync.steps == 20
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def test_one_process_without_a_group_is_torchs_optimizer() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {})
+    ]  # fmt: skip
+    for kind, options in cases:
+        ends = []
+        for library in (torch.optim, thinwire):
+            model = make_net()
+            optimizer = getattr(library, kind)(model.named_parameters(), lr=1e-2, **options)
+            train(model, optimizer, 0, 0, 20)
+            ends.append(flat(model))
+        torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+        again = getattr(thinwire, kind)(make_net(), **options)
+        again.load_state_dict(optimizer.state_dict())
+        assert again.sync.steps == 20
 
 
 def test_one_process_of_several_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +94,17 @@ def test_a_complex_parameter_is_named() -> None:
         sync.register_parameters(model.named_parameters())
 
 
-def freeze(group: LocalGroup, kind: str) -> dict[str, bytes]:
+def freeze(group: LocalGroup) -> dict[str, bytes]:
     """A frozen parameter has no moments, and none after a resume; it may be trained from then on."""
     ends = []
     for resumes in (False, True):
         model = make_net()
         model[2].requires_grad_(False)
-        optimizer = make(kind, model, group=group, warmup_steps=2)
+        optimizer = make("SGD", model, group=group, warmup_steps=2)
         train(model, optimizer, group.rank, 0, 4)
         if resumes:
-            weights, state = model.state_dict(), optimizer.state_dict()
-            model = make_net()
-            model.load_state_dict(weights)
-            model[2].requires_grad_(False)
-            optimizer = make(kind, model, group=group, warmup_steps=2)
+            state = optimizer.state_dict()
+            optimizer = make("SGD", model, group=group, warmup_steps=2)
             optimizer.load_state_dict(state)
         train(model, optimizer, group.rank, 4, 6)
         assert_same(weight_bits(model[2]), weight_bits(make_net()[2]), "frozen weights")
@@ -125,24 +117,21 @@ def freeze(group: LocalGroup, kind: str) -> dict[str, bytes]:
 
 
 def test_a_frozen_parameter_is_resumed_and_may_be_trained_later() -> None:
-    assert identical(run_threads(freeze, 2, "SGD"))  # for AdamW, which counts steps, see test_unfrozen.py
+    assert identical(run_threads(freeze, 2))  # for AdamW, which counts steps, see test_unfrozen.py
 
 
-def compile_some(group: LocalGroup, kind: str) -> None:
+def compile_some(group: LocalGroup) -> None:
     """Names of a compiled model begin with _orig_mod: a resume with or without it is the same run."""
     ends = []
     for before, after in ((False, False), (True, False), (False, True), ("inside", True)):
-        models, optimizers = [], []
+        plain, optimizers = [], []
         for compiled in (before, after):
             model = make_net()
+            plain.append(nn.Sequential(*model))
             if compiled == "inside":
                 model[2] = torch.compile(model[2], backend="eager")
             given = torch.compile(model, backend="eager") if compiled is True else model
-            models.append(model)
-            optimizers.append(make(kind, given, group=group, warmup_steps=2))
-        plain = [models[0], models[1]]
-        if before == "inside":
-            plain[0] = nn.Sequential(*(getattr(layer, "_orig_mod", layer) for layer in models[0]))
+            optimizers.append(make("AdamW", given, group=group, warmup_steps=2))
         train(plain[0], optimizers[0], group.rank, 0, 4)
         plain[1].load_state_dict(plain[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
@@ -150,44 +139,32 @@ def compile_some(group: LocalGroup, kind: str) -> None:
         train(plain[1], optimizers[1], group.rank, 4, 6)
         ends.append(weight_bits(plain[1]))
     assert identical(ends)
+    sync = thinwire.Synchronizer(policy(TOPK), group=group)
+    sync.all_reduce_gradients(torch.compile(plain[1], backend="eager"))
+    assert sync.residuals.keys() == dict(plain[1].named_parameters()).keys()
 
 
 def test_a_model_may_be_compiled_on_one_side_of_a_resume() -> None:
-    run_threads(compile_some, 2, "AdamW")
-
-
-def sync_compiled(group: LocalGroup) -> None:
-    model = make_net()
-    loss_of(model, group.rank, 0).backward()
-    sync = thinwire.Synchronizer(policy(TOPK), group=group)
-    sync.all_reduce_gradients(torch.compile(model, backend="eager"))
-    assert sync.residuals.keys() == dict(model.named_parameters()).keys()
-
-
-def test_a_synchronizer_leaves_the_compilers_name_out() -> None:
-    run_threads(sync_compiled, 2)
+    run_threads(compile_some, 2)
 
 
 def cycle(group: LocalGroup, kind: str) -> dict[str, bytes]:
     """OneCycleLR sets momentum too; while gradients are sent the run is torch's, and replicas stay alike after it."""
-    ends = []
-    for library in (thinwire, torch.optim):
+    ends, name = [], "betas" if kind == "AdamW" else "momentum"
+    for library in (torch.optim, thinwire):
         model = make_net()
         if library is thinwire:
             optimizer = make(kind, model, group=group, warmup_steps=6, warmup="none")
         else:
             optimizer = getattr(library, kind)(model.parameters(), **OPTIONS[kind])
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
-        name = "betas" if kind == "AdamW" else "momentum"
         start = optimizer.param_groups[0][name]
         train(model, optimizer, 0, 0, 6, scheduler)
         assert optimizer.param_groups[0][name] != start
-        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-        if library is thinwire:
-            mine = model, optimizer, scheduler
+        ends.append(flat(model))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
-    train(mine[0], mine[1], group.rank, 6, 12, mine[2])
-    return weight_bits(mine[0])
+    train(model, optimizer, group.rank, 6, 12, scheduler)
+    return weight_bits(model)
 
 
 @pytest.mark.filterwarnings("ignore:gradients are the same on all ranks")
@@ -196,12 +173,12 @@ def test_a_schedule_that_changes_momentum() -> None:
         assert identical(run_threads(cycle, 2, kind)), kind
 
 
-def reset_gradients(group: LocalGroup, kind: str) -> None:
+def reset_gradients(group: LocalGroup) -> None:
     """zero_grad before backward, after step, of the model, or by hand."""
     ends = []
     for where in range(4):
         model = make_net()
-        optimizer = make(kind, model, group=group, warmup_steps=2)
+        optimizer = make("AdamW", model, group=group, warmup_steps=2)
         for step in range(5):
             if where == 0:
                 optimizer.zero_grad()
@@ -218,7 +195,7 @@ def reset_gradients(group: LocalGroup, kind: str) -> None:
 
 
 def test_gradients_may_be_reset_at_either_place() -> None:
-    run_threads(reset_gradients, 2, "AdamW")
+    run_threads(reset_gradients, 2)
 
 
 def save(group: LocalGroup, who: list[str]) -> None:

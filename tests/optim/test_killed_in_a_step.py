@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from support.slow import slow
 from support.training import SEVERAL, TOPK, differing, loss_of, make_net, optimizer_bits, policy, sync_bits, weight_bits
+from thinwire import Collective
 from thinwire.collectives.transport.channel import Connection
 from thinwire.collectives.transport.link import Buffers, GlooLink, LinkBroken, Wait
 from thinwire.sync.buckets import Bucket
@@ -83,7 +84,11 @@ def take_steps(rank: int, world_size: int, victim: int, algorithm: str, posts: i
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(32, 64, bias=False))
     optimizer = thinwire.AdamW(
-        model, lr=1e-2, compressor=policy(TOPK), warmup_steps=1, algorithm=algorithm, timeout=SECONDS
+        model,
+        lr=1e-2,
+        compressor=policy(TOPK),
+        warmup_steps=1,
+        collective=Collective(algorithm=algorithm, timeout=SECONDS),
     )
 
     def backward(step: int) -> None:
@@ -148,7 +153,7 @@ def test_when_all_is_exchanged(ranks: RankPool) -> None:
 def go_backward(rank: int, world_size: int, victim: int, algorithm: str) -> Failure | None:
     """attach: the victim dies when all buckets but the last are exchanged."""
     model = DistributedDataParallel(make_net(), **SEVERAL)
-    sync = thinwire.attach(model, policy(TOPK), algorithm=algorithm, timeout=SECONDS)
+    sync = thinwire.attach(model, policy(TOPK), collective=Collective(algorithm=algorithm, timeout=SECONDS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -161,7 +166,6 @@ def go_backward(rank: int, world_size: int, victim: int, algorithm: str) -> Fail
         def send_or_die(bucket: Bucket, *, last: bool) -> None:
             if last:
                 assert sent[0], "this is the first bucket"
-                assert sync._step is not None
                 sync._step.wait()  # so that the others have them, too
                 die()
             sent[0] += 1
@@ -202,7 +206,7 @@ def test_in_a_dense_step_of_attach_the_error_is_torchs(ranks: RankPool) -> None:
 def send_after_a_failure(rank: int, world_size: int) -> str:
     """Rank 1 dies between two steps. Rank 0 adds a bucket while the wire reports that the one before it failed."""
     buckets = [Bucket(torch.ones(1 << 14), (name,), (1 << 14,)) for name in ("first", "second")]
-    sync = thinwire.Synchronizer(policy(TOPK), timeout=SECONDS)
+    sync = thinwire.Synchronizer(policy(TOPK), collective=Collective(timeout=SECONDS))
 
     def add(bucket: Bucket) -> None:
         sync.add_bucket(bucket, first=bucket is buckets[0], last=bucket is buckets[-1])
@@ -228,7 +232,6 @@ def send_after_a_failure(rank: int, world_size: int) -> str:
         add(buckets[0])
         assert failed.wait(SECONDS)
         add(buckets[1])
-        assert sync._step is not None
         sent = len(sync._step.handles)
         added.set()
         try:
@@ -247,7 +250,7 @@ def test_a_bucket_that_comes_while_a_failure_is_reported(ranks: RankPool) -> Non
 
 def go_on_after_a_failure(rank: int, world_size: int) -> list[float]:
     """The link of rank 1 breaks: it sees that before its second bucket, and rank 0 after its own. Then both go on."""
-    sync = thinwire.Synchronizer("quantize:bits=8", timeout=SECONDS)
+    sync = thinwire.Synchronizer("quantize:bits=8", collective=Collective(timeout=SECONDS))
     tensors = [torch.full((1 << 14,), 1.0 + rank) for _ in range(3)]
     buckets = [Bucket(tensor, (str(number),), (1 << 14,)) for number, tensor in enumerate(tensors)]
 
@@ -271,7 +274,6 @@ def go_on_after_a_failure(rank: int, world_size: int) -> list[float]:
     if rank == 1:
         GlooLink.post = breaks  # type: ignore[method-assign]
         add(0)
-        assert sync._step is not None
         while sync._step._sent[0].reduction.failure is None:
             time.sleep(0.001)
         add(1)

@@ -8,18 +8,8 @@ import torch
 from torch import nn
 
 import thinwire
-from support.local_steps import (
-    Trained,
-    adamw,
-    copies,
-    copies_of_state,
-    loss_of,
-    network,
-    restore,
-    same_bits,
-    sgd,
-    train,
-)
+from support.local_steps import Trained, adamw, after_local_step, copies, loss_of, network, same_bits, sgd, train
+from support.training import take
 from thinwire.sync.step import is_finite
 from thinwire.testing import run_threads
 
@@ -41,34 +31,24 @@ def weights_of_all(results: list[Trained]) -> bool:
 
 
 class TestARound:
-    @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-    def test_all_ranks_have_the_same_bits_when_it_ends(self, options: dict[str, Any]) -> None:
-        results = run_threads(lambda group: train(group, 26, options, ends_together=True), 3)
-        assert weights_of_all(results)
-        assert all(same_bits(results[0].buffers, one.buffers) for one in results[1:])
-        assert sum(results[0].losses[-6:]) < sum(results[0].losses[:6])
+    @pytest.mark.parametrize(
+        ("options", "save_at"), list(zip(SETTINGS.values(), cycle((16, 19, 25)), strict=False)), ids=SETTINGS.keys()
+    )
+    def test_ranks_have_the_same_bits_when_it_ends_also_after_a_resume(
+        self, options: dict[str, Any], save_at: int
+    ) -> None:
+        def rank(group: Any, whole: list[Trained] | None) -> Trained:
+            state = None if whole is None else whole[group.rank].saved
+            return train(group, 34, options, save_at=save_at, state=state, ends_together=True)
 
-    def test_ranks_are_apart_only_in_the_middle(self) -> None:
-        for steps in (16, 17):
-            assert weights_of_all(run_threads(lambda group, n=steps: train(group, n, {}), 3)) == (steps == 16)
-
-    def test_one_dense_step_is_data_parallelism(self) -> None:
-        """SGD by the mean of gradients, in plain torch, is the oracle."""
-
-        ours = run_threads(lambda group: train(group, 10, {"every": 1, "compressor": "none"}, make=sgd), 3)[0]
-        model = network()
-        optimizer = sgd(model)
-        for step in range(10):
-            gradients = []
-            for rank in range(3):
-                model.zero_grad()
-                loss_of(model, step, rank).backward()
-                gradients.append(copies(p.grad for p in model.parameters()))
-            for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-                parameter.grad = sum(parts) / 3  # type: ignore[assignment]
-            optimizer.step()
-        for mine, theirs in zip(ours.weights, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-6)
+        whole = run_threads(rank, 3, None)
+        assert weights_of_all(whole)
+        assert all(same_bits(whole[0].buffers, one.buffers) for one in whole[1:])
+        assert sum(whole[0].losses[-6:]) < sum(whole[0].losses[:6])
+        for one, other in zip(whole, run_threads(rank, 3, whole), strict=True):
+            assert same_bits(one.weights, other.weights)
+            assert same_bits(one.buffers, other.buffers)
+            assert one.losses[save_at:] == other.losses
 
     def test_the_mean_of_all_differences_and_an_outer_step_by_hand(self) -> None:
         """Two rounds of DiLoCo, dense: common weights by the formulas of the paper, from the local weights."""
@@ -80,13 +60,8 @@ class TestARound:
             def before_step(model: nn.Module, optimizer: Any) -> None:
                 if optimizer.steps % 3 == 0:
                     seen.append(copies(model.parameters()))
-                if optimizer.steps % 3 == 2:  # the local step that ends the round, by hand
-                    inner = optimizer.optimizers[0]
-                    kept = copies(model.parameters())
-                    state = copies_of_state(inner)
-                    inner.step()
-                    seen.append(copies(model.parameters()))
-                    restore(inner, model, kept, state)
+                if optimizer.steps % 3 == 2:  # the local step that ends the round
+                    seen.append(after_local_step(model, optimizer))
 
             train(group, 7, options, before_step=before_step)
             return seen
@@ -106,16 +81,11 @@ class TestARound:
 
         def rank(group: Any) -> Any:
             moved: list[torch.Tensor] = []
-            last: list[torch.Tensor] = []
 
             def before_step(model: nn.Module, optimizer: Any) -> None:
-                inner = optimizer.optimizers[0]
-                kept, state = copies(model.parameters()), copies_of_state(inner)
-                inner.step()
-                step = [b.double() - p.detach() for b, p in zip(kept, model.parameters(), strict=True)]
+                after = after_local_step(model, optimizer)
+                step = [p.detach().double() - b for p, b in zip(model.parameters(), after, strict=True)]
                 moved[:] = step if not moved else [a + b for a, b in zip(moved, step, strict=True)]
-                restore(inner, model, kept, state)
-                last[:] = kept
 
             done = train(group, 37, options, before_step=before_step)
             names = [name for name, _ in network().named_parameters()]
@@ -154,18 +124,6 @@ class TestARound:
 
 
 class TestResume:
-    @pytest.mark.parametrize(
-        ("options", "save_at"), list(zip(SETTINGS.values(), cycle((16, 19, 25)), strict=False)), ids=SETTINGS.keys()
-    )
-    def test_the_same_bits_as_without_an_interruption(self, options: dict[str, Any], save_at: int) -> None:
-        steps = 34
-        whole = run_threads(lambda group: train(group, steps, options, save_at=save_at), 2)
-        again = run_threads(lambda group: train(group, steps, options, state=whole[group.rank].saved), 2)
-        for one, other in zip(whole, again, strict=True):
-            assert same_bits(one.weights, other.weights)
-            assert same_bits(one.buffers, other.buffers)
-            assert one.losses[-(steps - save_at) :] == other.losses
-
     @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 2)])
     def test_another_number_of_ranks_after_a_round(self, before: int, after: int) -> None:
         saved = [one.saved for one in run_threads(lambda group: train(group, 16, {}, save_at=16), before)]
@@ -175,16 +133,6 @@ class TestResume:
             here = sum(one.optimizer.sync.residuals.get(name, torch.zeros(1)).double() for one in loaded) / after
             torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-7)
         run_threads(lambda group: train(group, 24, {}, state=saved), after)
-
-    def test_another_number_of_ranks_in_the_middle_is_refused(self) -> None:
-        saved = [one.saved for one in run_threads(lambda group: train(group, 17, {}, save_at=17), 2)]
-        with pytest.raises(ValueError, match=r"in the middle of a round.*synchronize"):
-            run_threads(lambda group: train(group, 24, {}, state=saved), 3)
-
-    def test_other_settings_are_refused(self) -> None:
-        (saved,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
-        with pytest.raises(ValueError, match="setting every 8, here it is 4"):
-            run_threads(lambda group: train(group, 8, {"every": 4}, state=saved), 1)
 
     def test_all_states_in_that_of_one_rank(self) -> None:
         def rank(group: Any) -> Any:
@@ -196,25 +144,28 @@ class TestResume:
         again = run_threads(lambda group: train(group, 19, {}, state=results[0][0]), 2)
         assert all(same_bits(one.weights, weights) for one, (_, weights) in zip(again, results, strict=True))
 
-    def test_a_state_without_a_part_is_refused(self) -> None:
+    def test_states_that_do_not_fit_are_refused(self) -> None:
         (saved,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
+        in_the_middle = [one.saved for one in run_threads(lambda group: train(group, 17, {}, save_at=17), 2)]
+        wrong: list[tuple[int, dict[str, Any], Any, str]] = [
+            (3, {}, in_the_middle, r"in the middle of a round.*synchronize"),
+            (1, {"every": 4}, saved, "setting every 8, here it is 4"),
+            (1, {}, adamw(network()).state_dict(), "no key 'thinwire'"),
+            (
+                1,
+                {},
+                thinwire.AdamW(network()).state_dict(),
+                r"a state of thinwire\.AdamW, expected thinwire\.LocalSteps",
+            ),
+        ]
         for key in ("common", "weights", "local_steps", "setting"):
             lacking = {name: value for name, value in saved["thinwire"].items() if name != key}
-            with pytest.raises(ValueError, match=f"'{key}' is missing"):
-                run_threads(lambda group, part=lacking: train(group, 8, {}, state={**saved, "thinwire": part}), 1)
-
-    def test_states_of_others_are_refused(self) -> None:
-        def load(group: Any, state: Any) -> None:
-            thinwire.LocalSteps(adamw(network()), 8, group=group).load_state_dict(state)
-
-        with pytest.raises(ValueError, match="no key 'thinwire'"):
-            run_threads(load, 1, adamw(network()).state_dict())
-        ours = thinwire.AdamW(network()).state_dict()
-        with pytest.raises(ValueError, match=r"a state of thinwire\.AdamW, expected thinwire\.LocalSteps"):
-            run_threads(load, 1, ours)
-        (other,) = run_threads(lambda group: train(group, 8, {}, save_at=8).saved, 1)
+            wrong.append((1, {}, {**saved, "thinwire": lacking}, f"'{key}' is missing"))
+        for ranks, options, state, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                run_threads(lambda group, options=options, state=state: train(group, 24, options, state=state), ranks)
         with pytest.raises(ValueError, match="another model"):
-            run_threads(load, 1, other)  # without the names of the model
+            thinwire.LocalSteps(adamw(network()), 8).load_state_dict(saved)  # without the names of the model
 
 
 def test_a_finite_difference_whose_sum_overflows_is_no_reason_to_leave_a_rank_out() -> None:
@@ -223,17 +174,22 @@ def test_a_finite_difference_whose_sum_overflows_is_no_reason_to_leave_a_rank_ou
     assert not is_finite(torch.tensor([torch.nan, 1.0]))
 
 
+def spoil(step: int, rank: int) -> Any:
+    """Put a NaN into a gradient of this rank."""
+
+    def before_step(model: nn.Module, optimizer: Any) -> None:
+        if optimizer.steps == step and optimizer.sync.rank == rank:
+            next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+
+    return before_step
+
+
 class TestNotFinite:
     def test_the_difference_of_one_rank_is_left_out(self) -> None:
-        def spoil(model: nn.Module, optimizer: Any) -> None:
-            if optimizer.steps == 4 and optimizer.sync.rank == 1:
-                next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
-
-        def rank(group: Any, before_step: Any) -> Trained:
-            return train(group, 24, {"compressor": "none"}, before_step=before_step)
-
         with pytest.warns(UserWarning, match="rank 1 are not finite after 8 local steps"):
-            spoilt = run_threads(rank, 2, spoil)
+            spoilt = run_threads(
+                lambda group: train(group, 24, {"compressor": "none"}, before_step=spoil(4, rank=1)), 2
+            )
         assert weights_of_all(spoilt)
         assert all(bool(w.isfinite().all()) for w in spoilt[0].weights)
         assert [one.optimizer.left_out for one in spoilt] == [0, 1]
@@ -241,13 +197,12 @@ class TestNotFinite:
             assert bool(state["exp_avg"].isfinite().all())
 
     def test_with_fragments_the_rank_recovers(self) -> None:
-        def spoil(model: nn.Module, optimizer: Any) -> None:
-            if optimizer.steps == 9 and optimizer.sync.rank == 0:
-                next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+        def rank(group: Any) -> Trained:
+            options = {"fragments": 4, "delay": 2}
+            return train(group, 40, options, before_step=spoil(9, rank=0), ends_together=True)
 
-        options = {"fragments": 4, "delay": 2}
         with pytest.warns(UserWarning, match="left out"):
-            results = run_threads(lambda group: train(group, 40, options, before_step=spoil, ends_together=True), 2)
+            results = run_threads(rank, 2)
         assert weights_of_all(results)
         assert all(bool(w.isfinite().all()) for w in results[0].weights)
         assert all(one.losses[-1] == one.losses[-1] for one in results)
@@ -270,11 +225,10 @@ class TestAsAnOptimizer:
         optimizer = thinwire.LocalSteps(inner, 4, model=model)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
         for step in range(4):
-            loss_of(model, step, 0).backward()
-            optimizer.step()
+            take(optimizer, loss_of(model, step, 0))
             scheduler.step()
-        assert inner.param_groups[0]["lr"] == pytest.approx(0.005)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+        for each in (inner, optimizer):
+            assert each.param_groups[0]["lr"] == pytest.approx(0.005)
 
     def test_a_closure(self) -> None:
         model = network()
@@ -286,9 +240,7 @@ class TestAsAnOptimizer:
             loss.backward()
             return loss.item()
 
-        losses = [optimizer.step(closure) for _ in range(4)]
-        assert losses[-1] is not None
-        assert losses[0] is not None
+        losses: Any = [optimizer.step(closure) for _ in range(4)]
         assert losses[-1] < losses[0]
         assert optimizer.rounds == 2
 
@@ -321,9 +273,7 @@ class TestAsAnOptimizer:
             if late:
                 model.load_state_dict(other)
             for step in range(8):
-                optimizer.zero_grad()
-                loss_of(model, step, group.rank).backward()
-                optimizer.step()
+                take(optimizer, loss_of(model, step, group.rank))
             return copies(model.parameters())
 
         assert same_bits(run_threads(rank, 2, True)[0], run_threads(rank, 2, False)[0])
@@ -336,9 +286,7 @@ class TestAsAnOptimizer:
             optimizer = thinwire.LocalSteps(torch.optim.SGD(model.parameters(), lr=0.1), 4, group=group)
             for step in range(8):
                 generator = torch.Generator().manual_seed(step + 100 * group.rank)
-                optimizer.zero_grad()
-                model(torch.randn(8, 96, generator=generator).bfloat16()).square().sum().backward()
-                optimizer.step()
+                take(optimizer, model(torch.randn(8, 96, generator=generator).bfloat16()).square().sum())
             (part,) = optimizer._parts()
             return model.weight.detach().clone(), part.common.clone()
 
@@ -353,9 +301,7 @@ class TestAsAnOptimizer:
         optimizer, inner = thinwire.LocalSteps(sgd(model), 4, model=model), sgd(plain)
         for step in range(9):
             for one, by in ((model, optimizer), (plain, inner)):
-                by.zero_grad()
-                loss_of(one, step, 0).backward()
-                by.step()
+                take(by, loss_of(one, step, 0))
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
@@ -381,16 +327,16 @@ class TestErrors:
 
     def test_optimizers(self) -> None:
         model = network()
-        with pytest.raises(ValueError, match="a str as optimizer"):
-            thinwire.LocalSteps("adamw", 8)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"thinwire\.AdamW inside LocalSteps.*give torch\.optim\.AdamW"):
-            thinwire.LocalSteps(thinwire.AdamW(model), 8)
-        with pytest.raises(ValueError, match="an empty list"):
-            thinwire.LocalSteps([], 8)
-        with pytest.raises(ValueError, match="given to two optimizers"):
-            thinwire.LocalSteps([adamw(model), adamw(model)], 8)
-        with pytest.raises(ValueError, match="no parameter of the model is in an optimizer"):
-            thinwire.LocalSteps(adamw(model), 8, model=network())
+        wrong: list[tuple[Any, dict[str, Any], str]] = [
+            ("adamw", {}, "a str as optimizer"),
+            (thinwire.AdamW(model), {}, r"thinwire\.AdamW inside LocalSteps.*give torch\.optim\.AdamW"),
+            ([], {}, "an empty list"),
+            ([adamw(model), adamw(model)], {}, "given to two optimizers"),
+            (adamw(model), {"model": network()}, "no parameter of the model is in an optimizer"),
+        ]
+        for optimizers, options, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                thinwire.LocalSteps(optimizers, 8, **options)
         with pytest.raises(ValueError, match="parameter groups cannot be added"):
             thinwire.LocalSteps(adamw(model), 8).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import thinwire
 from support.group import run_group, run_ranks
-from support.optimizers import ADAMW, DDP_OR_PLAIN, OPTIONS, SGD, make, wrapped
+from support.optimizers import ADAMW, OPTIONS, SGD, make, wrapped
 from support.training import (
     TOPK,
     Given,
@@ -22,8 +22,10 @@ from support.training import (
     plain_module,
     policy,
     raises,
+    take,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 
@@ -49,9 +51,7 @@ def compare_with_torch(
     schedulers = [torch.optim.lr_scheduler.StepLR(made, 4, 0.5) for made in (theirs, ours)]
     for step in range(12):
         for model, optimizer in zip(models, (theirs, ours), strict=True):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            take(optimizer, loss_of(model, rank, step))
         for scheduler in schedulers:
             scheduler.step()
         if exact:
@@ -59,31 +59,30 @@ def compare_with_torch(
     assert ours.param_groups[1]["lr"] == theirs.param_groups[1]["lr"] < 0.005
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    saved = [optimizer.state_dict()["state"] for optimizer in (theirs, ours)]
-    assert saved[0].keys() == saved[1].keys()
-    for number, kept in saved[0].items():
+    right, saved = (optimizer.state_dict()["state"] for optimizer in (theirs, ours))
+    assert right.keys() == saved.keys()
+    for number, kept in right.items() if exact else ():
         for name, tensor in kept.items():
-            if exact:
-                assert torch.equal(tensor, saved[1][number][name]), f"{name} of parameter {number}"
+            assert torch.equal(tensor, saved[number][name]), f"{name} of parameter {number}"
     return weight_bits(models[1])
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "ddp"),
+    ("world_size", "kind", "options", "ddp"),
     [
-        ("AdamW", ADAMW, True),
-        ("SGD", SGD, False),
-        ("SGD", {**SGD, "nesterov": True}, True),
-        ("SGD", {"lr": 0.02, "momentum": 0.0}, False),
+        (2, "AdamW", ADAMW, True),
+        (3, "AdamW", ADAMW, True),
+        (2, "SGD", SGD, False),
+        (2, "SGD", {**SGD, "nesterov": True}, True),
+        (2, "SGD", {"lr": 0.02, "momentum": 0.0}, False),
     ],
-    ids=["AdamW", "SGD", "nesterov", "no momentum"],
+    ids=["AdamW", "AdamW of three ranks", "SGD", "nesterov", "no momentum"],
 )
-def test_a_dense_warm_up_is_torchs_optimizer(ranks: RankPool, kind: str, options: dict[str, Any], ddp: bool) -> None:
-    ranks.run(compare_with_torch, 2, kind, ddp, options, True)  # of two ranks the order of a sum is no matter
-
-
-def test_a_dense_warm_up_of_three_ranks(ranks: RankPool) -> None:
-    assert identical(ranks.run(compare_with_torch, 3, "AdamW", True, OPTIONS["AdamW"], False))
+def test_a_dense_warm_up_is_torchs_optimizer(
+    ranks: RankPool, world_size: int, kind: str, options: dict[str, Any], ddp: bool
+) -> None:
+    exact = world_size == 2  # then the order of a sum is no matter
+    assert identical(ranks.run(compare_with_torch, world_size, kind, ddp, options, exact))
 
 
 def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype, group: Any = None) -> None:
@@ -101,9 +100,7 @@ def clip(rank: int, world_size: int, ddp: bool, spec: str, dtype: torch.dtype, g
         norm = torch.cat(given).double().norm()
         factor = min(1.0, float(limit * world_size**0.5 / (norm + 1e-6)))
         assert (factor == 1.0) == (step == 2)
-        optimizer.zero_grad()
-        model(given).backward()
-        optimizer.step()
+        take(optimizer, model(given))
         for total, part in zip(expected, given, strict=True):
             total -= average(factor * part.double(), group=group)
         for weight, total in zip(plain_module(model).weights, expected, strict=True):
@@ -123,55 +120,20 @@ def test_max_grad_norm(ranks: RankPool, ddp: bool, spec: str, dtype: torch.dtype
     run_ranks(ranks if ddp else None, clip, 3, ddp, spec, dtype)
 
 
-def skip(rank: int, world_size: int, kind: str, ddp: bool, options: dict[str, Any], group: Any = None) -> None:
-    """An Inf on one rank in the warm-up, and one after it: all as before, and the same end as without them."""
-    ends = []
-    for bad_steps in ((2, 6), ()):
-        model = wrapped(Given(), ddp)
-        optimizer = make(kind, model, warmup_steps=4, **options, group=group)
-        for step in range(9):
-            if step in bad_steps:
-                before = optimizer_bits(optimizer)
-                given = gradients(plain_module(model), rank, 100 + step)
-                if rank == 1:
-                    given[step % 4][5] = torch.inf
-                optimizer.zero_grad()
-                model(given).backward()
-                optimizer.step()
-                assert_same(before, optimizer_bits(optimizer), f"step {step}")
-                assert optimizer.sync.finite is False
-            optimizer.zero_grad()
-            model(gradients(plain_module(model), rank, step)).backward()
-            optimizer.step()
-        assert (optimizer.skipped, optimizer.sync.steps) == (len(bad_steps), 9)
-        ends.append(optimizer_bits(optimizer))
-    assert_same(*ends, "the ends of the runs")
-
-
-def test_an_inf_is_skipped_with_everything_as_before(ranks: RankPool) -> None:
-    run_group(skip, 2, "SGD", False, {"algorithm": "sharded"})
-    ranks.run(skip, 3, "AdamW", True, {"max_grad_norm": 1.0})
-
-
-def misuse(rank: int, world_size: int) -> None:
-    model = wrapped(make_net(), True)
-    optimizer = make("SGD", model)
-    with raises(RuntimeError, "no_sync"), model.no_sync():
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-    with raises(ValueError, "DDP", "exchange"):
-        optimizer.exchange()
-    optimizer.zero_grad()
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    with raises(RuntimeError, "step()"):
-        optimizer.step()
-
-
-def misuse_twice(rank: int, world_size: int, ddp: bool, group: Any = None) -> None:
+def misuse(rank: int, world_size: int, ddp: bool, group: Any = None) -> None:
     model = wrapped(make_net(), ddp)
-    optimizer = make("SGD", model, group=group)
-    before = None
+    optimizer, before = make("SGD", model, group=group), None
+    if ddp:
+        with raises(RuntimeError, "no_sync"), model.no_sync():
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        with raises(ValueError, "DDP", "exchange"):
+            optimizer.exchange()
+    take(optimizer, loss_of(model, rank, 0))
+    if ddp:
+        with raises(RuntimeError, "step()"):
+            optimizer.step()
+    optimizer.zero_grad()
     with raises(RuntimeError, "second", "step()"):
         for step in range(2):
             loss_of(model, rank, step).backward()
@@ -181,13 +143,9 @@ def misuse_twice(rank: int, world_size: int, ddp: bool, group: Any = None) -> No
     assert_same(before, optimizer_bits(optimizer), "the state")
 
 
-@DDP_OR_PLAIN
-def test_two_exchanges_before_a_step(ranks: RankPool, ddp: bool) -> None:
-    run_ranks(ranks if ddp else None, misuse_twice, 2, ddp)
-
-
-def test_steps_without_an_exchange(ranks: RankPool) -> None:
-    ranks.run(misuse, 2)
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
+def test_two_exchanges_before_a_step_and_steps_without_one(ranks: RankPool, ddp: bool) -> None:
+    run_ranks(ranks if ddp else None, misuse, 2, ddp)
 
 
 def start_apart(rank: int, world_size: int, how: str, group: Any = None) -> str:
@@ -249,9 +207,7 @@ def change_kind(rank: int, world_size: int, kind: str, options: dict[str, Any], 
     except ValueError as error:
         return str(error)
     for step in range(14):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
     return weight_bits(model)
 
 
@@ -274,44 +230,47 @@ def test_a_change_of_compressors_keeps_replicas_identical_or_is_refused() -> Non
             assert identical(run_group(change_kind, 2, kind, options)), (kind, name)
 
 
-def wrong_arguments(rank: int, world_size: int) -> None:
-    def refuse(word: str, *args: Any, kind: str = "SGD", **options: Any) -> None:
-        with raises(ValueError, word):
-            getattr(thinwire, kind)(*(args or (make_net(),)), **options)
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "lr": [{"lr": -1.0}, {"lr": None}, {"lr": float("nan")}],
+    "momentum": [{"momentum": 1.0}],
+    "nesterov": [{"nesterov": True, "momentum": 0.0}],
+    "weight_decay": [{"weight_decay": -1.0}],
+    "beta": [{"betas": (0.9, 1.0)}, {"betas": 0.9}, {"betas": (0.9,)}],
+    "eps": [{"eps": -1.0}],
+    "warmup_steps": [{"warmup_steps": -1}, {"warmup_steps": 1.5}],
+    "nonsense": [{"warmup": "nonsense", "warmup_steps": 1}, {"compressor": "nonsense"}],
+    "max_grad_norm": [{"max_grad_norm": 0.0}, {"max_grad_norm": "a"}],
+    "ddp": [{"ddp": 5}],
+    "tensor": [{"params": torch.ones(3, requires_grad=True)}],
+    "no parameter": [{"params": []}],
+    "twice": [{"params": [("a", nn.Parameter(torch.ones(3))), ("a", nn.Parameter(torch.ones(4)))]}],
+}
+"""What is wrong, by a word of its error."""
 
+
+def test_wrong_arguments() -> None:
+    for word, cases in WRONG.items():
+        for options in cases:
+            kind = thinwire.AdamW if {"betas", "eps"} & options.keys() else thinwire.SGD
+            with pytest.raises(ValueError, match=word):
+                pytest.fail(f"{options}: {kind(**{'params': make_net(), **options})}")
     model = make_net()
-    refuse("lr", lr=-1.0)
-    refuse("lr", lr=None)
-    refuse("lr", lr=float("nan"))
-    refuse("momentum", momentum=1.0)
-    refuse("nesterov", nesterov=True, momentum=0.0)
-    refuse("weight_decay", weight_decay=-1.0)
-    refuse("beta", kind="AdamW", betas=(0.9, 1.0))
-    refuse("beta", kind="AdamW", betas=0.9)
-    refuse("beta", kind="AdamW", betas=(0.9,))
-    refuse("eps", kind="AdamW", eps=-1.0)
-    refuse("warmup_steps", warmup_steps=-1)
-    refuse("warmup_steps", warmup_steps=1.5)
-    refuse("nonsense", warmup="nonsense", warmup_steps=1)
-    refuse("nonsense", compressor="nonsense")
-    refuse("max_grad_norm", max_grad_norm=0.0)
-    refuse("max_grad_norm", max_grad_norm="a")
-    refuse("ddp", ddp=5)
-    refuse("tensor", torch.ones(3, requires_grad=True))
-    refuse("no parameter", [])
-    refuse("twice", [("a", model[0].weight), ("a", model[0].bias)])
-    ddp = wrapped(make_net(), True)
-    refuse("0.weight", [p for name, p in ddp.module.named_parameters() if name != "0.weight"], ddp=ddp)
-    refuse("does not belong", make_net().parameters(), ddp=ddp)
     assert len(thinwire.SGD([{"params": [model[0].weight]}, {"params": [model[0].bias]}]).param_groups) == 2
     assert len(thinwire.SGD([{"params": model.parameters()}]).param_groups) == 1
-    optimizer = thinwire.SGD(model)
-    with raises(ValueError, "group"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ValueError, match="group"):
+        thinwire.SGD(model).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def test_wrong_arguments(ranks: RankPool) -> None:
-    ranks.run(wrong_arguments, 1)
+def other_parameters(rank: int, world_size: int) -> None:
+    ddp = wrapped(make_net(), True)
+    with raises(ValueError, "0.weight"):
+        thinwire.SGD([p for name, p in ddp.module.named_parameters() if name != "0.weight"], ddp=ddp)
+    with raises(ValueError, "does not belong"):
+        thinwire.SGD(make_net().parameters(), ddp=ddp)
+
+
+def test_parameters_that_are_not_those_of_ddp(ranks: RankPool) -> None:
+    ranks.run(other_parameters, 1)
 
 
 def through_zero(rank: int, world_size: int, kind: str, start: float, group: Any = None) -> Any:
@@ -320,9 +279,7 @@ def through_zero(rank: int, world_size: int, kind: str, start: float, group: Any
     optimizer = make(kind, model, warmup_steps=2, lr=start, group=group)
     for step, factor in enumerate((start, start, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0, 1.0)):
         optimizer.param_groups[0]["lr"] = factor * OPTIONS[kind]["lr"]
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         kept = [tensor for state in optimizer.state_dict()["state"].values() for tensor in state.values()]
         assert all(bool(tensor.isfinite().all()) for tensor in kept), f"moments after step {step}"
     changes = zip(model.parameters(), make_net().parameters(), strict=True)
@@ -339,21 +296,21 @@ def test_a_schedule_that_goes_through_zero_or_begins_there() -> None:
 
 def warm_up_sharded(rank: int, world_size: int, group: Any = None) -> float:
     """The error of a warm-up in 8 bits, when sums after it are compressed by a sparse compressor."""
-    model, twin = Given((5000, 8192)), Given((5000, 8192))
-    optimizer = thinwire.SGD(
-        model, lr=1.0, compressor=TOPK, warmup_steps=3, algorithm="sharded", shard_compressor=TOPK, group=group
-    )
-    reference = torch.optim.SGD(twin.parameters(), lr=1.0)
+    model = Given((5000, 8192))
+    options: dict[str, Any] = {
+        "warmup_steps": 3,
+        "collective": Collective(algorithm="sharded", shard_compressor=TOPK),
+        "group": group,
+    }
+    optimizer = thinwire.SGD(model, lr=1.0, compressor=TOPK, **options)
+    expected = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in model.weights]
     for step in range(3):
-        optimizer.zero_grad()
         given = gradients(model, rank, step)
-        model(given).backward()
-        optimizer.step()
-        for weight, part in zip(twin.weights, given, strict=True):
-            weight.grad = average(part, group).float()
-        reference.step()
-    pairs = zip(model.weights, twin.weights, strict=True)
-    return max(float((one - other).detach().norm() / other.detach().norm()) for one, other in pairs)
+        take(optimizer, model(given))
+        for total, part in zip(expected, given, strict=True):
+            total -= average(part, group)
+    pairs = zip(model.weights, expected, strict=True)
+    return max(float((weight.detach() - total).norm() / total.norm()) for weight, total in pairs)
 
 
 def test_a_sparse_compressor_of_sums_takes_nothing_from_the_warm_up() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 import thinwire
 from support.group import run_group
 from support.oracle import bytes_of
-from support.training import Given, gradients, loss_of, make_net, policy, seeded
+from support.training import Given, gradients, loss_of, make_net, policy, seeded, take
 from thinwire.optim.adamw import _AT_ONCE
 
 TOPK = "topk:ratio=1/16,bits=4,chunk=512"
@@ -26,9 +26,7 @@ def follow(rank: int, world_size: int, group: Any = None) -> list[tuple[bytes, i
     optimizer = thinwire.AdamW(model, compressor=policy(TOPK), warmup_steps=4, refresh_every=40, group=group)
     found = []
     for step in range(85):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
         found.append((bytes_of(second_moments(optimizer)), optimizer.sync.stats.last_bytes_sent))
     return found
 
@@ -49,9 +47,7 @@ def of_many_tensors(rank: int, world_size: int, group: Any = None) -> list[dict[
     optimizer = thinwire.AdamW(model, compressor=everything, warmup_steps=2, refresh_every=20, group=group)
     found = []
     for step in range(1, 17):
-        optimizer.zero_grad()
-        model(gradients(model, rank, step)).backward()
-        optimizer.step()
+        take(optimizer, model(gradients(model, rank, step)))
         if step >= 15:
             seconds = optimizer._vectors["exp_avg_sq"].named()
             assert len(seconds) == len(model.weights) > 2 * _AT_ONCE
@@ -68,27 +64,22 @@ def test_all_of_many_tensors_are_averaged() -> None:
 
 def resume_frozen(rank: int, world_size: int, group: Any = None) -> tuple[bytes, bytes]:
     """The weights of a run, and those of one that was saved and loaded long after its second moments were frozen."""
-    ends, saved = [], None
-    for stops in (False, True):
+    runs = []
+    for _ in range(2):
         model = Given((5000, 8192))
         options: dict[str, Any] = {"compressor": TOPK, "warmup_steps": 4, "refresh_every": 0, "betas": (0.9, 0.99)}
-        optimizer = thinwire.AdamW(model, group=group, **options)
-        for step in range(24):
-            if step == 20 and not stops:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            if step == 20 and stops:
-                assert saved is not None
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-            if step >= 20 or not stops:
-                optimizer.zero_grad()
-                model(gradients(model, rank, step)).backward()
-                optimizer.step()
-            if step == 3 and not stops:
-                frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
-        assert stops or torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
-        ends.append(b"".join(bytes_of(weight.detach()) for weight in model.weights))
-    return ends[0], ends[1]
+        runs.append((model, thinwire.AdamW(model, group=group, **options)))
+    (model, optimizer), (other, resumed) = runs
+    for step in range(24):
+        if step == 4:
+            frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
+        if step == 20:
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its_optimizer in runs if step >= 20 else runs[:1]:
+            take(its_optimizer, each(gradients(each, rank, step)))
+    assert torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
+    return tuple(b"".join(bytes_of(weight.detach()) for weight in each.weights) for each, _ in runs)  # type: ignore
 
 
 def test_a_frozen_one_is_loaded_as_it_was() -> None:
@@ -105,14 +96,11 @@ def rare(rank: int, world_size: int, refresh_every: int, group: Any = None) -> f
     )
     start = model[0].weight.detach().clone()
     for step in range(60):
-        tokens = torch.randint(
-            0, 64 if step > 40 else 63, (32,), generator=torch.Generator().manual_seed(2 * step + rank)
-        )
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        tokens = torch.randint(0, 64 if step > 40 else 63, (32,), generator=generator)
         if step > 40:
             tokens[0] = 63
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
-        optimizer.step()
+        take(optimizer, torch.nn.functional.cross_entropy(model(tokens), tokens))
     return float((model[0].weight.detach() - start)[63].abs().max())
 
 

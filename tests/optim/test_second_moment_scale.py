@@ -1,7 +1,6 @@
 """c, which turns AdamW's second moments of a rank's own gradient into those of the average: by its definition."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from support.group import run_group
-from support.training import Given, policy
+from support.training import Given, policy, take
+from thinwire.collectives import LocalGroup
 from thinwire.optim.second_moment import for_ranks
-from thinwire.testing import RankPool
+from thinwire.testing import RankPool, run_threads
 
 SIZES = (200, 250, 30_000)
 """Of the first two all elements are sampled."""
@@ -41,6 +41,10 @@ def defined(gradients: Sequence[Sequence[Tensor]]) -> list[float]:
     return found
 
 
+def make(model: Given, group: Any, **options: Any) -> thinwire.AdamW:
+    return thinwire.AdamW(model, **{"lr": 1e-3, "compressor": policy(TOPK), "warmup_steps": 2, **options}, group=group)
+
+
 def measure(
     rank: int, world_size: int, steps: Sequence[int], options: dict[str, Any], group: Any = None
 ) -> dict[int, list[float]]:
@@ -50,9 +54,7 @@ def measure(
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
     if given.pop("mesh", False):
         group = init_device_mesh("cpu", (2, world_size // 2))
-    optimizer = thinwire.AdamW(
-        model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, grad_scaler=scaler, group=group, **given
-    )
+    optimizer = make(model, group, grad_scaler=scaler, **given)
     found = {}
     for step in range(1, max(steps) + 1):
         optimizer.zero_grad()
@@ -70,18 +72,10 @@ def measure(
     return found
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "GradScaler": {"scale": 256.0},
-    "accumulation": {"passes": 3},
-}
-
-
-@pytest.mark.parametrize(("world_size", "how"), [(3, "plain"), (2, "GradScaler"), (2, "accumulation")])
-def test_it_is_what_it_is_defined_to_be(ranks: RankPool, world_size: int, how: str) -> None:
+@pytest.mark.parametrize(("world_size", "how"), [(3, {}), (2, {"scale": 256.0}), (2, {"passes": 3})], ids=str)
+def test_it_is_what_it_is_defined_to_be(ranks: RankPool, world_size: int, how: dict[str, Any]) -> None:
     """At the end of the warm-up as measured, at a refresh half of it. Also between processes, where it is plain."""
-    run = ranks.run if how == "plain" else run_group
-    for found in run(measure, world_size, (2, 3, 16), OPTIONS[how]):
+    for found in (run_group if how else ranks.run)(measure, world_size, (2, 3, 16), how):
         first, later = (defined([parts(rank, step) for rank in range(world_size)]) for step in (2, 16))
         assert found[2] == found[3], "it changes at refreshes only"
         for number in (0, 1):
@@ -108,113 +102,77 @@ def test_all_ranks_of_all_nodes_are_averaged(ranks: RankPool) -> None:
         assert found[2][1] < 0.5, "below what two nodes could have"
 
 
-def cancel(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
-    """c of gradients that nearly cancel each other."""
+def train(group: LocalGroup, steps: Iterable[int], given: Any = parts, saved: Any = None, freeze: Any = None) -> Any:
+    """Train a model by what each step is given, from the states of ranks, or with its first tensor frozen at first."""
     model = Given(SIZES)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        model([(-1.0 if rank else 1.001) * part for part in parts(0, step)]).backward()
-        optimizer.step()
-    return optimizer.second_moment_scale
+    optimizer = make(model, group)
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    for step in steps:
+        model.weights[0].requires_grad_(freeze is None or step >= freeze)
+        take(optimizer, model(given(group.rank, step)))
+    return optimizer
 
 
 def test_it_is_at_least_that_of_noise() -> None:
-    """Steps would have no limit if it could come near 0."""
-    for found in run_group(cancel, 2):
-        assert set(found.values()) == {0.5}
+    """Steps would have no limit if it could come near 0: gradients that nearly cancel each other."""
 
+    def cancelling(rank: int, step: int) -> list[Tensor]:
+        return [(-1.0 if rank else 1.001) * part for part in parts(0, step)]
 
-def frozen(rank: int, world_size: int, group: Any = None) -> tuple[list[str], list[str]]:
-    """Names with a scale; a parameter without a gradient, and one whose gradient is 0, have none."""
-    model = Given(SIZES)
-    model.weights[0].requires_grad_(False)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        given = parts(rank, step)
-        model([given[0], torch.zeros_like(given[1]), given[2]]).backward()
-        optimizer.step()
-    loaded = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    loaded.load_state_dict(optimizer.state_dict())
-    assert loaded.second_moment_scale == optimizer.second_moment_scale
-    return [name for name, c in optimizer.second_moment_scale.items() if c < 1], list(loaded.second_moment_scale)
+    for found in run_threads(lambda group: train(group, (1, 2, 3), cancelling), 2):
+        assert set(found.second_moment_scale.values()) == {0.5}
 
 
 def test_frozen_parameters() -> None:
-    assert run_group(frozen, 2) == [(["weights.2"], ["weights.1", "weights.2"])] * 2
+    """A parameter without a gradient, and one whose gradient is 0, have no scale; also after a resume."""
 
+    def some(rank: int, step: int) -> list[Tensor]:
+        given = parts(rank, step)
+        return [given[0], torch.zeros_like(given[1]), given[2]]
 
-def save(rank: int, world_size: int, group: Any = None) -> dict[str, Any]:
-    model = Given(SIZES)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    for step in range(1, 5):
-        optimizer.zero_grad()
-        model(parts(rank, step)).backward()
-        optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def go_on(rank: int, world_size: int, saved: list[dict[str, Any]], group: Any = None) -> list[dict[str, float]]:
-    """c after loading, and after the next step."""
-    model = Given(SIZES)
-    model.load_state_dict(saved[0]["model"])
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    optimizer.load_state_dict([state["optimizer"] for state in saved])
-    found = [optimizer.second_moment_scale]
-    optimizer.zero_grad()
-    model(parts(rank, 5)).backward()
-    optimizer.step()
-    return [*found, optimizer.second_moment_scale]
+    for found in run_threads(lambda group: train(group, (1, 2, 3), some, freeze=9), 2):
+        scales = found.second_moment_scale
+        assert [name for name, c in scales.items() if c < 1] == ["weights.2"]
+        assert list(scales) == ["weights.1", "weights.2"]
+        assert found.state_dict()["thinwire"]["scales"] == scales
 
 
 def test_another_number_of_ranks_measures_again_at_once() -> None:
-    saved = run_group(save, 2)
-    before = saved[0]["optimizer"]["thinwire"]["scales"]
-    for loaded, after in run_group(go_on, 3, saved):
-        assert loaded == {name: for_ranks(c, 2, 3) for name, c in before.items()}
-        found = defined([parts(rank, 5) for rank in range(3)])
-        for number in (0, 1):
-            name = f"weights.{number}"
-            assert after[name] == pytest.approx((loaded[name] + found[number]) / 2, rel=1e-4)
-    for loaded, after in run_group(go_on, 2, saved):
-        assert loaded == after == before
+    saved = run_threads(lambda group: train(group, range(1, 5)).state_dict(), 2)
+    before = saved[0]["thinwire"]["scales"]
+    for ranks in (2, 3):
+        found = defined([parts(rank, 5) for rank in range(ranks)])
+        loaded = {name: for_ranks(c, 2, ranks) for name, c in before.items()}
+        assert (loaded == before) == (ranks == 2)
+        assert run_threads(lambda group: train(group, (), saved=saved).second_moment_scale, ranks) == [loaded] * ranks
+        for optimizer in run_threads(lambda group: train(group, [5], saved=saved), ranks):
+            for number in (0, 1):
+                name, after = f"weights.{number}", optimizer.second_moment_scale
+                expected = loaded[name] if ranks == 2 else (loaded[name] + found[number]) / 2
+                assert after[name] == pytest.approx(expected, rel=1e-4)
 
 
 def test_more_ranks_average_more_of_the_noise_away() -> None:
     """All noise, all signal, and half of each."""
-    assert for_ranks(0.5, 2, 8) == pytest.approx(1 / 8)
-    assert for_ranks(1.0, 2, 8) == 1.0
-    assert for_ranks(0.75, 2, 4) == pytest.approx(0.5 + 0.5 / 4)
+    for c, before, after, expected in ((0.5, 2, 8, 1 / 8), (1.0, 2, 8, 1.0), (0.75, 2, 4, 0.5 + 0.5 / 4)):
+        assert for_ranks(c, before, after) == pytest.approx(expected)
     assert for_ranks(for_ranks(0.6, 2, 16), 16, 2) == pytest.approx(0.6)
-
-
-def unfreeze(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
-    """Train the first tensor from the fifth step on."""
-    model = Given(SIZES)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=2, group=group)
-    model.weights[0].requires_grad_(False)
-    for step in range(1, 17):
-        model.weights[0].requires_grad_(step >= 5)
-        optimizer.zero_grad()
-        model(parts(rank, step)).backward()
-        optimizer.step()
-    return optimizer.second_moment_scale
 
 
 def test_a_parameter_that_is_trained_later_has_its_own() -> None:
     """Measured at its second step, which is the last of its own warm-up; the others again at their sixteenth."""
     steps = {"weights.0": [6], "weights.1": [2, 16]}
-    for found in run_group(unfreeze, 2):
+    for found in run_threads(lambda group: train(group, range(1, 17), freeze=5), 2):
         for number, (name, measured) in enumerate(steps.items()):
             values = [defined([parts(rank, step) for rank in range(2)])[number] for step in measured]
-            assert found[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
+            assert found.second_moment_scale[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
 
 
 def drop_an_exchange(rank: int, world_size: int, group: Any = None) -> dict[str, float]:
     """Leave out `step` once in the warm-up: `zero_grad` drops what was exchanged."""
     model = Given(SIZES)
-    optimizer = thinwire.AdamW(model, lr=1e-3, compressor=policy(TOPK), warmup_steps=3, group=group)
+    optimizer = make(model, group, warmup_steps=3)
     for step in range(1, 6):
         optimizer.zero_grad()
         model(parts(rank, step)).backward()
@@ -232,18 +190,14 @@ def test_the_end_of_the_warm_up_is_seen_though_a_step_was_left_out() -> None:
 def count(rank: int, world_size: int, group: Any = None) -> list[int]:
     """Bytes sent in each of three steps: c is measured in the second, the third is compressed."""
     model = Given([1_000_000])
-    optimizer = thinwire.AdamW(model, lr=1e-3, warmup_steps=2, group=group)
-    sent = [0]
+    optimizer, sent = thinwire.AdamW(model, lr=1e-3, warmup_steps=2, group=group), []
     for step in range(1, 4):
-        optimizer.zero_grad()
-        model([torch.randn(1_000_000, generator=torch.Generator().manual_seed(10 * step + rank))]).backward()
-        optimizer.step()
-        sent.append(optimizer.sync.stats.bytes_sent)
-    return [after - before for before, after in pairwise(sent)]
+        take(optimizer, model([torch.randn(1_000_000, generator=torch.Generator().manual_seed(10 * step + rank))]))
+        sent.append(optimizer.sync.stats.last_bytes_sent)
+    return sent
 
 
 def test_it_costs_two_percent_of_the_bytes_at_most() -> None:
     """In 1,000 steps it is measured after the warm-up, at steps 16, 32, 64, 128 and 256, and at 500 and 1,000."""
     for first, second, compressed in run_group(count, 2) + run_group(count, 3):
-        measured = second - first
-        assert 0 < 8 * measured < 0.02 * 1000 * compressed
+        assert 0 < 8 * (second - first) < 0.02 * 1000 * compressed

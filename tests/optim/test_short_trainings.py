@@ -14,29 +14,29 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from support.training import seeded, take
 from thinwire.collectives.local import LocalGroup, LocalWorld
 
 STEPS, ROWS, LR = 200, 32, 3e-4
 
 
-def seeded(seed: int) -> torch.Generator:
+def drawn(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-TEACHER = torch.randn(64, 8, generator=seeded(1)) / 4
-VALIDATION = torch.randn(2048, 64, generator=seeded(999))
+TEACHER = torch.randn(64, 8, generator=drawn(1)) / 4
+VALIDATION = torch.randn(2048, 64, generator=drawn(999))
 
 
 @cache
 def start() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
 
 
 def loss_of(model: nn.Module, rank: int, ranks: int, step: int) -> Tensor:
     """On this rank's share of a batch that is the same for any number of ranks."""
-    generator = seeded(step)
+    generator = drawn(step)
     inputs = torch.randn(ROWS, 64, generator=generator)
     targets = torch.tanh(inputs @ TEACHER) + torch.randn(ROWS, 8, generator=generator)
     part = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
@@ -53,9 +53,7 @@ def dense() -> float:
     model = copy.deepcopy(start())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, 0, 1, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, 0, 1, step))
     return validate(model)
 
 
@@ -67,9 +65,7 @@ def ours(ranks: int, warmup_steps: int) -> float:
         model = models[group.rank]
         optimizer = thinwire.AdamW(model, lr=LR, warmup_steps=warmup_steps, group=group)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, group.rank, ranks, step).backward()
-            optimizer.step()
+            take(optimizer, loss_of(model, group.rank, ranks, step))
         return validate(model)
 
     found = LocalWorld(ranks, timeout=120.0).run(work)
@@ -77,16 +73,11 @@ def ours(ranks: int, warmup_steps: int) -> float:
     return found[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_is_that_of_dense_at_the_same_lr(ranks: int) -> None:
-    assert ours(ranks, 2) < 1.2 * dense()
-
-
-def test_more_ranks_are_not_much_worse() -> None:
+def test_the_loss_is_that_of_dense_at_the_same_lr() -> None:
+    """More ranks are not much worse, and a longer warm-up is not worse."""
+    assert ours(2, 2) < 1.2 * dense()
+    assert ours(4, 2) < 1.2 * dense()
     assert ours(4, 2) < 1.15 * ours(2, 2)
-
-
-def test_a_longer_warm_up_is_not_worse() -> None:
     assert ours(2, 20) < 1.05 * ours(2, 2)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import thinwire
-from support.optimizers import BOTH
-from support.training import TOPK, identical, loss_of, make_net, optimizer_bits, policy, raises, weight_bits
+from support.training import TOPK, identical, loss_of, make_net, optimizer_bits, policy, raises, take, weight_bits
 from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.testing import run_threads
 
@@ -16,6 +15,7 @@ OF_TORCH: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 3e-3, "betas": BETAS, "eps": 1e-6, "weight_decay": 0.1},
     "SGD": {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3},
 }
+BOTH = pytest.mark.parametrize("kind", list(OF_TORCH))
 WARMUP = {"AdamW": 2, "SGD": 0}
 STEPS = 20
 
@@ -23,9 +23,7 @@ STEPS = 20
 def trained(kind: str, model: Any, last: int, first: int = 0, rank: int = 0, optimizer: Any = None) -> Any:
     optimizer = optimizer or getattr(torch.optim, kind)(model.parameters(), **OF_TORCH[kind])
     for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, rank, step))
     return optimizer
 
 

@@ -1,7 +1,6 @@
 """Parameters that AdamW trains from a later step on: their own bias corrections, their own warm-up, and resumes."""
 
 import copy
-import io
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +18,13 @@ from support.training import (
     loss_of,
     make_net,
     optimizer_bits,
+    plain_module,
     policy,
     raises,
+    read,
+    take,
     weight_bits,
+    written,
 )
 from thinwire.collectives import LocalGroup
 from thinwire.sync.checkpoint import DamagedError
@@ -37,23 +40,12 @@ def train(model: nn.Module, optimizer: Any, ranks: list[int], steps: range) -> l
     """The layer's weights after each step; with more than one rank, those of training on their average loss."""
     made = []
     for step in steps:
-        layer = (model.module if isinstance(model, DistributedDataParallel) else model)[LATE]
+        layer = plain_module(model)[LATE]
         if not isinstance(model, DistributedDataParallel):
             layer.requires_grad_(step not in FROZEN)
-        optimizer.zero_grad()
-        torch.stack([loss_of(model, rank, step) for rank in ranks]).mean().backward()
-        optimizer.step()
+        take(optimizer, torch.stack([loss_of(model, rank, step) for rank in ranks]).mean())
         made.append(layer.weight.detach().clone())
     return made
-
-
-def torchs(steps: int) -> tuple[nn.Module, list[Tensor]]:
-    model = make_net()
-    return model, train(model, torch.optim.AdamW(model.parameters(), **ADAMW), [0, 1], range(steps))
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def compressed(group: LocalGroup, compressor: Any, first: int) -> tuple[list[Tensor], dict[str, bytes], float]:
@@ -64,9 +56,7 @@ def compressed(group: LocalGroup, compressor: Any, first: int) -> tuple[list[Ten
     weights = [model[LATE].weight.detach().clone()]
     for step in range(first + 8):
         model[LATE].requires_grad_(step >= first)
-        optimizer.zero_grad()
-        loss_of(model, group.rank, step).backward()
-        optimizer.step()
+        take(optimizer, loss_of(model, group.rank, step))
         weights.append(model[LATE].weight.detach().clone())
     changes = [(after - before) / ADAMW["lr"] for before, after in pairwise(weights)]
     return changes, weight_bits(model), optimizer.second_moment_scale[f"{LATE}.weight"]
@@ -101,12 +91,10 @@ class Run:
         train(self.model, self.optimizer, [self.group.rank], range(first, last))
 
     def saved(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
-        return buffer.getvalue()
+        return written({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
     def load(self, *saved: bytes) -> None:
-        states = [torch.load(io.BytesIO(one), weights_only=True) for one in saved]
+        states = [read(one) for one in saved]
         self.model.load_state_dict(states[0]["model"])
         self.optimizer.load_state_dict([state["optimizer"] for state in states])
 
@@ -127,14 +115,12 @@ def test_a_resume_has_the_same_bits() -> None:
         assert identical(run_threads(resume, 2, when)), when
 
 
-def save(group: LocalGroup) -> bytes:
-    run = Run(group)
-    run.train(0, 6)
-    return run.saved()
-
-
 def go_on(group: LocalGroup, saved: list[bytes]) -> tuple[dict[str, bytes], Any]:
+    """Go on from what all ranks saved; without that, return what to save."""
     run = Run(group)
+    if not saved:
+        run.train(0, 6)
+        return {}, run.saved()
     run.load(*saved)
     run.train(6, 9)
     return weight_bits(run.model), run.optimizer.torch_state_dict()["state"][LATE]["step"]
@@ -142,7 +128,7 @@ def go_on(group: LocalGroup, saved: list[bytes]) -> tuple[dict[str, bytes], Any]
 
 def test_another_number_of_ranks_goes_on_in_its_warm_up() -> None:
     """Its momentum is the same on all ranks there, and must stay so."""
-    found = run_threads(go_on, 3, run_threads(save, 2))
+    found = run_threads(go_on, 3, [saved for _, saved in run_threads(go_on, 2, [])])
     assert identical([bits for bits, _ in found])
     assert {float(step) for _, step in found} == {4.0}, "its own steps"
 
@@ -188,65 +174,49 @@ def from_torch(group: LocalGroup) -> Tensor:
     train(model, optimizer, [group.rank], range(7, 9))
     back = optimizer.torch_state_dict()["state"]
     assert (float(back[0]["step"]), float(back[LATE]["step"])) == (9.0, 4.0)
-    return flat(model)
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def test_the_steps_of_torchs_state_are_taken() -> None:
-    expected = flat(torchs(9)[0])
+    model = make_net()
+    train(model, torch.optim.AdamW(model.parameters(), **ADAMW), [0, 1], range(9))
+    expected = nn.utils.parameters_to_vector(model.parameters()).detach()
     for found in run_threads(from_torch, 2):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def by_ddp(rank: int, world_size: int) -> dict[str, bytes]:
-    """Frozen before a resume, and trained after it."""
+def by_ddp(rank: int, world_size: int, trained: bool) -> dict[str, bytes]:
+    """Frozen before a resume and trained after it, or the other way round: DDP then does not exchange it."""
     module = make_net()
-    module[LATE].requires_grad_(False)
-    model = DistributedDataParallel(module)
-    optimizer = make("AdamW", model, policy(TOPK), warmup_steps=2)
-    train(model, optimizer, [rank], range(4))
-    module[LATE].requires_grad_(True)
-    again = DistributedDataParallel(module)
-    resumed = make("AdamW", again, policy(TOPK), warmup_steps=2)
-    resumed.load_state_dict(optimizer.state_dict())
-    before = module[LATE].weight.detach().clone()
-    after, *_ = train(again, resumed, [rank], range(4, 8))
-    lr = ADAMW["lr"]
-    assert 0.5 * lr < float((after - before).abs().median()) < 1.5 * lr
-    return weight_bits(again)
+    optimizers = []
+    for trains, steps in ((not trained, range(4)), (trained, range(4, 8))):
+        before = module[LATE].requires_grad_(trains).weight.detach().clone()
+        model = DistributedDataParallel(module)
+        optimizers.append(make("AdamW", model, policy(TOPK), warmup_steps=2))
+        if len(optimizers) == 2:
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        after, *_, end = train(model, optimizers[-1], [rank], steps)
+    if trained:
+        lr = ADAMW["lr"]
+        assert 0.5 * lr < float((after - before).abs().median()) < 1.5 * lr
+    else:
+        assert torch.equal(before, end), "it takes no step"
+        kept = optimizers[1].state_dict()
+        assert [float(kept["state"][number]["step"]) for number in (0, LATE)] == [8.0, 4.0]
+        number = kept["thinwire"]["family_of"][f"{LATE}.weight"]
+        assert kept["thinwire"]["weights"][number] == optimizers[0].state_dict()["thinwire"]["weights"][0]
+    return weight_bits(model)
 
 
-def test_new_after_a_resume_with_ddp(ranks: RankPool) -> None:
-    assert identical(ranks.run(by_ddp, 2))
+@pytest.mark.parametrize("trained", [True, False], ids=["new", "frozen"])
+def test_after_a_resume_with_ddp(ranks: RankPool, trained: bool) -> None:
+    assert identical(ranks.run(by_ddp, 2, trained))
 
 
-def frozen_in_the_second_run(rank: int, world_size: int) -> dict[str, bytes]:
-    """DDP does not exchange what is frozen when it is made, so that it takes no step."""
-    module = make_net()
-    first = DistributedDataParallel(module)
-    optimizer = make("AdamW", first, policy(TOPK), warmup_steps=2)
-    train(first, optimizer, [rank], range(4))
-    module[LATE].requires_grad_(False)
-    second = DistributedDataParallel(module)
-    resumed = make("AdamW", second, policy(TOPK), warmup_steps=2)
-    resumed.load_state_dict(optimizer.state_dict())
-    before = module[LATE].weight.detach().clone()
-    *_, after = train(second, resumed, [rank], range(4, 8))
-    assert torch.equal(before, after)
-    kept = resumed.state_dict()
-    assert [float(kept["state"][number]["step"]) for number in (0, LATE)] == [8.0, 4.0]
-    number = kept["thinwire"]["family_of"][f"{LATE}.weight"]
-    assert kept["thinwire"]["weights"][number] == optimizer.state_dict()["thinwire"]["weights"][0]
-    return weight_bits(second)
-
-
-def test_frozen_after_a_resume_with_ddp(ranks: RankPool) -> None:
-    assert identical(ranks.run(frozen_in_the_second_run, 2))
-
-
-def frozen_too_late(rank: int, world_size: int, kind: str) -> None:
+def frozen_too_late(rank: int, world_size: int) -> None:
     """DDP with find_unused_parameters goes on to send zeros for it, and momentum would move it."""
     model = DistributedDataParallel(make_net(), find_unused_parameters=True)
-    optimizer = make(kind, model, policy(TOPK), warmup_steps=2)
+    optimizer = make("SGD", model, policy(TOPK), warmup_steps=2)
     train(model, optimizer, [rank], range(4))
     layer = model.module[LATE].requires_grad_(False)
     before = layer.weight.detach().clone()
@@ -259,4 +229,4 @@ def frozen_too_late(rank: int, world_size: int, kind: str) -> None:
 
 
 def test_freezing_what_ddp_exchanges_is_refused(ranks: RankPool) -> None:
-    ranks.run(frozen_too_late, 2, "SGD")
+    ranks.run(frozen_too_late, 2)

@@ -25,8 +25,10 @@ from support.training import (
     optimizer_bits,
     policy,
     sync_bits,
+    take,
     weight_bits,
 )
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 SIZES = (2048, 2048, 10, 3000, 700, 2048)
@@ -44,9 +46,9 @@ def make_run(kind: str, algorithm: str, options: dict[str, Any]) -> tuple[Any, A
     """(model, optimizer, synchronizer): an optimizer of thinwire, or by a spec of SPECS torch's with `attach`."""
     model = DistributedDataParallel(Given(SIZES), **options)
     if kind in ("AdamW", "SGD"):
-        optimizer = make(kind, model, warmup_steps=4, algorithm=algorithm)
+        optimizer = make(kind, model, warmup_steps=4, collective=Collective(algorithm=algorithm))
         return model, optimizer, optimizer.sync
-    sync = thinwire.attach(model, policy(SPECS[kind][0]), algorithm=algorithm)
+    sync = thinwire.attach(model, policy(SPECS[kind][0]), collective=Collective(algorithm=algorithm))
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), sync
 
 
@@ -78,9 +80,7 @@ def spoil(rank: int, world_size: int, kind: str, algorithm: str, options: dict[s
             assert (sync.stats.skipped, sync.steps) == (void, step)
             assert_same(before, bits(*runs[0]), f"step {step}, weight {place}")
         for other, stepper, _ in runs:
-            stepper.zero_grad()
-            other(gradients(other.module, rank, step)).backward()
-            stepper.step()
+            take(stepper, other(gradients(other.module, rank, step)))
         assert sync.finite is True
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
         assert_same(*(bits(*run) for run in runs), f"the runs with and without a NaN, after step {step}")

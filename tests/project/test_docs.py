@@ -1,29 +1,28 @@
-"""The worked examples of docs/wire-format.md are made again, byte by byte; tests that docs name are there.
+"""The examples of docs/wire-format.md are made again, byte by byte; tests that docs and planted mistakes name exist.
 
 A block ```hex holds bytes in hex, with `# comments`; the ```python block before it leaves the same in `frame`.
 """
 
 import re
-from pathlib import Path
+import runpy
 
 import pytest
 
+from support.pages import ROOT, blocks
 from thinwire import CompressedTensor, kernels
 
-PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
+PAGE = ROOT / "docs" / "wire-format.md"
 TESTS = re.compile(r"`(tests/[\w/]+\.py)`")
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> list[tuple[str, bytes]]:
     """(Python that makes a frame, the bytes that the page shows)."""
-    found, code = [], None
-    for info, body in FENCE.findall(PAGE.read_text()):
-        if info.strip() == "python":
-            code = body
-        elif info.strip() == "hex":
-            assert code is not None, "hex without a python block before it"
-            found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in body.splitlines()))))
+    found, code = [], ""
+    for block in blocks():
+        if block.page == PAGE.name and block.language == "python":
+            code = block.text
+        elif block.page == PAGE.name and block.language == "hex":
+            found.append((code, bytes.fromhex(" ".join(line.partition("#")[0] for line in block.text.splitlines()))))
     return found
 
 
@@ -40,7 +39,18 @@ def test_worked_examples(backend: str) -> None:
 
 
 def test_tests_that_are_named_are_there() -> None:
-    root = PAGE.parents[1]
-    named = {name: page.name for page in (root / "docs").glob("*.md") for name in TESTS.findall(page.read_text())}
+    named = {name: page.name for page in PAGE.parent.glob("*.md") for name in TESTS.findall(page.read_text())}
     assert len(named) > 15
-    assert not {name: page for name, page in named.items() if not (root / name).is_file()}
+    assert not {name: page for name, page in named.items() if not (ROOT / name).is_file()}
+
+
+def test_planted_mistakes_fit_the_library_and_name_tests_that_are_there() -> None:
+    """`python benchmarks/mutants.py` plants them, which takes too long for every run of the tests."""
+    mutants = runpy.run_path(str(ROOT / "benchmarks" / "mutants.py"))["read_mutants"]()
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        compile(mutant.mutated(), mutant.file, "exec")  # raises if it does not fit, and says which it is
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text()
+            assert f"def {name.partition('[')[0]}(" in text, f"{mutant.number} {mutant.file}: {test} does not exist"

@@ -1,8 +1,7 @@
 """Every block of Python in the docs runs. Names that a block takes for granted, such as `model`, have stand-ins."""
 
 import ast
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,79 +48,51 @@ def train_process(rank: int, world_size: int, faults: list[Any]) -> None:
                 return
 
 
-class StandIns:
-    """What blocks take for granted, each made when a block uses its name. The group has one rank."""
+def taken_step(names: "StandIns") -> thinwire.AdamW:
+    optimizer = thinwire.AdamW(names["ddp"], lr=1e-3)
+    names["ddp"](names["batches"][0]).backward()
+    optimizer.step()
+    return optimizer
 
-    torch, dist, dcp, nn, thinwire = torch, dist, dcp, nn, thinwire
-    DistributedDataParallel = DDP = DistributedDataParallel
-    fully_shard = staticmethod(fully_shard)
-    make_model = Model
-    train_process = staticmethod(train_process)
-    CosineAnnealingLR = CosineAnnealingLR
-    rank, world_size, nodes, path, steps = 0, 1, 1, "checkpoint", 3
 
-    @cached_property
-    def model(self) -> Model:
-        return Model()
+def loss(model: nn.Module, step: int) -> Tensor:
+    found: Tensor = model(torch.full((4, 64), 1.0 + step))
+    return found
 
-    @cached_property
-    def ddp(self) -> DistributedDataParallel:
-        return DistributedDataParallel(self.model)
 
-    @cached_property
-    def groups(self) -> list[dict[str, Any]]:
-        return [{"params": list(self.model.parameters()), "weight_decay": 0.1}]
+def init_device_mesh(device: str, shape: tuple[int, ...], **options: Any) -> Any:
+    """A mesh of the one rank that there is, on the CPU."""
+    return dist.init_device_mesh("cpu", (1,) * len(shape), **options)
 
-    @cached_property
-    def batches(self) -> list[Tensor]:
-        return [torch.randn(4, 64) for _ in range(3)]
 
-    @cached_property
-    def grad(self) -> Tensor:
-        return torch.randn(10_000)
+class StandIns(dict[str, Any]):
+    """What blocks take for granted. What is in `MADE` is made when it is asked for. The group has one rank."""
 
-    @cached_property
-    def residual(self) -> Tensor:
-        return torch.zeros(10_000)
+    def __missing__(self, name: str) -> Any:
+        self[name] = MADE[name](self)
+        return self[name]
 
-    @cached_property
-    def optimizer(self) -> thinwire.AdamW:
-        """An optimizer that has taken a step."""
-        optimizer = thinwire.AdamW(self.ddp, lr=1e-3)
-        self.ddp(self.batches[0]).backward()
-        optimizer.step()
-        return optimizer
 
-    host = "127.0.0.1"
-
-    @cached_property
-    def port(self) -> int:
-        """The port of a store that another process would have."""
-        StandIns.store_of_others = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore
-        port: int = StandIns.store_of_others.port  # type: ignore[attr-defined]
-        return port
-
-    @cached_property
-    def state_of_torchs_adamw(self) -> dict[str, Any]:
-        return torch.optim.AdamW(self.model.parameters()).state_dict()
-
-    @cached_property
-    def decay(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
-
-    @cached_property
-    def rest(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
-
-    @staticmethod
-    def loss(model: nn.Module, step: int) -> Tensor:
-        loss: Tensor = model(torch.full((4, 64), 1.0 + step))
-        return loss
-
-    @staticmethod
-    def init_device_mesh(device: str, shape: tuple[int, ...], **options: Any) -> Any:
-        """A mesh of the one rank that there is, on the CPU."""
-        return dist.init_device_mesh("cpu", (1,) * len(shape), **options)
+FIXED = {
+    "torch": torch, "dist": dist, "dcp": dcp, "nn": nn, "thinwire": thinwire, "DDP": DistributedDataParallel,
+    "DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_shard, "make_model": Model,
+    "train_process": train_process, "CosineAnnealingLR": CosineAnnealingLR, "loss": loss, "host": "127.0.0.1",
+    "init_device_mesh": init_device_mesh, "rank": 0, "world_size": 1, "nodes": 1, "path": "checkpoint", "steps": 3,
+}  # fmt: skip
+MADE: dict[str, Callable[[StandIns], Any]] = {
+    "model": lambda names: Model(),
+    "ddp": lambda names: DistributedDataParallel(names["model"]),
+    "groups": lambda names: [{"params": list(names["model"].parameters()), "weight_decay": 0.1}],
+    "batches": lambda names: [torch.randn(4, 64) for _ in range(3)],
+    "grad": lambda names: torch.randn(10_000),
+    "residual": lambda names: torch.zeros(10_000),
+    "optimizer": taken_step,
+    "store_of_others": lambda names: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "port": lambda names: names["store_of_others"].port,
+    "state_of_torchs_adamw": lambda names: torch.optim.AdamW(names["model"].parameters()).state_dict(),
+    "decay": lambda names: [parameter for parameter in names["model"].parameters() if parameter.ndim > 1],
+    "rest": lambda names: [parameter for parameter in names["model"].parameters() if parameter.ndim < 2],
+}
 
 
 @pytest.fixture
@@ -141,8 +112,8 @@ def run(block: Block) -> None:
         code = ast.Module(statements, type_ignores=[])
         names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
         taken = {name.id for name in names} - {name.id for name in names if isinstance(name.ctx, ast.Store)}
-        stand_ins = StandIns()
-        given = {name: getattr(stand_ins, name) for name in sorted(taken) if hasattr(StandIns, name)}
+        stand_ins = StandIns(FIXED)
+        given = {name: stand_ins[name] for name in sorted(taken & {*FIXED, *MADE})}
         try:
             exec(compile(code, str(block), "exec"), given)
         except NameError as error:

@@ -26,7 +26,6 @@ from thinwire.tools.train import checks
 PROGRAMS = ("thinwire", "make", "python", "python3", "torchrun", "pytest", "pip")
 EXCEPTIONS = {
     "thinwire bench": "a command that is gone",
-    "thinwire plan --check": "an option that is gone",
     "python3 -c 'from benchmarks.codec import *; run(on_gpu())'": "code that needs a GPU",
 }
 """Commands that are not checked, and why."""
@@ -67,7 +66,10 @@ def check(words: list[str]) -> None:
     elif program == "make":
         check_make(rest)
     elif program == "pip":
-        check_pip(rest)
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert rest[0] == "install", rest
+        for found in re.findall(r"^(?:thinwire|\.)\[(.+)\]$", "\n".join(rest[1:]), re.MULTILINE):
+            assert set(found.split(",")) <= extras.keys(), found
     elif program == "pytest":
         assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests/")), rest
     elif rest[:2] == ["-m", "thinwire"]:
@@ -127,13 +129,6 @@ def check_make(words: list[str]) -> None:
         assert name in targets or (equals and f"$({name})" in text), f"the Makefile has no {name}"
 
 
-def check_pip(words: list[str]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert words[0] == "install", words
-    for found in re.findall(r"^(?:thinwire|\.)\[(.+)\]$", "\n".join(words[1:]), re.MULTILINE):
-        assert set(found.split(",")) <= extras.keys(), found
-
-
 COMMANDS = commands()
 
 
@@ -152,22 +147,14 @@ def test_programs_take_the_commands_of_the_pages(tmp_path: Path, monkeypatch: py
 
 def test_wrong_ones_are_seen() -> None:
     for line in (
-        "thinwire train --frobnicate 3",
-        "thinwire train --recipe nonsense",
-        "thinwire train --steps 0",
-        "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s",
-        "thinwire frobnicate",
-        "python -m benchmarks frobnicate",
-        "python -m benchmarks link --frobnicate 3",
-        "python -m benchmarks.frobnicate",
-        "make frobnicate",
-        "make soak FROBNICATE=3",
-        "python benchmarks/frobnicate.py",
-        "pytest tests/frobnicate.py",
-        "pip install 'thinwire[frobnicate]'",
+        "thinwire train --frobnicate 3", "thinwire train --recipe nonsense", "thinwire train --steps 0",
+        "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s", "thinwire frobnicate",
+        "python -m benchmarks frobnicate", "python -m benchmarks link --frobnicate 3",
+        "python -m benchmarks.frobnicate", "python benchmarks/frobnicate.py", "pytest tests/frobnicate.py",
+        "make frobnicate", "make soak FROBNICATE=3", "pip install 'thinwire[frobnicate]'",
         "torchrun --frobnicate 2 -m thinwire train",
         "torchrun --nnodes 2 ... -m thinwire train --frobnicate 3  # a comment",
-    ):
+    ):  # fmt: skip
         (words,) = parts(line)
         try:
             check(words)

@@ -10,6 +10,7 @@ import pytest
 
 from support.frameworks.runs import require
 from support.loaded import run_script
+from support.processes import finish
 from support.slow import slow
 
 ROOT = Path(__file__).parents[2]
@@ -35,51 +36,33 @@ def test_all_reduce_example_counts_the_bytes() -> None:
 
 
 def torchrun(example: str, ranks: int, *args: str) -> str:
-    """What it prints under torchrun itself."""
+    """What it prints under torchrun itself; the ranks share what cores there are."""
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return finish(*start, str(ROOT / "examples" / example), *args)
+    return finish(*start, ROOT / "examples" / example, *args, OMP_NUM_THREADS="1")
 
 
-def finish(*command: str) -> str:
-    """Standard output of a command; its exit code must be 0."""
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # two ranks share what cores there are
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("example", ["ddp.py", slow("plain_loop.py")])
-def test_training_examples_learn_with_few_bytes(example: str) -> None:
-    lines = re.findall(r"step (\d+): loss ([\d.]+), reduction (\d+)x", torchrun(example, 2))
-    assert [int(step) for step, _, _ in lines] == [50, 100, 150, 200]
-    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
-    assert int(lines[-1][2]) >= 20, lines
-
-
-def test_the_sharded_example_learns_and_sends_few_bytes() -> None:
-    output = run_script(ROOT / "examples" / "fsdp.py", ranks=4)
-    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB/step", output)
-    assert [int(step) for step, _, _ in lines] == [50, 100]
-    assert float(lines[1][1]) < 0.6 * float(lines[0][1]), lines
-    assert float(lines[1][2]) < 10, lines  # of 541 kB, half of the gradients
-
-
-def test_local_steps_learn_with_few_bytes() -> None:
-    output = run_script(ROOT / "examples" / "local_steps.py", ranks=2)
-    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) kB sent", output)
-    assert [int(step) for step, _, _ in lines] == [80, 160, 240, 320]
-    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), lines
-    assert float(lines[-1][2]) < 100, lines
-    assert int(re.findall(r"reduction (\d+)x", output)[0]) > 1000, output
+@pytest.mark.parametrize(
+    ("example", "ranks", "least", "most"),
+    [
+        ("ddp.py", 2, 20, None), slow("plain_loop.py", 2, 20, None), ("fsdp.py", 4, None, 10),
+        ("local_steps.py", 2, 1000, 100),
+    ],
+)  # fmt: skip
+def test_training_examples_learn_with_few_bytes(
+    example: str, ranks: int, least: float | None, most: float | None
+) -> None:
+    """A reduction of so much at least, and so many kB at most; half of the gradients under FSDP are 541 kB."""
+    output = torchrun(example, ranks) if most is None else run_script(ROOT / "examples" / example, ranks=ranks)
+    lines = re.findall(r"step (\d+): loss ([\d.]+), (?:([\d.]+) kB)?", output)
+    steps = [int(step) for step, _, _ in lines]
+    assert steps in ([50, 100], [50, 100, 150, 200], [80, 160, 240, 320]), output
+    assert float(lines[-1][1]) < 0.6 * float(lines[0][1]), output
+    assert most is None or float(lines[-1][2]) < most, output
+    assert least is None or int(re.findall(r"reduction (\d+)x", output)[-1]) >= least, output
 
 
 def test_a_newcomer_joins_while_others_train() -> None:
-    output = finish(sys.executable, str(ROOT / "examples" / "elastic.py"))
+    output = finish(sys.executable, ROOT / "examples" / "elastic.py", OMP_NUM_THREADS="1")
     begun = dict(re.findall(r"rank (\d) begins at step (\d+)", output))
     assert (begun["0"], begun["1"]) == ("0", "0"), output
     assert int(begun["2"]) > 0, output
@@ -96,7 +79,7 @@ def test_examples_of_frameworks_learn_and_go_on(package: str, tmp_path: Path) ->
     losses = []
     for first in (0, 200):
         if package == "lightning":  # which starts the other rank itself
-            output = finish(sys.executable, str(ROOT / "examples" / example), folder)
+            output = finish(sys.executable, ROOT / "examples" / example, folder, OMP_NUM_THREADS="1")
         else:
             output = torchrun(example, 2, folder)
         lines = re.findall(r"^step (\d+): loss ([\d.]+), reduction (\d+)x", output, re.MULTILINE)
@@ -116,24 +99,16 @@ def test_the_resume_example_goes_on_with_another_number_of_ranks(tmp_path: Path)
     assert losses[0] > losses[1], losses
 
 
-def test_the_example_of_tests_passes() -> None:
+def test_examples_are_short_that_of_tests_passes_and_the_code_of_the_readme_runs(tmp_path: Path) -> None:
     lines = run_script(ROOT / "examples" / "testing.py").splitlines()
-    assert len(lines) == 3, lines
-    assert all(line.endswith(" passed") for line in lines), lines
-
-
-def test_examples_are_short() -> None:
+    assert [line.endswith(" passed") for line in lines] == [True] * 3, lines
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, f"{path.name} is too long for an example"
-
-
-def test_code_in_the_readme_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks, "README.md has no Python code"
     for block in blocks:
-        script = tmp_path / "readme.py"
-        script.write_text(block)
-        assert "bytes instead of 4000000" in run_script(script)
+        (tmp_path / "readme.py").write_text(block)
+        assert "bytes instead of 4000000" in run_script(tmp_path / "readme.py")
 
 
 def test_commands_in_the_readme_run(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """The wheel and the sdist have what they need and nothing else, and `thinwire train` runs from an installed wheel."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -15,26 +12,14 @@ import pytest
 
 import thinwire
 from support.frameworks.runs import require
+from support.processes import finish
 
 ROOT = Path(__file__).parents[2]
 DATA = [
-    "py.typed",
-    "__init__.pyi",
-    "tools/train/digits/digits.csv.gz",
-    "tools/report/page.html",
+    "py.typed", "__init__.pyi", "tools/train/digits/digits.csv.gz", "tools/report/page.html",
     "tools/report/uplot/uPlot.iife.min.js",
-]
+]  # fmt: skip
 LICENSES = ["LICENSE", "src/thinwire/tools/report/uplot/LICENSE", "src/thinwire/tools/train/digits/LICENSE"]
-
-
-def finish(*command: str | Path, cwd: Path, limit: float = 120, **variables: str) -> str:
-    """Standard output of a command; its exit code must be 0."""
-    environment = {**os.environ, **variables}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    return done.stdout
 
 
 def build(source: Path, folder: Path, *targets: str) -> None:
@@ -61,12 +46,6 @@ def wheel(built: Path) -> Path:
     return found
 
 
-def metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode())
-
-
 def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     sources = ROOT / "src"
     written = {
@@ -83,7 +62,8 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
-    about = metadata(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        about = Parser().parsestr(archive.read(f"thinwire-{thinwire.__version__}.dist-info/METADATA").decode())
     assert about["Version"] == thinwire.__version__
     assert about["License-Expression"] == "MIT AND BSD-3-Clause AND CC-BY-4.0"
     assert "Typing :: Typed" in (about.get_all("Classifier") or [])

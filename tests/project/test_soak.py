@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from soak.campaign import Campaign, run_case
-from soak.case import Skipped, Tried
+from soak.campaign import Campaign, Skipped, Tried, run_case
 
 LIMIT = 800.0
 """Seconds; on a machine with time for us it is one minute."""

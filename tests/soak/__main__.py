@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from soak.campaign import Campaign, run_case
-from soak.case import ranks
+from soak.campaign import Campaign, ranks, run_case
 from soak.files import files
 from soak.frames import frames
 from soak.groups import cut_link, kill, nan, payloads, stop, strangers, warm_up

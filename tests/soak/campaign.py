@@ -1,16 +1,36 @@
 """Cases in turn, each kind for its share of the time, with a state that can be stopped and resumed at any moment."""
 
+import atexit
 import json
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from soak.case import Skipped, Tried
+from thinwire.testing import RankPool
 from thinwire.tools.files import replace_text
+
+
+class Tried(NamedTuple):
+    what: str
+    counts: dict[str, int]
+    """How much was tried, by name: frames, kills, steps ..."""
+
+
+class Skipped(Exception):
+    """Raised by a kind that this machine has no means for; the text says why."""
+
+
+@cache
+def ranks() -> RankPool:
+    pool = RankPool(warnings="error")
+    atexit.register(pool.close)
+    return pool
+
 
 Kinds = Mapping[str, tuple[Callable[[Random], Tried], int]]
 """(function, share of the time) by name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from soak.case import Tried, ranks
+from soak.campaign import Tried, ranks
 from soak.trainings import RUN, STEPS, temporary, whole
 from support.training_runs import assert_same_weights, newest, sign, train
 from thinwire.tools import report

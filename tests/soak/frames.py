@@ -5,9 +5,9 @@ from random import Random
 
 import torch
 
-from soak.case import Tried
+from soak.campaign import Tried
 from support.cases import DTYPES
-from support.framing import Fields, forge_header, forge_payload, forge_size, forge_spec, take_apart
+from support.framing import FORGERIES, Fields, take_apart
 from support.samples import SMALL, accept_or_refuse, sample
 
 FRAMES, DECODED = 20_000, 50
@@ -21,9 +21,6 @@ def good_frames() -> list[tuple[Fields, bytes, bytes]]:
     made = [sample(*case) for case in cases] + [sample(spec, 4097, torch.float32) for spec in SMALL]
     made += [sample(spec, 100, torch.float32, marked=True) for spec in SMALL]
     return [take_apart(one.to_bytes()) for one in made]
-
-
-FORGERIES = (forge_header, forge_payload, forge_payload, forge_spec, forge_size)
 
 
 def frames(draw: Random) -> Tried:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import thinwire
-from soak.case import Tried, ranks
+from soak.campaign import Tried, ranks
 from support.hostile_calls import flip_bits
 from support.ports import ports_of_this_process
 from support.signals import Moments, signal_me

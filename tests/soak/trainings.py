@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from soak.case import Skipped, Tried, ranks
+from soak.campaign import Skipped, Tried, ranks
 from support import training_runs as runs
 from support.disks import small_disk
 from support.training_faults import FullDisk, InSteps, SignalInStep

@@ -5,7 +5,6 @@ A new compressor needs one line in `SPECS`; a test fails and says so until it ha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache, cached_property
 
 import torch
@@ -59,10 +58,6 @@ def has_kernel(layout: Layout) -> bool:
     return not isinstance(layout, RandomKLayout) and getattr(getattr(layout, "record", None), "n", 0) <= 1 << 14
 
 
-def density(compressor: thinwire.Compressor) -> Fraction:
-    return Fraction(getattr(compressor, "ratio", 1))
-
-
 def make_input(kind: str, numel: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A tensor of one kind, and a residual of the same kind which neither overflows nor hides it.
 
@@ -113,9 +108,8 @@ class Case:
     compressor: thinwire.Compressor
     tensor: Tensor
     before: Tensor | None
-    """The residual as it was given."""
     after: Tensor | None
-    """The residual afterwards."""
+    """The residual as it was given, and afterwards."""
     ct: thinwire.CompressedTensor
 
     @cached_property

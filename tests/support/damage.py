@@ -22,8 +22,6 @@ def put(payload: Tensor, at: int, number: int, size: int = 2) -> None:
 
 def tail(payload: Tensor, layout: Layout) -> tuple[Tensor, TopKRecord]:
     """The last record, which is shorter than the others: its code has room for positions outside."""
-    assert isinstance(layout, TopKLayout)
-    assert layout.tail is not None
     return payload[-layout.tail.nbytes :], layout.tail
 
 
@@ -33,14 +31,12 @@ def infinite_scale(payload: Tensor, layout: Layout) -> None:
 
 def marked_record(payload: Tensor, layout: Layout) -> None:
     """The second of several."""
-    assert isinstance(layout, TopKLayout)
     assert layout.rows > 1
     for at in range(0, layout.record.codes_at, 2):
         put(payload, layout.record.nbytes + at, MARK)
 
 
 def marked_block(payload: Tensor, layout: Layout) -> None:
-    assert isinstance(layout, QuantizeLayout)
     put(payload, 2, MARK)
 
 
@@ -53,14 +49,12 @@ def outside(payload: Tensor, layout: Layout) -> None:
 
 def one_bit_more(payload: Tensor, layout: Layout) -> None:
     """In the bitmap of the first record, the first bit that is not set."""
-    assert isinstance(layout, TopKLayout)
     bitmap = payload[layout.record.high_at : layout.record.nbytes]
     at = int((bitmap != 0xFF).nonzero()[0])
     bitmap[at] |= int(bitmap[at]) + 1
 
 
 def one_bit_less(payload: Tensor, layout: Layout) -> None:
-    assert isinstance(layout, TopKLayout)
     bitmap = payload[layout.record.high_at : layout.record.nbytes]
     at = int(bitmap.nonzero()[0])
     bitmap[at] &= int(bitmap[at]) - 1

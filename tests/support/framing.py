@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -16,17 +16,8 @@ FIELDS = ("magic", "version", "dtype", "spec_length", "numel", "key", "length")
 
 def build(spec: bytes, payload: bytes, *, crc: int | None = None, **header: int | bytes) -> bytes:
     """A frame whose header says what it should, except where `header` says otherwise; the checksum fits anyhow."""
-    values: dict[str, int | bytes] = {
-        "magic": b"THNW",
-        "version": 1,
-        "dtype": 1,
-        "spec_length": len(spec),
-        "numel": 0,
-        "key": 0,
-        "length": len(payload),
-        **header,
-    }
-    packed = HEADER.pack(*(values[name] for name in FIELDS))
+    usual = dict(zip(FIELDS, (b"THNW", 1, 1, len(spec), 0, 0, len(payload)), strict=True))
+    packed = HEADER.pack(*({**usual, **header}[name] for name in FIELDS))
     computed = zlib.crc32(packed + spec + payload) if crc is None else crc
     return packed + struct.pack("<I", computed) + spec + payload
 
@@ -69,9 +60,7 @@ LIMITS = {
     "version": 1 << 8,
     "dtype": 1 << 8,
     "spec_length": 1 << 16,
-    "numel": 1 << 64,
-    "key": 1 << 64,
-    "length": 1 << 64,
+    **dict.fromkeys(("numel", "key", "length"), 1 << 64),
 }
 EDGES = [0, 1, 2, 255, 256, (1 << 16) - 1, 1 << 31, 1 << 32, 1 << 47, 1 << 48, (1 << 48) + 1, 1 << 63, (1 << 64) - 1]
 Fields = dict[str, int | bytes]
@@ -107,3 +96,7 @@ def forge_size(draw: Random, fields: Fields, spec: bytes, payload: bytes) -> byt
     stop = draw.randint(start, len(payload))
     other = draw.randbytes(stop - start if draw.random() < 0.7 else draw.randrange(40))
     return build(spec, payload[:start] + other + payload[stop:], **fields)
+
+
+Forge = Callable[[Random, Fields, bytes, bytes], bytes]
+FORGERIES: tuple[Forge, ...] = (forge_header, forge_payload, forge_payload, forge_spec, forge_size)

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,21 +33,20 @@ def fenced(numel: int, dtype: torch.dtype, end: bool) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype)
 
 
+ROWS = (
+    *((numel, torch.float32, True) for numel in (1, 33, 4097)),
+    (9001, torch.float16, True),
+    (9001, torch.float32, False),
+    (8191, torch.float64, True),
+)
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     with kernels.force("cpu"):
-        for spec in ALL_SPECS:
+        for spec, (numel, dtype, end) in product(ALL_SPECS, ROWS):
             compressor = thinwire.compressor(spec)
-            for numel, dtype, end in [
-                (1, torch.float32, True),
-                (33, torch.float32, True),
-                (4097, torch.float32, True),
-                (9001, torch.float16, True),
-                (9001, torch.float32, False),
-                (8191, torch.float64, True),
-            ]:
-                if not has_kernel(compressor.layout(numel, dtype)):
-                    continue
+            if has_kernel(compressor.layout(numel, dtype)):
                 tensor, residual = fenced(numel, dtype, end), fenced(numel, residual_dtype(dtype), end)
                 out, payload = fenced(numel, dtype, end), fenced(compressor.nbytes(numel, dtype), torch.uint8, end)
                 tensor.copy_(torch.randn(numel, generator=generator))

@@ -1,7 +1,6 @@
 """All-reduces in which one payload is damaged: which one, by whom, and what must come of it."""
 
 import random
-import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ class Route(NamedTuple):
 
     @property
     def receiver(self) -> int:
-        return {"gather": 0, "piece": self.world_size - 1, "sum": 0}[self.stage]
+        return self.world_size - 1 if self.stage == "piece" else 0
 
     @property
     def layout(self) -> Layout:
@@ -67,7 +66,6 @@ class Call:
         self.generator = torch.Generator().manual_seed(rank)
         self.residual = 0.01 * torch.randn(NUMEL, generator=self.generator)
         self.tensor = torch.empty(0)
-        self.seconds = 0.0
         self.finite = True
 
     def draw(self) -> None:
@@ -76,11 +74,15 @@ class Call:
     def kept(self) -> list[Tensor]:
         return [self.residual, *([] if self.state.residual is None else [self.state.residual])]
 
-    def bits(self) -> list[bytes]:
-        return [bytes_of(tensor) for tensor in (self.tensor, *self.kept())]
+    def bits(self) -> dict[str, bytes]:
+        names = ("the tensor", "the residual", "the residual of the share")
+        return {name: bytes_of(tensor) for name, tensor in zip(names, (self.tensor, *self.kept()), strict=False)}
+
+    def draw_and_reduce(self) -> thinwire.CollectiveError | None:
+        self.draw()
+        return self.reduce()
 
     def reduce(self) -> thinwire.CollectiveError | None:
-        started = time.monotonic()
         try:
             work = thinwire.all_reduce_compressed(
                 self.tensor, self.route.spec, self.residual, algorithm=self.route.algorithm, state=self.state,
@@ -89,8 +91,6 @@ class Call:
             self.finite = work.report.finite
         except thinwire.CollectiveError as error:
             return error
-        finally:
-            self.seconds = time.monotonic() - started
         return None
 
 
@@ -143,7 +143,6 @@ def flip_bits(rank: int, world_size: int, count: int, to_all: bool, seed: str = 
         if any(raised) and fault(error, route.sender) and rank == route.receiver:
             wrong.append(f"{name}: {fault(error, route.sender)}")
         if any(raised) and not all(raised):
-            call.draw()
-            call.reduce()  # the others learn of it
+            call.draw_and_reduce()  # the others learn of it
         dist.barrier()
     return refused, wrong

@@ -21,13 +21,13 @@ def main(path: str, rank: int, when: str) -> None:
         sys.stdin.read()
         return
     if when == "inside":  # Python's own end waits for the encoding, after which the exchange must not begin
-        encode = thinwire.Quantize._encode
+        encode = thinwire.Quantize.encode
 
         def end_and_encode(*args: Any, **options: Any) -> Any:
             watch.end_all()
             return encode(*args, **options)
 
-        thinwire.Quantize._encode = end_and_encode  # type: ignore[method-assign]
+        thinwire.Quantize.encode = end_and_encode  # type: ignore[method-assign]
     global work
     work = thinwire.all_reduce_compressed(torch.ones(5000), "quantize:bits=8", async_op=True)
     print("left")

@@ -113,7 +113,6 @@ class Loaded:
         environment: dict[str, str] | None = None,
     ) -> Copy:
         """Run `code` as the main module of a copy; its output goes to files."""
-        assert self._process.stdin is not None
         for path in (out, err):
             open(path, "ab").close()  # it is there for the caller at once
         request = {
@@ -142,7 +141,6 @@ class Loaded:
 
     def listen(self, seconds: float) -> None:
         """Read what this process says of its copies, for which it may be waited."""
-        assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(0.0, seconds))[0]:
             return
         piece = self._process.stdout.read(65536)

@@ -73,13 +73,8 @@ def train(
             saved = copy.deepcopy(optimizer.state_dict())
     if ends_together:
         optimizer.synchronize()
-    return Trained(
-        copies(model.parameters()),
-        copies(b for b in model.buffers() if b.is_floating_point()),
-        optimizer,
-        saved,
-        losses,
-    )
+    buffers = copies(b for b in model.buffers() if b.is_floating_point())
+    return Trained(copies(model.parameters()), buffers, optimizer, saved, losses)
 
 
 def copies(tensors: Any) -> list[Tensor]:
@@ -90,13 +85,14 @@ def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def copies_of_state(optimizer: torch.optim.Optimizer) -> Any:
-    return copy.deepcopy(optimizer.state_dict())
-
-
-@torch.no_grad()
-def restore(optimizer: torch.optim.Optimizer, model: nn.Module, weights: list[Tensor], state: Any) -> None:
-    """Take back a step."""
-    for parameter, kept in zip(model.parameters(), weights, strict=True):
-        parameter.copy_(kept)
-    optimizer.load_state_dict(state)
+def after_local_step(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The weights that the local step gives, which is taken back."""
+    inner = optimizer.optimizers[0]
+    kept, state = copies(model.parameters()), copy.deepcopy(inner.state_dict())
+    inner.step()
+    made = copies(model.parameters())
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(before)
+    inner.load_state_dict(state)
+    return made

@@ -1,4 +1,4 @@
-"""Fixtures for networks of both kinds. Where namespaces cannot be made, their tests are skipped; in CI they fail."""
+"""Fixtures for network namespaces. Where namespaces cannot be made, their tests are skipped; in CI they fail."""
 
 import json
 import os
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks import namespaces
-from support.transfer import Build
 
 
 @pytest.fixture
@@ -17,14 +16,6 @@ def lab_can_be_built() -> None:
     if reason is not None:
         assert not os.environ.get("CI"), f"in CI the lab must run: {reason}"
         pytest.skip(reason)
-
-
-@pytest.fixture(params=["namespaces", "relay"])
-def build(request: pytest.FixtureRequest) -> Build:
-    """Makes a network of so many ranks at a rate."""
-    if request.param == "namespaces":
-        request.getfixturevalue("lab_can_be_built")
-    return lambda ranks, rate: namespaces.network(ranks, rate, relay=request.param == "relay")
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Optimizers of thinwire as most tests make them, and the parameters of tests that try both."""
+"""Optimizers of thinwire as most tests make them."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,8 +12,6 @@ from support.training import SEVERAL, TOPK, policy
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3}
 OPTIONS = {"AdamW": ADAMW, "SGD": SGD}
-DDP_OR_PLAIN = pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "plain"])
-BOTH = pytest.mark.parametrize("kind", list(OPTIONS))
 
 
 def wrapped(module: nn.Module, ddp: bool) -> nn.Module:

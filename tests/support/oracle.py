@@ -12,8 +12,6 @@ from torch import Tensor
 
 from thinwire.kernels.layout import QuantizeLayout, TopKLayout, TopKRecord
 
-Bytes = np.ndarray
-
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit, except that a NaN is a NaN.
@@ -31,28 +29,18 @@ def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def largest(magnitudes: Tensor, k: int) -> np.ndarray:
-    """Positions of the k largest of each row, in rising order; of equal ones the first.
-
-    >>> largest(torch.tensor([[1.0, 3.0, 1.0, 1.0]]), 3).tolist()
-    [[0, 1, 2]]
-    """
-    order = np.argsort(-magnitudes.numpy(), axis=1, kind="stable")
-    return np.sort(order[:, :k], axis=1)
-
-
 def topk_positions(came_in: Tensor, layout: TopKLayout) -> list[int]:
-    """Where the kept elements of the whole tensor are, chunk by chunk."""
-    magnitudes, found = came_in.abs(), []
+    """Where the k largest elements of each chunk are, in rising order; of equal ones the first."""
+    magnitudes, found = came_in.abs().numpy(), []
     for start, record, rows in ((0, layout.record, layout.rows), (layout.rows * layout.record.n, layout.tail, 1)):
         if record is not None and rows:
-            chunks = magnitudes[start : start + rows * record.n].view(rows, record.n)
-            firsts = start + record.n * np.arange(rows)[:, None]
-            found += (firsts + largest(chunks, record.k)).ravel().tolist()
+            chunks = magnitudes[start : start + rows * record.n].reshape(rows, record.n)
+            order = np.argsort(-chunks, axis=1, kind="stable")[:, : record.k]
+            found += (start + record.n * np.arange(rows)[:, None] + np.sort(order, axis=1)).ravel().tolist()
     return found
 
 
-def fields(packed: Bytes, width: int, count: int) -> np.ndarray:
+def fields(packed: np.ndarray, width: int, count: int) -> np.ndarray:
     """Rows of bytes -> rows of `count` unsigned numbers of `width` bits."""
     bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * width].astype(np.int64)
     return (bits.reshape(len(packed), count, width) << np.arange(width)).sum(-1)
@@ -83,7 +71,7 @@ def read_topk(payload: Tensor, layout: TopKLayout) -> list[Record]:
     return found
 
 
-def read_positions(packed: Bytes, record: TopKRecord) -> np.ndarray:
+def read_positions(packed: np.ndarray, record: TopKRecord) -> np.ndarray:
     low = fields(packed[:, record.low_at : record.high_at], record.low_bits, record.k)
     bitmap = np.unpackbits(packed[:, record.high_at :], axis=1, bitorder="little")
     high = bitmap.nonzero()[1].reshape(len(packed), record.k) - np.arange(record.k)
@@ -102,8 +90,3 @@ def read_quantize(payload: Tensor, layout: QuantizeLayout) -> list[Record]:
         at += size
     assert at == len(raw)
     return found
-
-
-def scale_values(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits -> numbers."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -19,18 +19,20 @@ def run_python(code: str, *arguments: str, time_limit: float = 120, quiet: bool 
     >>> run_python("print(1 + 1)")
     '2'
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=time_limit,
-        check=False,
-    )
+    command, env = [sys.executable, "-c", textwrap.dedent(code), *arguments], _environment(environment)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=time_limit, check=False)
     output = f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, output
     assert not (quiet and done.stderr), output
     return done.stdout.strip()
+
+
+def finish(*command: str | Path, cwd: Path | None = None, limit: float = 240, **environment: str) -> str:
+    """Standard output of a command; its exit code must be 0."""
+    words, env = list(map(str, command)), {**os.environ, **environment}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit, cwd=cwd, env=env)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
 
 
 def living() -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
 The expected values share no code with the collectives: ranks' own compressed tensors, decoded and added one by one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
@@ -17,6 +17,14 @@ from support.oracle import same_bits
 from thinwire.kernels.layout import residual_dtype
 
 KEY = 11
+
+
+def placed(state: thinwire.ShardState, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank keeps as an owner, at its place in the whole tensor."""
+    owned, at = torch.zeros(numel, dtype=dtype), 0
+    for start, stop in state.spans:
+        owned[start:stop] = state.residual[at : (at := at + stop - start)]  # type: ignore[index]
+    return owned
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,12 @@ def perform_one(rank: int, case: Case, group: Any = None) -> Outcome:
     return Outcome(results, residual, state.residual if state else None, reports)
 
 
-def expected(case: Case, world_size: int, algorithm: str) -> list[Outcome]:
-    """What `perform` must return on each rank, except for the reports; `algorithm` is "gather" or "sharded"."""
+def expected(case: Case, world_size: int) -> list[Outcome]:
+    """What `perform` must return on each rank, except for the reports."""
+    is_sharded = case.algorithm == "sharded"
+    case = replace(case, spec="none") if case.algorithm == "dense" else case
     residuals = [case.zeros() if case.keeps else None for _ in range(world_size)]
-    cut = shares(case, world_size) if algorithm == "sharded" else []
+    cut = shares(case, world_size) if is_sharded else []
     owned = [torch.zeros(stop - start, dtype=residual_dtype(case.dtype)) for start, stop in cut]
     weight = 1 / world_size if case.average else 1.0
     results = []
@@ -94,15 +104,15 @@ def expected(case: Case, world_size: int, algorithm: str) -> list[Outcome]:
         total = case.zeros()
         for rank, residual in enumerate(residuals):
             ct = case.compressor.compress(case.tensor(rank, step), residual, key=KEY + step)
-            case.compressor.accumulate(ct, total, weight if algorithm == "gather" else 1.0)
-        if algorithm == "sharded":
+            case.compressor.accumulate(ct, total, 1.0 if is_sharded else weight)
+        if is_sharded:
             second = case.second_of(world_size)
             for (start, stop), kept in zip(cut, owned, strict=True):
                 part = total.view(-1)[start:stop]
                 ct = second.compress(part, kept if case.keeps else None, key=KEY + step)
                 second.accumulate(ct, part.zero_(), weight)
         results.append(total.to(case.dtype))
-    kept = owned if algorithm == "sharded" and case.keeps else [None] * world_size
+    kept = owned if is_sharded and case.keeps else [None] * world_size
     return [Outcome(results, residual, own, []) for residual, own in zip(residuals, kept, strict=True)]
 
 
@@ -121,31 +131,21 @@ def shares(case: Case, world_size: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def check_same(found: list[list[Outcome]], case: Case, index: int) -> None:
-    """Every rank has the same bits."""
-    first = found[0][index].results
-    for rank, outcomes in enumerate(found):
-        for step, (mine, theirs) in enumerate(zip(outcomes[index].results, first, strict=True)):
-            assert mine.dtype == case.dtype, case
-            assert mine.shape == case.shape, case
-            assert same_bits(mine, theirs), f"ranks 0 and {rank} differ in step {step} of {case}"
-
-
-def check_expected(found: list[list[Outcome]], case: Case, index: int, algorithm: str) -> None:
+def check_expected(found: list[list[Outcome]], case: Case, index: int) -> None:
     """Every rank has what was computed here, to the last bit."""
     world_size = len(found)
-    for rank, want in enumerate(expected(case, world_size, algorithm)):
+    for rank, want in enumerate(expected(case, world_size)):
         have = found[rank][index]
-        where = f"rank {rank} of {world_size}, {case}"
-        for step, (mine, right) in enumerate(zip(have.results, want.results, strict=True)):
-            assert same_bits(mine, right), f"result of step {step}, {where}: off by {_distance(mine, right)}"
-        for name, mine, right in (("residual", have.residual, want.residual), ("share", have.owned, want.owned)):
+        pairs = {
+            f"result of step {step}": pair for step, pair in enumerate(zip(have.results, want.results, strict=True))
+        }
+        pairs |= {"residual": (have.residual, want.residual), "share": (have.owned, want.owned)}
+        for name, (mine, right) in pairs.items():
             if right is not None:
-                assert mine is not None, f"no residual of the {name}, {where}"
-                assert same_bits(mine, right), f"{name}, {where}: off by {_distance(mine, right)}"
-
-
-def _distance(a: Tensor, b: Tensor) -> str:
-    if a.shape != b.shape:
-        return f"shape {tuple(a.shape)} for {tuple(b.shape)}"
-    return f"{(a.double() - b.double()).abs().max():.3g} in {int((a != b).sum())} of {a.numel()} elements"
+                where = f"{name}, rank {rank} of {world_size}, {case}"
+                assert mine is not None, where
+                assert mine.shape == right.shape, where
+                apart = (mine.double() - right.double()).abs()
+                assert same_bits(mine, right), (
+                    f"{where}: off by {apart.max():.3g} in {int((mine != right).sum())} elements"
+                )

@@ -11,6 +11,7 @@ from support.cases import ALL_SPECS, BACKENDS, DTYPES, KEY
 from support.memory import guarded
 from support.oracle import same_bits
 from thinwire import CompressedTensor, FrameError, kernels
+from thinwire.kernels.layout import Layout
 
 SIZES = (0, 1, 2, 7, 33, 100, 700, 4096, 4097, 9001)
 SMALL = [*ALL_SPECS, "topk:ratio=1/8,bits=2,chunk=32", "topk:ratio=1/2,bits=4,chunk=none", "randomk:ratio=1/2"]
@@ -30,27 +31,28 @@ def sample(spec: str, numel: int, dtype: torch.dtype, marked: bool = False) -> C
         return thinwire.compressor(spec).compress(tensor, key=KEY)
 
 
-samples = st.builds(
-    sample,
-    st.sampled_from(SMALL),
-    st.sampled_from(SIZES),
-    st.sampled_from(DTYPES),
-    st.sampled_from([False, False, True]),
-)
+samples = st.builds(sample, *map(st.sampled_from, (SMALL, SIZES, DTYPES, (False, False, True))))
 
 
-def decode_inside(ct: CompressedTensor, *, weight: float | None = None) -> list[torch.Tensor]:
+def decode_inside(ct: CompressedTensor, weight: float | None = None) -> list[torch.Tensor]:
     """Decode with every backend into the middle of a larger tensor, whose rest must stay as it was."""
     results = []
     for backend in BACKENDS:
         with kernels.force(backend), guarded(ct.numel, ct.dtype) as out:
             out.fill_(0)
-            if weight is None:
-                ct.decompress(out)
-            else:
-                ct.compressor.accumulate(ct, out, weight)
+            ct.decompress(out) if weight is None else ct.compressor.accumulate(ct, out, weight)
             results.append(out.clone())
     return results
+
+
+def complaint(payload: torch.Tensor, layout: Layout, backend: str) -> str | None:
+    """What the check says against a payload, less the number of the record, which only the quick one knows."""
+    with kernels.force(backend):
+        try:
+            kernels.check(payload, layout)
+        except ValueError as error:
+            return str(error).split(": ", 1)[-1]
+    return None
 
 
 LARGEST_DECODED = 1 << 16

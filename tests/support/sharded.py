@@ -95,6 +95,19 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in full}
 
 
+def spoil_last_rank(model: nn.Module, rank: int) -> list[bool]:
+    """While [0] of what this returns is True, the shard of rank 3 has a NaN in a gradient."""
+    bad = [False]
+
+    def spoil(parameter: Any) -> None:
+        if bad[0]:
+            parameter.grad.to_local().view(-1)[0] = torch.nan
+
+    if rank == 3:
+        dict(model.named_parameters())["4.weight"].register_post_accumulate_grad_hook(spoil)
+    return bad
+
+
 def take_step(model: nn.Module, optimizer: Any, batches: Iterable[int], step: int) -> float:
     """One step on the batches of these ranks together."""
     optimizer.zero_grad()

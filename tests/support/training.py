@@ -1,6 +1,7 @@
 """What the tests of training share: small models, data that a rank and a step decide, and the bits of what came out."""
 
 import contextlib
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from support.oracle import bytes_of
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.sync.checkpoint import residuals_of
 
@@ -65,6 +67,34 @@ def loss_of(model: nn.Module, rank: int, step: int, rows: int = 8) -> Tensor:
     dtype = next(model.parameters()).dtype
     given, wanted = make_batch(rank, step, rows, dtype)
     return (model(given) - wanted).float().square().mean()
+
+
+def take(optimizer: Any, loss: Tensor) -> None:
+    """Take a whole step, by this loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def averaged(sync: thinwire.Synchronizer, **gradients: Tensor) -> dict[str, Tensor]:
+    """Send these gradients, and return what came back."""
+    named = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+    for name, parameter in named.items():
+        parameter.grad = gradients[name].clone()
+    sync.all_reduce_gradients(named.items())
+    return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, last: int) -> list[float]:
+    """The steps from `first` to `last` - 1, as an ordinary loop takes them; their losses."""
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Given(nn.Module):
@@ -125,6 +155,17 @@ def optimizer_bits(optimizer: thinwire.SGD | thinwire.AdamW) -> dict[str, bytes]
     return found
 
 
+def written(state: Any) -> bytes:
+    """What torch.save writes of it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def read(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names whose values differ; for messages that can be read."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
@@ -166,6 +207,13 @@ def attached(
         return model, thinwire.attach(model, compressor, **others), lambda: None
     sync = thinwire.Synchronizer(compressor, **others)
     return module, sync, lambda: sync.all_reduce_gradients(module.named_parameters())
+
+
+def force(sync: thinwire.Synchronizer, best: int) -> None:
+    """Let the compressor of this number be the quickest, by what ranks say that they have measured."""
+    trials: Any = sync.assignment
+    seconds = [1.0 if number == best else 2.0 for number in range(len(trials.compressors))]
+    trials.seconds = lambda: seconds
 
 
 def identical(found: Iterable[Any]) -> bool:
@@ -215,7 +263,12 @@ def skip_not_finite(rank: int, world_size: int, spec: str, algorithm: str, ddp: 
     ends = []
     for where in (0, 1, 3, None):  # compressed, dense, in another bucket, nowhere
         model, sync, finish = attached(
-            Given(), policy(spec), ddp, SEVERAL, algorithm=algorithm, **({} if ddp else {"group": group})
+            Given(),
+            policy(spec),
+            ddp,
+            SEVERAL,
+            collective=Collective(algorithm=algorithm),
+            **({} if ddp else {"group": group}),
         )
         module = model.module if ddp else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -9,7 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,19 @@ from thinwire.tools.train.learner import Learner
 Patch = Callable[[Any, str, Any], object]
 
 
+def around_steps(patch: Patch, around: Callable[[int], AbstractContextManager[object] | None]) -> None:
+    """Call `around` with the number of each step, from 1, before it; what it returns is open during the step."""
+    learn, steps = Learner.learn, 0
+
+    def learn_inside(learner: Learner, *args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        with around(steps) or nullcontext():
+            learn(learner, *args)
+
+    patch(Learner, "learn", learn_inside)
+
+
 class InSteps:
     """Faults of `thinwire.testing`, before the backward pass of their step. Steps count from 1."""
 
@@ -34,15 +47,7 @@ class InSteps:
         self.faults = faults
 
     def install(self, patch: Patch) -> None:
-        learn, steps = Learner.learn, 0
-
-        def learn_or_fail(learner: Learner, *args: Any) -> None:
-            nonlocal steps
-            steps += 1
-            with inject(self.faults, steps):
-                learn(learner, *args)
-
-        patch(Learner, "learn", learn_or_fail)
+        around_steps(patch, lambda step: inject(self.faults, step))
 
 
 @dataclass(frozen=True)
@@ -95,19 +100,16 @@ class SignalInStep:
     name: str
 
     def install(self, patch: Patch) -> None:
-        learn, steps = Learner.learn, 0
         sender: subprocess.Popen[bytes] | None = None
 
-        def learn_and_signal(learner: Learner, *args: Any) -> None:
-            nonlocal steps, sender
-            steps += 1
-            if steps == self.step and self.rank in (None, dist.get_rank()):
+        def send(step: int) -> None:
+            nonlocal sender
+            if step == self.step and self.rank in (None, dist.get_rank()):
                 sender = signal_me([(self.seconds, self.name)])
-            if sender is not None and steps >= self.step + 5:
+            if sender is not None and step >= self.step + 5:
                 sender.wait(60)
-            learn(learner, *args)
 
-        patch(Learner, "learn", learn_and_signal)
+        around_steps(patch, send)
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,11 @@ class StopInStep:
     step: int
 
     def install(self, patch: Patch) -> None:
-        learn, steps = Learner.learn, 0
-
-        def learn_and_stop(learner: Learner, *args: Any) -> None:
-            nonlocal steps
-            steps += 1
-            if steps == self.step:
+        def stop(step: int) -> None:
+            if step == self.step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            learn(learner, *args)
 
-        patch(Learner, "learn", learn_and_stop)
+        around_steps(patch, stop)
 
 
 @dataclass(frozen=True)

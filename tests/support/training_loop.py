@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from support.training import SEVERAL, TOPK, loss_of, make_net, optimizer_bits, policy, sync_bits, weight_bits
+from thinwire import Collective
 
 METHODS = ("adamw gather", "adamw sharded", "adamw auto", "sgd gather", "attach gather", "attach sharded")
 
@@ -17,7 +18,7 @@ class Training:
 
     def __init__(self, rank: int, method: str, timeout: float = 60.0) -> None:
         name, algorithm = method.split()
-        options: dict[str, Any] = {"algorithm": algorithm, "timeout": timeout}
+        options: dict[str, Any] = {"collective": Collective(algorithm=algorithm, timeout=timeout)}
         self.model, self.rank, self.ours = DistributedDataParallel(make_net(), **SEVERAL), rank, name != "attach"
         if self.ours:
             kind = {"adamw": thinwire.AdamW, "sgd": thinwire.SGD}[name]

@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import torch
 
 from support.loaded import Copy, start_command
+from support.oracle import same_bits
 from support.processes import living
 from thinwire.testing import RankPool
 from thinwire.tools.files import replace_text
@@ -162,18 +163,11 @@ def _has_set(pid: int, variable: bytes) -> bool:
         return False
 
 
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
 def wait_until_gone(left: Callable[[], list[int]], limit: float = LIMIT) -> None:
     """Wait for processes to end. A server of ranks that is still loading torch does so only afterwards."""
     deadline = time.monotonic() + limit
     while pids := left():
-        assert time.monotonic() < deadline, f"left behind: {[(pid, _command_line(pid)) for pid in pids]}"
+        assert time.monotonic() < deadline, f"left behind: {pids}"
         time.sleep(0.01)
 
 
@@ -227,12 +221,8 @@ def assert_same_weights(folder: Path, other: Path) -> None:
     """Bit for bit."""
     these, those = weights(folder), weights(other)
     assert these.keys() == those.keys()
-    differ = {name: float((these[name] - those[name]).abs().max()) for name in these if not _same(these, those, name)}
-    assert not differ, f"{folder} and {other} differ by at most {differ}"
-
-
-def _same(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor], name: str) -> bool:
-    return these[name].dtype == those[name].dtype and torch.equal(these[name], those[name])
+    differ = [name for name in these if not same_bits(these[name], those[name])]
+    assert not differ, f"{folder} and {other} differ in {differ}"
 
 
 def assert_one_line(done: Done, *parts: str) -> None:
@@ -278,19 +268,13 @@ def train_rank(rank: int, world_size: int, config: Config, cwd: str, fault: Brea
         stack.callback(os.chdir, before)
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        if fault is not None:
-            fault.install(partial(_patch, stack))
+        if fault is not None:  # until the stack ends: the process is kept for other tests
+            fault.install(lambda *patch: stack.enter_context(mock.patch.object(*patch)))
         try:
             finished = Rank(rank, world_size, config).run()
         except (ValueError, OSError) as raised:
             error = str(raised)
     return Ended(finished, out.getvalue(), err.getvalue(), error)
-
-
-def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until the stack ends: the process is kept for other tests."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def planted(fault: Breakage) -> dict[str, str]:

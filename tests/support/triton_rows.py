@@ -9,6 +9,7 @@ denormals, so those rows are left to the GPU. Failures name the row; any failure
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -45,17 +46,14 @@ def interpreted(spec: str, numel: int, dtype: torch.dtype, kind: str) -> bool:
 def check(spec: str, device: str) -> Iterator[str]:
     """What is wrong, in words."""
     compressor = thinwire.compressor(spec)
-    for numel in sizes(spec, device):
-        for dtype in DTYPES:
-            layout = compressor.layout(numel, dtype)
-            if not has_kernel(layout) or (isinstance(layout, DenseLayout) and spec != "none"):
-                continue
-            for kind in INPUTS:
-                if device == "cpu" and not interpreted(spec, numel, dtype, kind):
-                    continue
-                tensor, residual = (t.to(device) for t in make_input(kind, numel, dtype))
-                for fault in check_row(layout, tensor, residual, kind):
-                    yield f"{spec}, {numel} x {dtype}, {kind}: {fault}"
+    for numel, dtype, kind in product(sizes(spec, device), DTYPES, INPUTS):
+        layout = compressor.layout(numel, dtype)
+        if not has_kernel(layout) or (isinstance(layout, DenseLayout) and spec != "none"):
+            continue
+        if device != "cpu" or interpreted(spec, numel, dtype, kind):
+            tensor, residual = (t.to(device) for t in make_input(kind, numel, dtype))
+            for fault in check_row(layout, tensor, residual, kind):
+                yield f"{spec}, {numel} x {dtype}, {kind}: {fault}"
 
 
 def check_row(layout: Layout, tensor: Tensor, residual: Tensor, kind: str) -> Iterator[str]:

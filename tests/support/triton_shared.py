@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
 import thinwire
@@ -108,20 +107,13 @@ PLAYED = [
 ]  # fmt: skip
 
 
-def payloads_of(spec: str, numel: int, count: int, offset: int) -> tuple[Any, Tensor]:
-    """From `offset` bytes on, so that they need not be aligned."""
+def check(spec: str, numel: int, count: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> None:
+    """Payloads lie from `offset` bytes on, so that they need not be aligned."""
     layout: Any = thinwire.compressor(spec).layout(numel, torch.float32)
     payloads = torch.zeros(count, layout.nbytes + offset, dtype=torch.uint8)[:, offset:]
     for number, row in enumerate(payloads):
-        made = torch.empty(layout.nbytes, dtype=torch.uint8)
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(number))
-        assert reference.encode(tensor, None, layout, made)
-        row.copy_(made)
-    return layout, payloads
-
-
-def check(spec: str, numel: int, count: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> None:
-    layout, payloads = payloads_of(spec, numel, count, offset)
+        assert reference.encode(tensor, None, layout, row)
     expected, found = (torch.ones(numel, dtype=dtype) for _ in range(2))
     reference.decode(payloads, layout, expected, 1 / 3, False)
     topk.decode(payloads, layout, found, 1 / 3, False)
@@ -142,17 +134,10 @@ def main() -> None:
     assert "decode_chunks" in launched, "the tail goes the other way"
     check(usual_spec, 4096, 8, offset=1)
     check(usual_spec, 4096, 3, torch.float16)
-    for bits in (1, 4, 8, 16, 32):
-        check(f"topk:ratio=1/64,bits={bits}", 4096, 3)
-    for spec in (
-        "ratio=1/8,bits=2",
-        "ratio=1/64,bits=2,chunk=256",
-        "ratio=1/16,bits=2,chunk=16",
-        "ratio=1/1000,bits=2",
-    ):
+    others = ("ratio=1/8,bits=2", "ratio=1/64,bits=2,chunk=256", "ratio=1/16,bits=2,chunk=16", "ratio=1/1000,bits=2")
+    for spec in (*(f"ratio=1/64,bits={bits}" for bits in (1, 4, 8, 16, 32)), *others):
         check(f"topk:{spec}", 4096, 3)
 
 
 if __name__ == "__main__":
     main()
-    print("ok")

@@ -27,11 +27,6 @@ def compressors_count_and_take_back() -> None:
         assert (ct.kernels, ct.finite, compressor.stats.nonfinite) == ("cuda", True, 0)
         torch.testing.assert_close(compressor.decompress(ct) + residual, tensor + before)
         again = residual.clone()
-        ct = compressor.encode(tensor, residual, key=4)
-        assert torch.equal(residual, again), "encode only reads"
-        compressor.commit(ct, tensor, residual)
-        torch.testing.assert_close(compressor.decompress(ct) + residual, tensor + again)
-        again = residual.clone()
         tensor[9] = torch.inf
         assert not compressor.compress(tensor, residual, key=5).finite
         assert compressor.stats.nonfinite == 1
@@ -88,15 +83,9 @@ def optimizers_train() -> None:
     dist.destroy_process_group()
 
 
-CASES = [
-    compressors_count_and_take_back,
-    collectives_change_nothing_unless_it_counts,
-    optimizers_train,
-]
-
 if __name__ == "__main__":
     kernels._DEVICES["cuda"] = "cpu"  # what the interpreter needs
     with kernels.force("cuda"):
-        for case in CASES:
-            case()
-            print(case.__name__, "ok", flush=True)
+        compressors_count_and_take_back()
+        collectives_change_nothing_unless_it_counts()
+        optimizers_train()

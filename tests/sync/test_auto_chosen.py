@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import thinwire
-from support.auto import force
-from support.training import Given, gradients
+from support.training import Given, force, gradients, take
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.sync.auto import GRADIENTS, Choice, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS
@@ -28,9 +28,23 @@ def averages(model: Given, step: int, ranks: int) -> list[Tensor]:
     return [torch.stack(part).double().mean(dim=0) for part in parts]
 
 
+def train(sync: thinwire.Synchronizer, model: Given, group: LocalGroup, steps: int) -> list[int]:
+    """Exchange gradients without an optimizer. Return the bytes of each step."""
+    sent = []
+    for step in range(steps):
+        model.zero_grad()
+        model(gradients(model, group.rank, step)).backward()
+        sync.all_reduce_gradients(model)
+        sent.append(sync.stats.last_bytes_sent)
+    return sent
+
+
 def go_back(group: LocalGroup, sends_updates: bool) -> None:
     """Weights of SGD are minus the sum of all averages once dense is chosen, however they were sent before."""
-    model, options = Given(SIZES), {"group": group, "algorithm": "sharded", "shard_compressor": OF_SUMS}
+    model, options = (
+        Given(SIZES),
+        {"group": group, "collective": Collective(algorithm="sharded", shard_compressor=OF_SUMS)},
+    )
     if sends_updates:
         optimizer: Any = thinwire.SGD(model, lr=0.5, compressor="auto", warmup_steps=2, warmup="none", **options)
         sync, steps = optimizer.sync, OVER_UPDATES + 2
@@ -76,9 +90,7 @@ def follow_torch(group: LocalGroup) -> None:
             theirs.load_state_dict(ours.state_dict())
             kept = copy.deepcopy(mine.state_dict()["state"])  # torch would use the same memory
             reference.load_state_dict({**reference.state_dict(), "state": kept})
-        mine.zero_grad()
-        ours(gradients(ours, group.rank, step)).backward()
-        mine.step()
+        take(mine, ours(gradients(ours, group.rank, step)))
         if step > OVER_UPDATES:
             for weight, average in zip(theirs.weights, averages(theirs, step, group.size), strict=True):
                 weight.grad = average.float()
@@ -97,9 +109,7 @@ def second_moments_after(group: LocalGroup) -> list[float]:
     optimizer = thinwire.AdamW(model, compressor="auto", betas=betas, compressed_betas=(0.5, 0.99), group=group)
     force(optimizer.sync, 0)
     for step in range(OVER_UPDATES):
-        optimizer.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        optimizer.step()
+        take(optimizer, model(gradients(model, group.rank, step)))
     assert optimizer.sync.choice is not None
     found = []
     for number, state in optimizer.state_dict()["state"].items():
@@ -119,10 +129,7 @@ def miss_a_time(group: LocalGroup) -> Choice:
     """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
     sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
-    for step in range(OVER + 1):
-        model.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        sync.all_reduce_gradients(model)
+    train(sync, model, group, OVER + 1)
     assert sync.choice is not None
     return sync.choice
 
@@ -138,13 +145,7 @@ def bytes_of_steps(group: LocalGroup) -> list[float]:
     """The share of the dense bytes that each step sends; 8 bits are chosen."""
     model, sync = Given((4000, 8000)), thinwire.Synchronizer("auto", group=group)
     force(sync, 1)
-    shares = []
-    for step in range(OVER + 2):
-        model.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        sync.all_reduce_gradients(model)
-        shares.append(sync.stats.last_bytes_sent / 48_000)
-    return shares
+    return [sent / 48_000 for sent in train(sync, model, group, OVER + 2)]
 
 
 def test_small_tensors_are_dense_until_the_choice_and_compressed_after_it() -> None:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoints import Run as AnyRun
-from test_checkpoints import file_of
+from test_checkpoints import Run, file_of, run_through
 from torch.nn.parallel import DistributedDataParallel
 
-from support.auto import force
 from support.slow import slow
 from support.training import (
     SEVERAL,
@@ -23,11 +21,13 @@ from support.training import (
     attached,
     average,
     average_residuals,
+    force,
     gradients,
     identical,
     loss_of,
     make_net,
     policy,
+    take,
     weight_bits,
 )
 from thinwire.compressors import format_spec
@@ -41,20 +41,16 @@ UPDATES = updates(2)
 OVER = BEFORE + TURNS * STEPS * len(GRADIENTS)
 """Steps after which gradients have been tried."""
 OVER_UPDATES = BEFORE + TURNS * STEPS * len(UPDATES)
-AUTO = policy("auto")
 
 
-class Run(AnyRun):
+OPTIONS: dict[str, dict[str, Any]] = {
+    "attach": {}, "AdamW": {"warmup_steps": 2}, "SGD": {"warmup_steps": 2, "momentum": 0.9}
+}  # fmt: skip
+
+
+def how(kind: str, ddp: bool, best: int) -> dict[str, Any]:
     """A training by auto, with a choice that is forced."""
-
-    def __init__(self, kind: str, ddp: bool, best: int) -> None:
-        options: dict[str, Any] = {
-            "attach": {},
-            "AdamW": {"warmup_steps": 2},
-            "SGD": {"warmup_steps": 2, "momentum": 0.9},
-        }
-        super().__init__(kind, ddp, compressor=AUTO, **options[kind])
-        force(self.sync, best)
+    return {"kind": kind, "ddp": ddp, "best": best, **OPTIONS[kind]}
 
 
 def measure(rank: int, world_size: int, kind: str) -> Any:
@@ -65,12 +61,11 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        run = Run(kind, ddp=True, best=0)
+        run = Run(**how(kind, True, 0))
         del run.sync.assignment.seconds  # type: ignore[attr-defined]
         run.train(rank, 0, OVER_UPDATES + 1)
     finally:
         logger.removeHandler(handler)
-    assert run.sync.choice is not None
     return run.sync.choice.record(), logged
 
 
@@ -89,7 +84,7 @@ def test_everything_is_measured_and_all_ranks_choose_alike(ranks: RankPool, kind
 
 def keep_ledger(rank: int, world_size: int, ddp: bool, best: int, steps: int) -> dict[str, Any]:
     module = Given()
-    model, sync, finish = attached(module, AUTO, ddp, {"bucket_cap_mb": 0.01})
+    model, sync, finish = attached(module, policy("auto"), ddp, {"bucket_cap_mb": 0.01})
     force(sync, best)
     came_in = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in module.weights]
     came_out = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in module.weights]
@@ -100,7 +95,6 @@ def keep_ledger(rank: int, world_size: int, ddp: bool, best: int, steps: int) ->
         finish()
         for number, weight in enumerate(module.weights):
             came_in[number] += given[number]
-            assert weight.grad is not None
             came_out[number] += weight.grad
     residuals = average_residuals(sync)
     for number, one in enumerate(came_in):
@@ -121,15 +115,22 @@ def test_nothing_is_lost(ranks: RankPool, world_size: int, ddp: bool, best: int,
 
 
 def see_bits(rank: int, world_size: int, kind: str, ddp: bool, best: int) -> Any:
-    run = Run(kind, ddp, best)
-    run.train(rank, 0, OVER_UPDATES + 5)
-    sent, dense = run.sync.stats.last_bytes_sent, run.sync.stats.bytes_dense // run.sync.stats.steps
+    run = Run(**how(kind, ddp, best))
+    run.train(rank, 0, OVER_UPDATES + 2)
+    before, steps = run.bits(), run.sync.steps
+    take(run.optimizer, loss_of(run.model, rank, 99) * (float("nan") if rank else 1.0))
+    assert run.sync.finite is False
+    assert_same(before, run.bits(), "after a step that was to be skipped")
+    assert (run.optimizer.skipped, run.sync.steps) == (1, steps)
+    run.train(rank, OVER_UPDATES + 2, OVER_UPDATES + 5)
+    stats = run.sync.stats
+    dense = stats.bytes_dense // (stats.steps + stats.skipped)
     moments = {
         f"{number} {name}": tensor.numpy().tobytes()
         for number, kept in run.optimizer.state_dict()["state"].items()
         for name, tensor in kept.items()
     }
-    return weight_bits(run.model), moments, sent / dense
+    return weight_bits(run.model), moments, stats.last_bytes_sent / dense
 
 
 @pytest.mark.parametrize(("kind", "best", "ddp"), [("AdamW", 0, True), ("AdamW", 1, False), ("SGD", 2, True)])
@@ -143,56 +144,21 @@ def test_replicas_stay_identical_and_bytes_are_those_of_the_choice(
     assert all(low < share < high for _, _, share in found)
 
 
-def poison(rank: int, world_size: int) -> Any:
-    run = Run("AdamW", ddp=True, best=0)
-    run.train(rank, 0, OVER_UPDATES + 2)
-    before, steps = run.bits(), run.sync.steps
-    run.optimizer.zero_grad()
-    (loss_of(run.model, rank, 99) * (float("nan") if rank else 1.0)).backward()
-    run.optimizer.step()
-    assert run.sync.finite is False
-    assert_same(before, run.bits(), "after a step that was to be skipped")
-    assert (run.optimizer.skipped, run.sync.steps) == (1, steps)
-    run.train(rank, OVER_UPDATES + 2, OVER_UPDATES + 4)
-    return weight_bits(run.model)
-
-
-def test_dense_steps_of_an_optimizer_are_skipped_too(ranks: RankPool) -> None:
-    assert identical(ranks.run(poison, 2))
-
-
 def compare_with_torch(rank: int, world_size: int) -> None:
     """Once dense is chosen, gradients have the bits of DDP without a hook, which their steps are as quick as."""
-    run, twin = Run("attach", ddp=True, best=0), DistributedDataParallel(make_net(), **SEVERAL)
+    run, twin = Run(**how("attach", True, 0)), DistributedDataParallel(make_net(), **SEVERAL)
     run.train(rank, 0, OVER + 2)
-    step = run.sync.last_step
-    assert step is not None
-    assert step.is_sent_by_torch
+    assert run.sync.last_step.is_sent_by_torch
     twin.module.load_state_dict(run.state()["model"])
     for model in (twin, twin, run.model):  # twice, since DDP then has its buckets
         model.zero_grad()
         loss_of(model, rank, 50).backward()
     for (name, mine), theirs in zip(run.model.module.named_parameters(), twin.module.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad), name
 
 
 def test_dense_is_that_of_torch(ranks: RankPool) -> None:
     ranks.run(compare_with_torch, 3)
-
-
-# Checkpoints.
-
-
-def run_through(rank: int, world_size: int, folder: Path, saved_at: list[int], last: int, how: dict[str, Any]) -> Any:
-    run, first = Run(**how), 0
-    for step in saved_at:
-        run.train(rank, first, step)
-        torch.save(run.state(), file_of(folder, rank * 1000 + step))
-        first = step
-    run.train(rank, first, last)
-    return run.bits()
 
 
 def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: dict[str, Any]) -> Any:
@@ -201,26 +167,21 @@ def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: 
     run.load([torch.load(file_of(folder, old * 1000 + step)) for old in range(2)])
     before = run.sync.choice
     run.train(rank, step, last)
-    assert run.sync.choice is not None
     bits = run.bits() if world_size == 2 else weight_bits(run.model)
     return bits, before and before.record(), run.sync.choice.record()
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"kind": "attach", "ddp": True, "best": 0},
-        slow({"kind": "AdamW", "ddp": True, "best": 0}),
-        {"kind": "SGD", "ddp": False, "best": 1},
-    ],
-    ids=lambda how: f"{how['kind']} {how['best']}",
+    ("kind", "ddp", "best"), [("attach", True, 0), slow("AdamW", True, 0), ("SGD", False, 1)], ids=str
 )
-def test_a_resumed_run_goes_on_with_the_choice(ranks: RankPool, how: dict[str, Any], tmp_path: Path) -> None:
-    over = OVER if how["kind"] == "attach" else OVER_UPDATES
+def test_a_resumed_run_goes_on_with_the_choice(
+    ranks: RankPool, kind: str, ddp: bool, best: int, tmp_path: Path
+) -> None:
+    over = OVER if kind == "attach" else OVER_UPDATES
     saved_at = [BEFORE + STEPS + 2, over - 2, over, over + 3]
-    whole = ranks.run(run_through, 2, tmp_path, saved_at, over + 6, how, timeout=120)
+    whole = ranks.run(run_through, 2, tmp_path, saved_at, over + 6, how(kind, ddp, best), timeout=120)
     for step in saved_at:
-        again = ranks.run(resume, 2, tmp_path, step, over + 6, how, timeout=120)
+        again = ranks.run(resume, 2, tmp_path, step, over + 6, how(kind, ddp, best), timeout=120)
         for one, (other, _, _) in zip(whole, again, strict=True):
             assert_same(one, other, f"resumed at {step}")
 
@@ -229,9 +190,9 @@ def test_a_resumed_run_goes_on_with_the_choice(ranks: RankPool, how: dict[str, A
 def test_another_number_of_ranks_measures_again_unless_it_sent_updates(
     ranks: RankPool, kind: str, best: int, tmp_path: Path
 ) -> None:
-    how, step = {"kind": kind, "ddp": True, "best": best}, OVER_UPDATES + 3
-    ranks.run(run_through, 2, tmp_path, [step], step + 1, how, timeout=120)
-    found = ranks.run(resume, 3, tmp_path, step, step + OVER_UPDATES + BEFORE, how, timeout=120)
+    step = OVER_UPDATES + 3
+    ranks.run(run_through, 2, tmp_path, [step], step + 1, how(kind, True, best), timeout=120)
+    found = ranks.run(resume, 3, tmp_path, step, step + OVER_UPDATES + BEFORE, how(kind, True, best), timeout=120)
     assert identical(found)
     _, before, after = found[0]
     assert before == (after if kind == "AdamW" else None)

@@ -7,25 +7,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from thinwire import NoCompression, Quantize, TopK
-from thinwire.sync.buckets import _TAKEN_OUT, BUCKET_BYTES, Bucket, Packed, flatten, group_parameters, plan_bucket
+from thinwire.sync.buckets import _TAKEN_OUT, BUCKET_BYTES, Packed, flatten, group_parameters, plan_bucket
 
 DENSE, TOPK, OTHER = NoCompression(), TopK(ratio="1/64"), Quantize(bits=8)
 KINDS = [DENSE, TOPK, OTHER]
+SIZES = st.sampled_from([0, 1, 10, 5000, _TAKEN_OUT, _TAKEN_OUT + 1])
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([0, 1, 10, 5000, _TAKEN_OUT, _TAKEN_OUT + 1]),
-            st.integers(0, 2),
-            st.integers(0, 1),
-            st.booleans(),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
+@given(st.lists(st.tuples(SIZES, st.integers(0, 2), st.integers(0, 1), st.booleans()), min_size=1, max_size=12))
 def test_every_element_is_sent_or_kept(drawn: list[tuple[int, int, int, bool]]) -> None:
     names = [str(index) for index in range(len(drawn))]
     sizes = [size for size, *_ in drawn]
@@ -66,41 +56,37 @@ def test_every_element_is_sent_or_kept(drawn: list[tuple[int, int, int, bool]]) 
     assert carried == [name for name in names if name not in packed]
 
 
-def test_neighbours_of_one_kind_are_one_run() -> None:
-    plan = plan_bucket("abcd", [5000] * 4, [TOPK, TOPK, OTHER, TOPK], [0] * 4)
-    assert [part.names for part in plan.slices] == [("a", "b"), ("c",), ("d",)]
-    plan = plan_bucket("abcd", [5000] * 4, [TOPK] * 4, [0, 0, 1, 1])
-    assert [part.names for part in plan.slices] == [("a", "b"), ("c", "d")]
-
-
-def test_a_large_dense_one_ends_a_run() -> None:
+def test_neighbours_of_one_kind_are_one_run_that_a_large_dense_one_ends() -> None:
+    for kinds, families, expected in (
+        ([TOPK, TOPK, OTHER, TOPK], [0] * 4, [("a", "b"), ("c",), ("d",)]),
+        ([TOPK] * 4, [0, 0, 1, 1], [("a", "b"), ("c", "d")]),
+    ):
+        assert [part.names for part in plan_bucket("abcd", [5000] * 4, kinds, families).slices] == expected
     for size, count in ((_TAKEN_OUT, 1), (_TAKEN_OUT + 1, 2)):
         assert len(plan_bucket("abc", [5000, size, 5000], [TOPK, DENSE, TOPK], [0] * 3).slices) == count
 
 
-def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
-    return [(f"p{index}", nn.Parameter(torch.zeros(size, dtype=dtype))) for index, size in enumerate(sizes)]
+def named(*sizes: int) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{index}", nn.Parameter(torch.zeros(size))) for index, size in enumerate(sizes)]
 
 
-def test_groups_are_of_one_dtype_and_the_last_come_first() -> None:
-    pairs = named(4, 5, 3, 6)
+def test_groups_are_of_one_dtype_limited_and_complete_and_the_last_come_first() -> None:
+    pairs, third = named(4, 5, 3, 6), BUCKET_BYTES // 12
     pairs[2] = ("half", nn.Parameter(torch.zeros(3, dtype=torch.float16)))
-    assert [[name for name, _ in group] for group in group_parameters(pairs)] == [["p3", "p1", "p0"], ["half"]]
-    assert group_parameters([]) == []
-
-
-def test_groups_are_limited_and_complete() -> None:
-    third = BUCKET_BYTES // 12
-    groups = group_parameters(named(third, third, third, third, 3 * third + 10, 1, third))
-    assert [[name for name, _ in group] for group in groups] == [["p6", "p5"], ["p4"], ["p3", "p2", "p1"], ["p0"]]
+    for given_pairs, expected in (
+        ([], []),
+        (pairs, [["p3", "p1", "p0"], ["half"]]),
+        (
+            named(third, third, third, third, 3 * third + 10, 1, third),
+            [["p6", "p5"], ["p4"], ["p3", "p2", "p1"], ["p0"]],
+        ),
+    ):
+        assert [[name for name, _ in group] for group in group_parameters(given_pairs)] == expected
 
 
 def test_flatten_makes_gradients_views_and_keeps_their_values() -> None:
-    pairs = [
-        ("w", nn.Parameter(torch.zeros(2, 3))),
-        ("s", nn.Parameter(torch.tensor(0.0))),
-        ("n", nn.Parameter(torch.zeros(2))),
-    ]
+    shapes: dict[str, tuple[int, ...]] = {"w": (2, 3), "s": (), "n": (2,)}
+    pairs = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     pairs[0][1].grad = torch.arange(6.0).view(3, 2).t()  # not contiguous
     pairs[1][1].grad = torch.tensor(7.0)
     bucket = flatten(pairs)
@@ -113,21 +99,11 @@ def test_flatten_makes_gradients_views_and_keeps_their_values() -> None:
     assert pairs[2][1].grad.tolist() == [0.0, 0.0]
 
 
-def test_sparse_gradients_are_refused_by_name_and_nothing_changes() -> None:
-    pairs = named(3, 4)
-    before = torch.ones(3)
-    pairs[0][1].grad = before
-    pairs[1][1].grad = torch.ones(4).to_sparse()
+def test_sparse_gradients_and_two_parameters_of_one_name_are_refused() -> None:
+    pairs, before = named(3, 4), torch.ones(3)
+    pairs[0][1].grad, pairs[1][1].grad = before, torch.ones(4).to_sparse()
     with pytest.raises(ValueError, match=r"'p1'.*sparse.*expected a dense"):
         group_parameters(pairs)
     assert pairs[0][1].grad is before
-
-
-def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="p0"):
         group_parameters([*named(3), *named(4)])
-
-
-def test_parts_of_a_bucket() -> None:
-    bucket = Bucket(torch.arange(5.0), ("a", "b", "c"), (2, 0, 3))
-    assert {name: part.tolist() for name, part in bucket.parts().items()} == {"a": [0, 1], "b": [], "c": [2, 3, 4]}

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from support.oracle import bytes_of
-from support.slow import slow, some_slow
+from support.slow import some_slow
 from support.training import (
     TOPK,
     assert_same,
     attached,
     average,
-    average_residuals,
+    force,
     identical,
     loss_of,
     make_net,
@@ -28,34 +28,43 @@ from support.training import (
     sync_bits,
     weight_bits,
 )
+from thinwire import Collective
+from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.sync.checkpoint import residuals_of
 from thinwire.sync.ranked import strip
-from thinwire.testing import RankPool
+from thinwire.testing import RankPool, run_threads
 
 CAP = 0.006
 
 
 class Run:
-    """A model, its optimizer and, for attach and the plain loop, its synchronizer."""
+    """A model, its optimizer and, for attach and the plain loop, its synchronizer.
 
-    def __init__(self, kind: str, ddp: bool, cap: float = CAP, compressor: Any = None, **options: Any) -> None:
-        compressor = policy(TOPK) if compressor is None else compressor
+    best   the number of the compressor that auto is to choose.
+    """
+
+    def __init__(
+        self, kind: str, ddp: bool, cap: float = CAP, compressor: Any = None, best: Any = None, **options: Any
+    ):
+        compressor = policy(TOPK if best is None else "auto") if compressor is None else compressor
         self.kind, module = kind, make_net()
-        options = dict(options)
         if kind == "attach":
             warmup = options.pop("warmup_steps", 0)
             if warmup:
                 compressor = thinwire.Policy(compressor.compressor, min_numel=100, warmup=[(warmup, "quantize:bits=8")])
             self.model, self.sync, self.finish = attached(module, compressor, ddp, {"bucket_cap_mb": cap}, **options)
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-            return
-        self.model = DistributedDataParallel(module, bucket_cap_mb=cap) if ddp else module
-        options = {"warmup_steps": 10, "lr": 3e-3, **options}
-        if kind == "AdamW":
-            options |= {"betas": (0.9, 0.99)}
-        given = self.model if ddp else self.model.named_parameters()
-        self.optimizer = getattr(thinwire, kind)(given, compressor=compressor, **options)
-        self.sync, self.finish = self.optimizer.sync, lambda: None
+        else:
+            self.model = DistributedDataParallel(module, bucket_cap_mb=cap) if ddp else module
+            options = {"warmup_steps": 10, "lr": 3e-3, **options}
+            if kind == "AdamW":
+                options |= {"betas": (0.9, 0.99)}
+            given = self.model if ddp else self.model.named_parameters()
+            self.optimizer = getattr(thinwire, kind)(given, compressor=compressor, **options)
+            self.sync, self.finish = self.optimizer.sync, lambda: None
+        self.owner = self.sync if kind == "attach" else self.optimizer
+        if best is not None:
+            force(self.sync, best)
 
     def train(self, rank: int, first: int, last: int) -> None:
         for step in range(first, last):
@@ -73,8 +82,8 @@ class Run:
         plain_module(self.model).load_state_dict(one["model"])
         if self.kind == "attach":
             self.optimizer.load_state_dict(one["optimizer"])
-        owner, key = (self.sync, "sync") if self.kind == "attach" else (self.optimizer, "optimizer")
-        owner.load_state_dict(states[key] if isinstance(states, dict) else [state[key] for state in states])
+        key = "sync" if self.kind == "attach" else "optimizer"
+        self.owner.load_state_dict(states[key] if isinstance(states, dict) else [state[key] for state in states])
 
     def bits(self) -> dict[str, bytes]:
         if self.kind != "attach":
@@ -91,8 +100,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def run_through(rank: int, world_size: int, folder: Path, saved_at: list[int], last: int, how: dict[str, Any]) -> Any:
-    run = Run(**how)
-    first = 0
+    run, first = Run(**how), 0
     for step in saved_at:
         run.train(rank, first, step)
         torch.save(run.state(), file_of(folder, rank * 1000 + step))
@@ -102,20 +110,40 @@ def run_through(rank: int, world_size: int, folder: Path, saved_at: list[int], l
 
 
 def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: dict[str, Any]) -> Any:
-    run = Run(**how)
-    run.load(torch.load(file_of(folder, rank * 1000 + step)))
-    run.train(rank, step, last)
-    return run.bits()
+    """The end of a run that was saved again right after it was resumed. No run writes to what it loaded."""
+    state = torch.load(file_of(folder, rank * 1000 + step))
+    kept, run, again = deepcopy(state), Run(**how), Run(**how)
+    run.load(state)
+    knows_names = how["ddp"] or how["kind"] != "attach"  # a plain loop learns them at its first step
+    again.load(deepcopy(run.state() if knows_names else state))  # torch's own optimizers share what they loaded
+    assert_same(run.bits(), again.bits(), "a state of a resumed run")
+    run.train(rank, step, step + 2)
+    if how["kind"] == "attach":  # torch's own SGD goes on with the tensors that it loaded
+        kept, state = kept["sync"], state["sync"]
+    assert_same(flat(kept), flat(state), "the loaded state")
+    again.train(rank, step, last)
+    return again.bits()
+
+
+def flat(state: Any) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    rest = strip(state, "", tensors)
+    return {"rest": rest, **{name: bytes_of(tensor) for name, tensor in tensors.items()}}
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "attach ddp sharded": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
+    "attach ddp sharded": {"kind": "attach", "ddp": True, "collective": Collective(algorithm="sharded")},
     "attach plain randomk": {"kind": "attach", "ddp": False, "compressor": policy("randomk:ratio=1/8")},
     "attach warm-up": {"kind": "attach", "ddp": True, "warmup_steps": 70},
-    "AdamW ddp": {"kind": "AdamW", "ddp": True, "algorithm": "gather"},
-    "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "algorithm": "sharded"},
+    "AdamW ddp": {"kind": "AdamW", "ddp": True, "collective": Collective(algorithm="gather")},
+    "AdamW ddp sharded": {"kind": "AdamW", "ddp": True, "collective": Collective(algorithm="sharded")},
     "AdamW plain warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 70},
-    "SGD ddp sharded": {"kind": "SGD", "ddp": True, "algorithm": "sharded", "max_grad_norm": 0.5},
+    "SGD ddp sharded": {
+        "kind": "SGD",
+        "ddp": True,
+        "collective": Collective(algorithm="sharded"),
+        "max_grad_norm": 0.5,
+    },
 }
 
 
@@ -141,38 +169,8 @@ def test_a_run_may_be_saved_at_any_step(ranks: RankPool, tmp_path: Path, name: s
             assert_same(expected[rank], found[rank], f"resumed at {step}, rank {rank}")
 
 
-def resume_twice(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> None:
-    """Saved right after it was resumed: the same state again. And a resumed run does not write to what it loaded."""
-    state = torch.load(file_of(folder, rank * 1000 + 5))
-    kept = torch.load(file_of(folder, rank * 1000 + 5))
-    first = Run(**how)
-    first.load(state)
-    bits = first.bits()
-    second = Run(**how)
-    second.load(deepcopy(first.state()))  # torch's own optimizers share tensors with what they loaded
-    assert_same(bits, second.bits(), "a state of a resumed run")
-    first.train(rank, 5, 8)
-    if how["kind"] == "attach":  # torch's own SGD goes on with the tensors that it loaded
-        kept, state = kept["sync"], state["sync"]
-    assert_same(flat(kept), flat(state), "the loaded state")
-    second.train(rank, 5, 8)
-    assert_same(first.bits(), second.bits(), "two runs from one state")
-
-
-def flat(state: Any) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    rest = strip(state, "", tensors)
-    return {"rest": rest, **{name: bytes_of(tensor) for name, tensor in tensors.items()}}
-
-
-@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW ddp"])
-def test_a_state_can_be_loaded_and_saved_again(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    ranks.run(run_through, 2, tmp_path, [5], 5, CASES[name])
-    ranks.run(resume_twice, 2, tmp_path, CASES[name])
-
-
 def load_for_others(rank: int, world_size: int, folder: Path, old_size: int, step: int, how: dict[str, Any]) -> Any:
-    """Loads the states of all old ranks; averages of residuals and of momentum before and after; then trains."""
+    """Load the states of all old ranks: averages of residuals and of momentum stay, and replicas after it are alike."""
     states = [torch.load(file_of(folder, old * 1000 + step)) for old in range(old_size)]
     run = Run(**how)
     run.load(states)
@@ -181,7 +179,9 @@ def load_for_others(rank: int, world_size: int, folder: Path, old_size: int, ste
     for state in sync_states:
         for name, residual in residuals_of(state).items():
             before[name] = before.get(name, 0) + residual.double() / old_size
-    after = average_of_residuals(run, list(before))
+    sizes = {name: parameter.numel() for name, parameter in plain_module(run.model).named_parameters()}
+    mine = residuals_of(run.sync.state_dict())  # a rank that took nothing over has none
+    after = {name: average(mine.get(name, torch.zeros(sizes[name]))) for name in sorted(before)}
     assert any(bool(tensor.any()) for tensor in before.values())
     for name in before:
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-7)
@@ -199,78 +199,30 @@ def load_for_others(rank: int, world_size: int, folder: Path, old_size: int, ste
     return weight_bits(run.model)
 
 
-def average_of_residuals(run: Run, names: list[str]) -> dict[str, Tensor]:
-    """A rank that took nothing over has no residuals."""
-    sizes = {name: parameter.numel() for name, parameter in plain_module(run.model).named_parameters()}
-    mine = residuals_of(run.sync.state_dict())
-    return {name: average(mine.get(name, torch.zeros(sizes[name]))) for name in sorted(names)}
-
-
-RESIZED = {
-    "attach ddp": CASES["attach ddp sharded"],
-    "attach plain": {"kind": "attach", "ddp": False},
-    "AdamW ddp": CASES["AdamW ddp sharded"],
-    "AdamW warm-up": {"kind": "AdamW", "ddp": False, "warmup_steps": 16},
-    "SGD plain": {"kind": "SGD", "ddp": False},
+RESIZED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "attach ddp": (4, 2, CASES["attach ddp sharded"]),
+    "attach plain": (2, 3, {"kind": "attach", "ddp": False}),
+    "AdamW ddp": (4, 2, CASES["AdamW ddp sharded"]),
+    "AdamW warm-up": (2, 3, {"kind": "AdamW", "ddp": False, "warmup_steps": 16}),
+    "SGD plain": (2, 3, {"kind": "SGD", "ddp": False}),
+    "attach buckets": (3, 3, CASES["attach ddp sharded"]),
+    "AdamW buckets": (3, 3, CASES["AdamW ddp sharded"]),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "old_size", "new_size"),
-    [
-        ("attach ddp", 4, 2),
-        ("attach plain", 2, 3),
-        ("AdamW ddp", 4, 2),
-        ("AdamW warm-up", 2, 3),
-        slow("SGD plain", 2, 3),
-    ],
-)
-def test_another_number_of_ranks(ranks: RankPool, tmp_path: Path, name: str, old_size: int, new_size: int) -> None:
-    step = 15
-    ranks.run(run_through, old_size, tmp_path, [step], step, RESIZED[name])
-    function = resized_in_warmup if "warm-up" in name else load_for_others
-    assert identical(ranks.run(function, new_size, tmp_path, old_size, step, RESIZED[name]))
-
-
-def resized_in_warmup(rank: int, world_size: int, folder: Path, old_size: int, step: int, how: dict[str, Any]) -> Any:
-    """Momentum is alike on all ranks there, and must stay so."""
-    states = [torch.load(file_of(folder, old * 1000 + step)) for old in range(old_size)]
-    run = Run(**how)
-    run.load(states)
-    for number, kept in run.optimizer.state_dict()["state"].items():
-        old = states[0]["optimizer"]["state"][number]
-        for kind in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(kept[kind], old[kind], rtol=1e-6, atol=1e-9)
-    run.train(rank, step, step + 6)
-    return weight_bits(run.model)
-
-
-def other_buckets(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> Any:
-    state = torch.load(file_of(folder, rank * 1000 + 9))
-    expected = {
-        name: average(residual)
-        for name, residual in sorted(residuals_of(state.get("sync", state["optimizer"].get("thinwire"))).items())
-    }
-    run = Run(**(how | {"cap": 25.0}))
-    run.load(state)
-    found = average_residuals(run.sync)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-    run.train(rank, 9, 20)
-    return weight_bits(run.model)
-
-
-@pytest.mark.parametrize("name", ["attach ddp sharded", "AdamW ddp sharded"])
-def test_another_bucket_size(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    ranks.run(run_through, 3, tmp_path, [9], 9, CASES[name])
-    assert identical(ranks.run(other_buckets, 3, tmp_path, CASES[name]))
+@pytest.mark.parametrize("name", some_slow(RESIZED, "SGD plain"))
+def test_another_number_of_ranks_or_another_bucket_size(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    old_size, new_size, how = RESIZED[name]
+    ranks.run(run_through, old_size, tmp_path, [15], 15, how)
+    here = how | ({"cap": 25.0} if "buckets" in name else {})
+    assert identical(ranks.run(load_for_others, new_size, tmp_path, old_size, 15, here))
 
 
 def refuse(rank: int, world_size: int) -> None:
     def saved(kind: str = "attach", **options: Any) -> Any:
         run = Run(kind, True, **options)
         run.train(rank, 0, 2)
-        return run.state()["sync" if kind == "attach" else "optimizer"]
+        return run.owner.state_dict()
 
     right, of_sgd, of_adamw = saved(), saved("SGD"), saved("AdamW", warmup_steps=1)
 
@@ -279,7 +231,7 @@ def refuse(rank: int, world_size: int) -> None:
         run.train(rank, 0, 1)
         before, steps, groups = run.bits(), run.sync.steps, str(run.optimizer.param_groups)
         with raises(ValueError, *words):
-            (run.sync if kind == "attach" else run.optimizer).load_state_dict(state)
+            run.owner.load_state_dict(state)
         assert_same(before, run.bits(), f"after a refusal that says {words}")
         assert (run.sync.steps, str(run.optimizer.param_groups)) == (steps, groups)
 
@@ -312,58 +264,29 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(ranks: RankP
     ranks.run(refuse, 2)
 
 
-def other_names(rank: int, world_size: int) -> None:
+def other_names(group: LocalGroup) -> None:
     """A plain loop learns the names of the model at its first step: then at the latest must it see that they differ."""
-    run = Run("attach", False)
-    run.train(rank, 0, 2)
-    other = nn.ModuleDict({"net": make_net()})
-    loss_of(other["net"], rank, 0).backward()
+    syncs = [thinwire.Synchronizer(policy(TOPK), group=group) for _ in range(2)]
+    for sync, model in zip(syncs, (make_net(), nn.ModuleDict({"net": make_net()})), strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + group.rank)
+        if sync is syncs[0]:
+            sync.all_reduce_gradients(model)
+            syncs[1].load_state_dict(sync.state_dict())
     with raises(ValueError, "another model"):
-        resumed = thinwire.Synchronizer(policy(TOPK))
-        resumed.load_state_dict(run.sync.state_dict())
-        resumed.all_reduce_gradients(other)
+        syncs[1].all_reduce_gradients(model)
 
 
-def test_a_checkpoint_of_a_model_with_other_names(ranks: RankPool) -> None:
-    ranks.run(other_names, 2)
+def test_a_checkpoint_of_a_model_with_other_names() -> None:
+    run_threads(other_names, 2)
 
 
-def swap_groups(rank: int, world_size: int) -> None:
-    net = make_net()
+def test_groups_in_another_order() -> None:
+    net, group = make_net(), LocalWorld(1).groups[0]
 
     def make(*layers: str) -> Any:
         groups = [{"params": [(name, p) for name, p in net.named_parameters() if name[0] in part]} for part in layers]
-        return thinwire.SGD(groups, lr=0.1, compressor=policy(TOPK))
+        return thinwire.SGD(groups, lr=0.1, compressor=policy(TOPK), group=group)
 
-    state = make("0", "2346").state_dict()
     with raises(ValueError, "parameter group 0", "other parameters"):
-        make("2346", "0").load_state_dict(state)
-
-
-def test_groups_in_another_order(ranks: RankPool) -> None:
-    ranks.run(swap_groups, 1)
-
-
-def hand_over(rank: int, world_size: int, folder: Path) -> None:
-    """With its scheduler: the lr of a resumed run is that of the run that never stopped."""
-    run = Run("SGD", True)
-    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
-    for step in range(3):
-        run.train(rank, step, step + 1)
-        scheduler.step()
-    state = run.state()
-    resumed = Run("SGD", True, lr=0.7)
-    resumed.load(state)
-    again = torch.optim.lr_scheduler.StepLR(resumed.optimizer, 2, 0.5)
-    again.load_state_dict(scheduler.state_dict())
-    resumed.load(state)
-    assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
-    for step in range(3, 6):
-        for each, its_scheduler in ((run, scheduler), (resumed, again)):
-            each.train(rank, step, step + 1)
-            its_scheduler.step()
-    assert_same(run.bits(), resumed.bits(), "the ends of the runs")
-
-
-def test_a_scheduler_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(hand_over, 2, tmp_path)
+        make("2346", "0").load_state_dict(make("0", "2346").state_dict())

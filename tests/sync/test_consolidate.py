@@ -1,6 +1,6 @@
 """`consolidate_state_dict`: what rank 0 then saves alone is enough for every rank, and for any number of ranks."""
 
-import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from support.training import (
     optimizer_bits,
     policy,
     raises,
+    read,
     sync_bits,
     weight_bits,
+    written,
 )
+from thinwire import Collective
 from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.collectives.stream import stream
 from thinwire.sync import consolidate
@@ -33,9 +36,9 @@ from thinwire.testing import RankPool, run_threads
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"kind": "AdamW", "warmup_steps": 2},
-    "AdamW sharded": {"kind": "AdamW", "warmup_steps": 2, "algorithm": "sharded"},
-    "SGD": {"kind": "SGD", "momentum": 0.9, "algorithm": "sharded"},
-    "Synchronizer": {"kind": "Synchronizer", "algorithm": "sharded"},
+    "AdamW sharded": {"kind": "AdamW", "warmup_steps": 2, "collective": Collective(algorithm="sharded")},
+    "SGD": {"kind": "SGD", "momentum": 0.9, "collective": Collective(algorithm="sharded")},
+    "Synchronizer": {"kind": "Synchronizer", "collective": Collective(algorithm="sharded")},
 }
 STEPS = 5
 
@@ -66,16 +69,6 @@ class Run:
         return weight_bits(self.model) | kept
 
 
-def written(state: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def read(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 def save(group: LocalGroup, how: dict[str, Any], to: int = 0) -> dict[str, Any]:
     """Consolidates after some steps, and trains on to the end."""
     run = Run(group.rank, group=group, **how)
@@ -103,13 +96,18 @@ def go_on(group: LocalGroup, how: dict[str, Any], saved: dict[str, Any], states:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_rank_goes_on_from_what_one_rank_saved(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_every_rank_goes_on_from_what_one_rank_saved(
+    monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+) -> None:
+    """Also from a file that is mapped into memory, so that a rank reads no more of it than its own state."""
     monkeypatch.setattr(consolidate, "_PIECE", 10_000)  # several messages, and tensors in two of them
     to = 1 if name == "SGD" else 0
     saved = run_threads(save, 3, KINDS[name], to)
-    found = run_threads(go_on, 3, KINDS[name], saved[to], None)
-    for rank in range(3):
-        assert_same(saved[rank]["end"], found[rank], f"rank {rank}")
+    path = tmp_path / "state.pt"
+    path.write_bytes(saved[to]["file"])
+    mapped = None if name == "SGD" else partial(torch.load, path, mmap=True, weights_only=True)
+    for rank, found in enumerate(run_threads(go_on, 3, KINDS[name], saved[to], mapped)):
+        assert_same(saved[rank]["end"], found, f"rank {rank}")
 
 
 @pytest.mark.parametrize(("name", "others"), [("AdamW", 2), ("AdamW", 1), ("SGD", 5), ("Synchronizer", 2)])
@@ -117,9 +115,7 @@ def test_another_number_of_ranks_takes_it(name: str, others: int) -> None:
     """It is what the list of all states is, which has its own tests."""
     saved = run_threads(save, 3, KINDS[name])
     found = run_threads(go_on, others, KINDS[name], saved[0], None)
-    expected = run_threads(go_on, others, KINDS[name], saved[0], lambda: [read(each["own"]) for each in saved])
-    for rank in range(others):
-        assert_same(expected[rank], found[rank], f"rank {rank}")
+    assert found == run_threads(go_on, others, KINDS[name], saved[0], lambda: [read(each["own"]) for each in saved])
 
 
 def hold(group: LocalGroup) -> None:
@@ -143,16 +139,6 @@ def test_one_rank_holds_each_state_once() -> None:
     run_threads(hold, 3)
 
 
-def test_a_file_may_be_mapped_into_memory(tmp_path: Path) -> None:
-    """So that a rank reads no more of it than its own state."""
-    saved = run_threads(save, 3, KINDS["AdamW"])
-    path = tmp_path / "state.pt"
-    path.write_bytes(saved[0]["file"])
-    found = run_threads(go_on, 3, KINDS["AdamW"], saved[0], lambda: torch.load(path, mmap=True, weights_only=True))
-    for rank in range(3):
-        assert_same(saved[rank]["end"], found[rank], f"rank {rank}")
-
-
 def save_alike(group: LocalGroup) -> tuple[int, int]:
     run = Run(group.rank, group=group, kind="AdamW", warmup_steps=20)
     run.train(0, 3)
@@ -167,27 +153,13 @@ def test_what_is_alike_is_saved_once() -> None:
     assert complete < 1.5 * own
 
 
-def change_lr(group: LocalGroup) -> None:
-    run = Run(group.rank, group=group, kind="SGD")
-    run.train(0, 2)
-    run.owner.consolidate_state_dict()
-    run.optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler does between the two calls
-    state = run.owner.state_dict()
-    assert state["param_groups"][0]["lr"] == 0.5
-    if group.rank == 0:
-        state["param_groups"][0]["lr"] = 0.25  # as a program may do before it loads
-        other = Run(group.rank, group=group, kind="SGD")
-        other.owner.load_state_dict(state)
-        assert other.optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_parameter_groups_are_those_of_the_state_itself() -> None:
-    run_threads(change_lr, 2)
-
-
 def disagree(group: LocalGroup) -> None:
     run = Run(group.rank, group=group, kind="SGD")
     run.train(0, 1)
+    if group.rank == 1:
+        state = run.owner.state_dict()
+        with raises(ValueError, "state of rank 1 of the 2", "consolidate_state_dict()", "list"):
+            run.owner.load_state_dict({**state, "thinwire": {**state["thinwire"], "rank": 0}})
     for wrong in (2, -1, 0.0, True):
         with raises(ValueError, "to=", "0 to 1"):
             run.owner.consolidate_state_dict(wrong)
@@ -198,30 +170,22 @@ def disagree(group: LocalGroup) -> None:
     assert len(run.owner.state_dict()["thinwire"].get("ranks", ())) == (0 if group.rank else 2)
 
 
-def test_ranks_that_do_not_agree_get_an_error_and_may_go_on() -> None:
+def test_what_is_wrong_is_refused_and_ranks_may_go_on() -> None:
+    """The rank to save on, ranks that do not agree on it, and the state of one rank."""
     run_threads(disagree, 2)
 
 
-def save_alone(group: LocalGroup) -> None:
-    run = Run(group.rank, group=group, kind="SGD")
-    run.train(0, 2)
-    states = [run.owner.state_dict()]
-    if group.rank == 1:
-        state = {**states[0], "thinwire": {**states[0]["thinwire"], "rank": 0}}
-        with raises(ValueError, "state of rank 1 of the 2", "consolidate_state_dict()", "list"):
-            run.owner.load_state_dict(state)
-
-
-def test_the_state_of_one_rank_is_refused_with_what_to_do() -> None:
-    run_threads(save_alone, 2)
-
-
 def one_rank(group: LocalGroup) -> None:
-    run = Run(0, group=group, kind="SGD")
+    """Parameter groups are those of the state itself."""
+    run, other = (Run(0, group=group, kind="SGD") for _ in range(2))
     run.train(0, 2)
     run.owner.consolidate_state_dict()
-    other = Run(0, group=group, kind="SGD")
-    other.owner.load_state_dict(run.owner.state_dict())
+    run.optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler does between the two calls
+    state = run.owner.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.5
+    state["param_groups"][0]["lr"] = 0.25  # as a program may do before it loads
+    other.owner.load_state_dict(state)
+    assert other.optimizer.param_groups[0]["lr"] == 0.25
     assert_same(sync_bits(run.owner.sync), sync_bits(other.owner.sync), "residuals")
 
 

@@ -1,23 +1,15 @@
 """Random draws of training steps: new ones at every step and of each slice."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
+from support.training import averaged
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
 NUMEL = 8192
 RANDOMK = thinwire.Policy("randomk:ratio=1/8", min_numel=0)
-
-
-def averaged(sync: thinwire.Synchronizer, **gradients: Tensor) -> dict[str, Tensor]:
-    """Send these gradients, and return what came back."""
-    named = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
-    for name, parameter in named.items():
-        parameter.grad = gradients[name].clone()
-    sync.all_reduce_gradients(named.items())
-    return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
 
 def reached(group: LocalGroup) -> float:

@@ -31,14 +31,6 @@ def set_owner_residual(residuals: Residuals, part: Slice, spans: list[tuple[int,
     return state
 
 
-def test_the_same_run_has_the_same_state() -> None:
-    part = slice_of("a.b", [3, 2, 4])
-    residuals = residuals_for(part)
-    state = set_owner_residual(residuals, part, [(2, 8)])
-    assert residuals.state(slice_of("a.b", [3, 2, 4])) is state
-    assert not residuals["a"].any()
-
-
 def test_residuals_of_another_slice_go_to_the_parameters() -> None:
     for name, other in {
         "no gap": slice_of("ab", [3, 4]),
@@ -59,12 +51,11 @@ def test_residuals_of_another_slice_go_to_the_parameters() -> None:
             assert residuals.state(other) is state
 
 
-def test_strangers_are_left_alone() -> None:
-    one, two = slice_of("a", [3]), slice_of("b", [4])
-    residuals = residuals_for(slice_of("ab", [3, 4]))
-    state = set_owner_residual(residuals, one, [(0, 3)])
-    residuals.state(two)
-    assert residuals.state(one) is state
+def test_the_same_run_has_the_same_state_and_strangers_are_left_alone() -> None:
+    residuals = residuals_for(slice_of("a.b", [3, 2, 4]))
+    state = set_owner_residual(residuals, slice_of("a", [3]), [(0, 3)])
+    residuals.state(slice_of("b", [4]))
+    assert residuals.state(slice_of("a", [3])) is state
     assert not residuals["a"].any()
 
 
@@ -83,16 +74,11 @@ def test_fold_gives_everything_back_once_of_the_names_that_are_given() -> None:
     assert residuals.owner_states() == []
 
 
-def every(name: str) -> bool:
-    return True
-
-
 def test_an_owner_of_nothing() -> None:
     part = slice_of("ab", [3, 4])
-    residuals = residuals_for(part)
+    residuals, again = residuals_for(part), Residuals()
     set_owner_residual(residuals, part, [(7, 7)])
-    residuals.scale(2.0, every)
-    again = Residuals()
+    residuals.scale(2.0, lambda name: True)
     again.load(residuals.named(), residuals.owner_states())
     again.fold()
     assert not again["a"].any()
@@ -100,26 +86,16 @@ def test_an_owner_of_nothing() -> None:
 
 
 def test_saved_scaled_and_loaded() -> None:
-    part = slice_of("a.b", [3, 2, 4])
-    residuals = residuals_for(part)
-    state = set_owner_residual(residuals, part, [(2, 8)])
-    residuals.state(slice_of("c", [5]))  # never used: not in a checkpoint
-    residuals.scale(0.5, every)
+    """Runs whose names are chosen are scaled; gaps have no name, and count for nothing."""
+    part, other = slice_of("a.b", [3, 2, 4]), slice_of("c", [4])
+    residuals, again = residuals_for(slice_of("abc", [3, 4, 4])), Residuals()
+    state, alone = set_owner_residual(residuals, part, [(2, 8)]), set_owner_residual(residuals, other, [(0, 2)])
+    residuals.state(slice_of("d", [5]))  # never used: not in a checkpoint
+    residuals.scale(0.5, lambda name: name in "ab")
+    assert alone.residual.tolist() == [1.0, 2.0]
     saved = residuals.owner_states()
-    assert len(saved) == 1
-    again = Residuals()
+    assert len(saved) == 2
     again.load(residuals.named(), saved)
     state.residual.zero_()
-    loaded = again.state(part)
-    assert loaded.residual.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert again.state(part).residual.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert not again["a"].any()
-
-
-def test_only_runs_whose_names_are_chosen_are_scaled() -> None:
-    """Gaps have no name, and count for nothing."""
-    one, two = slice_of("a.b", [3, 2, 4]), slice_of("c", [4])
-    residuals = residuals_for(slice_of("abc", [3, 4, 4]))
-    first, second = (set_owner_residual(residuals, part, [(0, 2)]) for part in (one, two))
-    residuals.scale(4.0, lambda name: name in "ab")
-    assert first.residual.tolist() == [4.0, 8.0]
-    assert second.residual.tolist() == [1.0, 2.0]

@@ -61,11 +61,8 @@ def test_include_and_exclude() -> None:
 
 def test_the_first_pattern_of_layers_counts() -> None:
     policy = Policy(FINAL, overrides={"head.*": "quantize:bits=8", "*.w": "none", "*": "randomk:ratio=1/8"})
-    assert [spec_at(policy, 0, name) for name in ("head.w", "body.w", "body.b")] == [
-        "quantize:bits=8",
-        "none",
-        "randomk:ratio=1/8",
-    ]
+    for name, spec in (("head.w", "quantize:bits=8"), ("body.w", "none"), ("body.b", "randomk:ratio=1/8")):
+        assert spec_at(policy, 0, name) == spec
 
 
 def test_warm_up_phases() -> None:
@@ -85,38 +82,22 @@ def test_dense_means_all_of_it() -> None:
     assert not Policy("none", warmup=[(1, FINAL)]).is_dense(0)
 
 
-WRONG: list[dict[str, Any]] = [
-    {"compressor": 5},
-    {"compressor": None},
-    {"compressor": "nonsense"},
-    {"small_compressor": "topk:ratio=1/4"},
-    {"min_numel": -1},
-    {"min_numel": 1.5},
-    {"min_numel": True},
-    {"include": "body.*"},
-    {"include": 5},
-    {"include": [5]},
-    {"exclude": "head.*"},
-    {"exclude": None},
-    {"overrides": ["head.*"]},
-    {"overrides": {"head.*": "nonsense"}},
-    {"overrides": {"head.*": 5}},
-    {"overrides": {5: "none"}},
-    {"warmup": [(0, "none")]},
-    {"warmup": [(-1, "none")]},
-    {"warmup": [(2.0, "none")]},
-    {"warmup": [("none", 2)]},
-    {"warmup": [(2, "nonsense")]},
-    {"warmup": [2]},
-    {"warmup": [(2,)]},
-    {"warmup": 100},
-]
+WRONG: dict[str, list[Any]] = {
+    "compressor": [5, None, "nonsense"],
+    "small_compressor": ["topk:ratio=1/4"],
+    "min_numel": [-1, 1.5, True],
+    "include": ["body.*", 5, [5]],
+    "exclude": ["head.*", None],
+    "overrides": [["head.*"], {"head.*": "nonsense"}, {"head.*": 5}, {5: "none"}],
+    "warmup": [100, [2], [(2,)], [(0, "none")], [(-1, "none")], [(2.0, "none")], [("none", 2)], [(2, "nonsense")]],
+}
 
 
 def test_wrong_values_are_refused_in_words() -> None:
-    for options in WRONG:
-        with pytest.raises(ValueError, match=r"expected|nonsense|known"):
-            pytest.fail(f"{options}: {Policy(**{'compressor': FINAL, **options})}")
+    for name, values in WRONG.items():
+        for value in values:
+            with pytest.raises(ValueError, match=r"expected|nonsense|known"):
+                pytest.fail(f"{name} {value}: {Policy(**{'compressor': FINAL, name: value})}")
 
 
 def test_adapt_every_is_gone_and_the_error_names_overrides() -> None:
@@ -125,17 +106,11 @@ def test_adapt_every_is_gone_and_the_error_names_overrides() -> None:
 
 
 def test_policies_have_different_descriptions() -> None:
-    policies = [
-        Policy(FINAL),
-        Policy("topk:ratio=1/32,bits=2"),
-        Policy(FINAL, min_numel=5),
-        Policy(FINAL, include=["a"]),
-        Policy(FINAL, exclude=["a"]),
-        Policy(FINAL, overrides={"a": "none"}),
-        Policy(FINAL, warmup=[(5, "none")]),
-        Policy(FINAL, warmup=[(5, "quantize:bits=8")]),
-    ]
-    described = [policy.describe() for policy in policies]
+    others: list[dict[str, Any]] = [
+        {"compressor": "topk:ratio=1/32,bits=2"}, {"min_numel": 5}, {"include": ["a"]}, {"exclude": ["a"]},
+        {"overrides": {"a": "none"}}, {"warmup": [(5, "none")]}, {"warmup": [(5, "quantize:bits=8")]},
+    ]  # fmt: skip
+    described = [Policy(**{"compressor": FINAL, **options}).describe() for options in ({}, *others)]
     assert all(described.count(one) == 1 for one in described)
     assert Policy(TopK(ratio="1/64", bits=2), include=("*",)).describe() == described[0]
 
@@ -172,12 +147,9 @@ def test_default_begins_with_more_once_the_warm_up_is_over() -> None:
     assert phases == [0] * 2 + [1] * 128 + [2] * 256 + [3] * 16
     assert {policy.compressor_of("head", 100_000, step) for step in range(2, 402)} == {Quantize(bits=4)}
     assert policy.final == default_compressor(8)
-
-
-def test_only_the_default_begins_with_more() -> None:
-    policy = Policy("topk:ratio=1/64,bits=2", warmup=[(2, "none")])
-    assert {policy.compressor_of("body", 100_000, step) for step in range(2, 500)} == {policy.final}
-    assert {policy.phase(step) for step in range(2, 500)} == {1}
+    fixed = Policy("topk:ratio=1/64,bits=2", warmup=[(2, "none")])
+    assert {fixed.compressor_of("body", 100_000, step) for step in range(2, 500)} == {fixed.final}
+    assert {fixed.phase(step) for step in range(2, 500)} == {1}
 
 
 def test_default_ends_with_its_share_of_the_union() -> None:

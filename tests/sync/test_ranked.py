@@ -8,44 +8,41 @@ import torch.distributed.checkpoint as dcp
 from test_checkpoints import Run
 
 import thinwire
-from support.training import raises
+from support.training import plain_module, raises
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 HOW: dict[str, dict[str, Any]] = {
-    "attach": {"kind": "attach", "ddp": True, "algorithm": "sharded"},
+    "attach": {"kind": "attach", "ddp": True, "collective": Collective(algorithm="sharded")},
     "AdamW": {"kind": "AdamW", "ddp": True},
     "SGD plain": {"kind": "SGD", "ddp": False},
 }
 
 
-def owner(run: Run) -> Any:
-    return run.sync if run.kind == "attach" else run.optimizer
-
-
 def save(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> Any:
     run = Run(**how)
     run.train(rank, 0, 15)
-    state = {"model": run.state()["model"], "owner": thinwire.per_rank(owner(run))}
-    if run.kind == "attach":
-        state["optimizer"] = run.optimizer.state_dict()
-    dcp.save(state, checkpoint_id=folder / "checkpoint")
+    dcp.save({**torchs_state(run), "owner": thinwire.per_rank(run.owner)}, checkpoint_id=folder / "checkpoint")
     run.train(rank, 15, 20)
     return run.bits()
 
 
+def torchs_state(run: Run) -> dict[str, Any]:
+    state = {name: kept for name, kept in run.state().items() if name == "model" or run.kind == "attach"}
+    state.pop("sync", None)
+    return state
+
+
 def load(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> Any:
-    run = Run(**how)
+    run, fresh = Run(**how), Run(**how)
     if run.kind == "attach":  # so that torch's optimizer has a state to load into
         run.train(rank, 0, 1)
-    state = {"model": run.state()["model"]}
-    if run.kind == "attach":
-        state["optimizer"] = run.optimizer.state_dict()
+    state = torchs_state(run)
     dcp.load(state, checkpoint_id=folder / "checkpoint")
-    fresh = Run(**how)
-    fresh.model.load_state_dict({f"module.{k}" if how["ddp"] else k: v for k, v in state["model"].items()})
+    plain_module(fresh.model).load_state_dict(state["model"])
     if run.kind == "attach":
         fresh.optimizer.load_state_dict(state["optimizer"])
-    owner(fresh).load_state_dict(thinwire.load_per_rank(folder / "checkpoint", "owner"))
+    fresh.owner.load_state_dict(thinwire.load_per_rank(folder / "checkpoint", "owner"))
     fresh.train(rank, 15, 20)
     return fresh.bits()
 
@@ -58,7 +55,7 @@ def test_a_run_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path, name:
 
 def load_elsewhere(rank: int, world_size: int, folder: Path, how: dict[str, Any]) -> int:
     run = Run(**how)
-    owner(run).load_state_dict(thinwire.load_per_rank(folder / "checkpoint", "owner"))
+    run.owner.load_state_dict(thinwire.load_per_rank(folder / "checkpoint", "owner"))
     with raises(ValueError, "'nothing'", "model", "owner"):
         thinwire.load_per_rank(folder / "checkpoint", "nothing")
     return int(run.sync.steps)

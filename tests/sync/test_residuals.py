@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -93,38 +92,33 @@ def test_scale_reaches_chosen_names_once() -> None:
     assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("hasty_threads")
 def test_threads_may_ask_at_the_same_time() -> None:
     """Optimizers ask from the threads of the collectives, bucket by bucket."""
     errors: list[BaseException] = []
-    for _ in range(15):
-        vectors = NamedVectors()
-        companies = [[f"{number}.{index}" for index in range(6)] for number in range(100)]
+    companies = [[f"{number}.{index}" for index in range(6)] for number in range(100)]
 
-        def work(mine: list[list[str]], vectors: NamedVectors = vectors) -> None:
-            try:
-                for names in mine:
-                    first = vectors.slice(names, [4] * 6, torch.float32, CPU)
-                    second = vectors.slice(names, [4] * 6, torch.float32, CPU)
-                    assert first.data_ptr() == second.data_ptr(), "a slice was lost"
-                    first.fill_(1.0)
-            except BaseException as error:
-                errors.append(error)
+    def work(mine: list[list[str]], vectors: NamedVectors) -> None:
+        try:
+            for names in mine:
+                first, second = (vectors.slice(names, [4] * 6, torch.float32, CPU) for _ in range(2))
+                assert first.data_ptr() == second.data_ptr(), "a slice was lost"
+                first.fill_(1.0)
+        except BaseException as error:
+            errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(companies[index::4],)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert not errors, errors
-        kept = {vectors.slice(names, [4] * 6, torch.float32, CPU).data_ptr() for names in companies}
-        assert len(kept) == 100
-        assert all(float(vectors[name].sum()) == 4.0 for names in companies for name in names)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(15):
+            vectors = NamedVectors()
+            threads = [threading.Thread(target=work, args=(companies[index::4], vectors)) for index in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert not errors, errors
+            kept = {vectors.slice(names, [4] * 6, torch.float32, CPU).data_ptr() for names in companies}
+            assert len(kept) == 100
+            assert all(float(vectors[name].sum()) == 4.0 for names in companies for name in names)
+    finally:
+        sys.setswitchinterval(interval)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from support.training import averaged
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
@@ -25,13 +27,8 @@ def gradient(rank: int, step: int) -> dict[str, Tensor]:
 
 
 def take(sync: thinwire.Synchronizer, given: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    named = {name: nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
-    for name, parameter in named.items():
-        parameter.grad = given[name].clone()
-    sync.all_reduce_gradients(named.items())
-    for name, parameter in named.items():
-        assert parameter.grad is not None
-        out[name] += parameter.grad.double()
+    for name, average in averaged(sync, **given).items():
+        out[name] += average.double()
 
 
 def zeros() -> dict[str, Tensor]:
@@ -55,7 +52,9 @@ def go_on(group: LocalGroup, algorithm: str, states: list[dict[str, Any]]) -> tu
 
 def make(group: LocalGroup, algorithm: str) -> thinwire.Synchronizer:
     second = OF_SUMS if algorithm == "sharded" else None
-    return thinwire.Synchronizer(POLICY, group=group, algorithm=algorithm, shard_compressor=second)
+    return thinwire.Synchronizer(
+        POLICY, group=group, collective=Collective(algorithm=algorithm, shard_compressor=second)
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "before", "after"), [("sharded", 2, 3), ("sharded", 3, 1), ("gather", 3, 2)])

@@ -8,6 +8,7 @@ import torch
 import thinwire
 from support.oracle import bytes_of
 from support.training import Given
+from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.optim import adamw
 from thinwire.sync import buckets
@@ -33,31 +34,26 @@ def train(group: LocalGroup, poisoned: int | None, options: dict[str, Any]) -> t
     moments = [kept for vectors in optimizer._vectors.values() for _, kept in sorted(vectors.named().items())]
     residuals = [kept for _, kept in sorted(optimizer.sync.residuals.items())]
     bits = [bytes_of(tensor.detach()) for tensor in (*model.weights, *moments, *residuals)]
-    assert optimizer.sync.last_step is not None
     return bits, len(optimizer.sync.last_step.labels), optimizer.skipped
 
 
 @pytest.mark.parametrize(
-    ("options", "poisoned"), [({"max_grad_norm": 0.5}, 5), ({"algorithm": "sharded"}, None)], ids=str
+    ("options", "poisoned"),
+    [({"max_grad_norm": 0.5}, 5), ({"collective": Collective(algorithm="sharded")}, None)],
+    ids=str,
 )
 def test_bits_are_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], poisoned: int | None
 ) -> None:
     whole = run_threads(train, 2, poisoned, options)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 0)
     alone = run_threads(train, 2, poisoned, options)
     monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 1 << 20)
     together = run_threads(train, 2, poisoned, options)
+    monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 40_000)
+    assert alone[0][1] > run_threads(train, 2, poisoned, options)[0][1] > together[0][1]
     for mine, one_bucket, several in zip(together, whole, alone, strict=True):
         assert mine == one_bucket
         assert several[1] > mine[1]  # operations
         assert mine[2] == (poisoned is not None)
-
-
-def test_they_are_sent_once_there_are_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
-    counts = {}
-    for enough in (0, 40_000, 1 << 20):
-        monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", enough)
-        counts[enough] = run_threads(train, 2, None, {})[0][1]
-    assert counts[0] > counts[40_000] > counts[1 << 20]

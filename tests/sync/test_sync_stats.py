@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from thinwire import Policy, Synchronizer
 from thinwire.collectives import LocalGroup
@@ -19,35 +18,29 @@ def operation(ended: float, *spans: Span) -> Any:
     return SimpleNamespace(ended=ended, report=Report("gather", "", spans=list(spans)))
 
 
-def test_only_what_came_after_the_last_gradient_is_waited_for() -> None:
+ENCODE, EXCHANGE, DECODE = Span("encode", 1.0, 3.0), Span("exchange", 3.0, 6.0), Span("decode", 8.5, 9.0)
+BEFORE_LAST = operation(9.0, ENCODE, EXCHANGE, DECODE)
+LAST = operation(10.0, Span("update", 4.0, 5.5), Span("encode", 5.5, 7.0), Span("exchange", 7.0, 9.0))
+LARGE = operation(10.0, Span("encode", 5.0, 8.0), Span("decode", 9.0, 10.0))
+SMALL = operation(10.0, Span("encode", 6.0, 7.0), Span("decode", 7.5, 8.5))
+
+
+@pytest.mark.parametrize(
+    ("operations", "encode", "decode", "update", "exchange"),
+    [
+        ([BEFORE_LAST, LAST], 1.5, 0.5, 0.5, 2.5),
+        ([operation(4.0, ENCODE)], 0.0, 0.0, 0.0, 0.0),
+        ([LARGE, SMALL], 3.0, 1.5, 0.0, 0.5),
+    ],
+    ids=["what came after the last gradient", "all was done before", "a small one beside a large one counts once"],
+)
+def test_what_is_waited_for(operations: Any, encode: float, decode: float, update: float, exchange: float) -> None:
     stats = SyncStats()
-    overlapped = operation(9.0, Span("encode", 1.0, 3.0), Span("exchange", 3.0, 6.0), Span("decode", 8.5, 9.0))
-    last = operation(10.0, Span("update", 4.0, 5.5), Span("encode", 5.5, 7.0), Span("exchange", 7.0, 9.0))
-    stats.add_averages([overlapped, last], started=5.0)
-    assert stats.blocked == {"encode": 1.5, "decode": 0.5, "update": 0.5, "exchange": 2.5}
-    assert sum(stats.blocked.values()) == 10.0 - 5.0
-    assert stats.seconds == {"encode": 3.5, "exchange": 5.0, "decode": 0.5, "update": 1.5}
-
-
-def test_nothing_was_waited_for_if_all_was_done_before() -> None:
-    stats = SyncStats()
-    stats.add_averages([operation(4.0, Span("encode", 1.0, 3.0))], started=5.0)
-    assert stats.blocked == {"encode": 0.0, "decode": 0.0, "update": 0.0, "exchange": 0.0}
-
-
-def test_a_real_step_has_parts_that_fit_into_it() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        layer = torch.nn.Linear(100, 100)
-        layer(torch.ones(100)).sum().backward()
-        sync = Synchronizer("topk:ratio=1/16,bits=2")
-        sync.all_reduce_gradients(layer)
-        assert set(sync.stats.blocked) == {"encode", "decode", "update", "exchange"}
-        assert all(seconds >= 0 for seconds in sync.stats.blocked.values())
-        assert sync.stats.blocked["encode"] > 0
-        assert sync.stats.seconds.keys() >= {"encode", "decode"}
-    finally:
-        dist.destroy_process_group()
+    stats.add_averages(operations, started=5.0)
+    assert stats.blocked == {"encode": encode, "decode": decode, "update": update, "exchange": exchange}
+    if LAST in operations:
+        assert sum(stats.blocked.values()) == 10.0 - 5.0
+        assert stats.seconds == {"encode": 3.5, "exchange": 5.0, "decode": 0.5, "update": 1.5}
 
 
 def warm_up(group: LocalGroup) -> tuple[list[int], SyncStats]:
@@ -74,24 +67,20 @@ def test_the_steps_after_the_warm_up_have_a_reduction_of_their_own() -> None:
         assert (stats.bytes_inside_nodes, stats.reduction_between_nodes) == (0, stats.reduction)
 
 
-def test_a_small_operation_beside_a_large_one_counts_once() -> None:
-    stats = SyncStats()
-    large = operation(10.0, Span("encode", 5.0, 8.0), Span("decode", 9.0, 10.0))
-    small = operation(10.0, Span("encode", 6.0, 7.0), Span("decode", 7.5, 8.5))
-    stats.add_averages([large, small], started=5.0)
-    assert stats.blocked == {"encode": 3.0, "decode": 1.5, "update": 0.0, "exchange": 0.5}
-
-
-def count_dense(group: LocalGroup) -> tuple[int, float, int]:
+def count_dense(group: LocalGroup) -> SyncStats:
     layer = torch.nn.Linear(100, 100)
     layer(torch.ones(100) * group.rank).sum().backward()
     sync = Synchronizer("topk:ratio=1/16,bits=2", group=group)
     sync.all_reduce_gradients(layer)
-    return sync.stats.bytes_dense, sync.stats.reduction, sync.stats.bytes_sent
+    return sync.stats
 
 
-def test_dense_bytes_are_those_of_a_ring() -> None:
+def test_dense_bytes_are_those_of_a_ring_and_a_real_step_has_all_parts() -> None:
     """Of n bytes, each of P ranks sends 2 n (P - 1) / P."""
-    for dense, ratio, sent in run_threads(count_dense, 4):
-        assert dense == 2 * 4 * 10_100 * 3 // 4
-        assert ratio == dense / sent
+    for stats in run_threads(count_dense, 4):
+        assert stats.bytes_dense == 2 * 4 * 10_100 * 3 // 4
+        assert stats.reduction == stats.bytes_dense / stats.bytes_sent
+        assert set(stats.blocked) == {"encode", "decode", "update", "exchange"}
+        assert all(seconds >= 0 for seconds in stats.blocked.values())
+        assert stats.seconds.keys() >= {"encode", "decode"}
+        assert stats.seconds["encode"] > 0

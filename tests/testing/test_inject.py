@@ -56,13 +56,14 @@ def threads(faults: list[Fault], world_size: int = 2) -> list[list[Any]]:
     return run_threads(lambda group: train(group, group.rank, faults), world_size)
 
 
-def test_not_finite_voids_one_step_on_all_ranks() -> None:
-    one, other = threads([])
-    assert one == other
-    assert all(torch.tensor(one).isfinite())
+def test_not_finite_voids_one_step_on_all_ranks_and_stop_delays_one() -> None:
+    plain = threads([])
+    assert plain[0] == plain[1]
+    assert all(torch.tensor(plain[0]).isfinite())
     for value in (float("nan"), float("inf")):
         for sums in threads([NotFinite(rank=1, step=2, value=value, element=7)]):
             assert [step for step, total in enumerate(sums) if total != total] == [2], value
+    assert threads([Stop(rank=1, step=1, seconds=0.05)]) == plain
 
 
 def test_raise_error_ends_a_rank_and_the_others_learn_it() -> None:
@@ -77,10 +78,6 @@ def test_raise_error_ends_a_rank_and_the_others_learn_it() -> None:
     assert other[1:] == ["MismatchError"]
     with pytest.raises(ZeroDivisionError):
         threads([RaiseError(rank=1, step=0, error=ZeroDivisionError())])
-
-
-def test_stop_delays_a_thread() -> None:
-    assert threads([Stop(rank=1, step=1, seconds=0.05)]) == threads([])
 
 
 def test_a_fault_that_cannot_happen_is_an_error() -> None:
@@ -110,24 +107,12 @@ def train_process(rank: int, world_size: int, faults: list[Fault]) -> list[Any]:
     return train(None, rank, faults)
 
 
-def test_kill_in_a_process(ranks: RankPool) -> None:
+def test_kill_and_stop_in_a_process(ranks: RankPool) -> None:
     lost, left = ranks.run(train_process, 2, [Kill(rank=0, step=2)], lost=[0])
     assert lost is LOST
     assert left[2:] == ["PeerError"]
-
-
-def test_stop_in_a_process(ranks: RankPool) -> None:
-    """It is waited for."""
-    assert ranks.run(train_process, 2, [Stop(1, 1, seconds=0.3)]) == ranks.run(train_process, 2, [])
-
-
-@pytest.mark.parametrize("peer", [None, 0])
-def test_a_damaged_payload_is_refused_by_its_receiver(ranks: RankPool, peer: int | None) -> None:
-    """In transit alone, the sender learns of it at its next step at the latest."""
-    one, other = ranks.run(train_process, 2, [DamagedPayload(1, 2, clear, peer)])
-    assert one[2:] == ["PeerError"]
-    assert other[-1] == "PeerError"
-    assert len(other) in ((3,) if peer is None else (3, 4))
+    stopped, plain = (ranks.run(train_process, 2, faults) for faults in ([Stop(1, 1, seconds=0.3)], []))
+    assert stopped == plain, "it is waited for"
 
 
 def send_little(rank: int, world_size: int) -> None:
@@ -140,7 +125,12 @@ def send_little(rank: int, world_size: int) -> None:
     assert GlooLink.post is post, "left as it was"
 
 
-def test_damage_without_its_payload_is_an_error(ranks: RankPool) -> None:
+def test_a_damaged_payload_is_refused_by_its_receiver_and_one_that_is_not_sent_is_an_error(ranks: RankPool) -> None:
+    """In transit alone, the sender learns of it at its next step at the latest."""
+    for peer in (None, 0):
+        one, other = ranks.run(train_process, 2, [DamagedPayload(1, 2, clear, peer)])
+        assert (one[2:], other[-1]) == (["PeerError"], "PeerError"), peer
+        assert len(other) in ((3,) if peer is None else (3, 4))
     ranks.run(send_little, 2)
 
 

@@ -44,17 +44,26 @@ def process_id(rank: int, world_size: int) -> int:
     return os.getpid()
 
 
-def fail_on(rank: int, world_size: int, guilty: int, what: str) -> str:
-    if rank != guilty:
-        return "alive"
-    if what == "raise":
-        raise KeyError("the reason")
-    if what == "warn":
-        warnings.warn("the warning", stacklevel=2)
-    if what == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait(60)
-    return "late"
+ERRORS = {
+    "raise": ValueError("the reason"),
+    "bug": ZeroDivisionError("the reason"),
+    # what DDP makes of the loss of a peer
+    "lose": RuntimeError("Unable to cast all_reduce_compressed #3 on rank 0: rank 1 is lost to Tensor"),
+}
+
+
+def act(rank: int, world_size: int, what: str, on: int) -> int:
+    if rank == on:
+        if what in ERRORS:
+            raise ERRORS[what]
+        if what == "warn":
+            warnings.warn("the reason", stacklevel=2)
+        if what == "exit":
+            os._exit(3)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait(60 * (what == "hang"))
+    return rank * world_size
 
 
 def raise_in_a_training(rank: int, world_size: int) -> None:
@@ -78,14 +87,14 @@ def test_results_come_in_the_order_of_ranks_and_processes_are_used_again(ranks: 
 
 def test_a_failure_reaches_the_test_with_its_rank_and_processes_are_replaced(ranks: RankPool) -> None:
     for what, expected in {
-        "raise": ("rank 1 of 3 raised\nTraceback", "KeyError: 'the reason'"),
-        "warn": ("rank 1 of 3 raised\nTraceback", "the warning"),
-        "die": ("rank 1 of 3 was killed by SIGKILL; it wrote", ""),
-        "hang": ("rank 1 of 3 did not answer within 3 s; it was here", "in fail_on"),
+        "bug": ("rank 1 of 3 raised\nTraceback", "ZeroDivisionError: the reason"),
+        "warn": ("rank 1 of 3 raised\nTraceback", "UserWarning: the reason"),
+        "kill": ("rank 1 of 3 was killed by SIGKILL; it wrote", ""),
+        "hang": ("rank 1 of 3 did not answer within 3 s; it was here", "in act"),
     }.items():
         before = ranks.run(process_id, 3)
         with pytest.raises(RankError) as caught:
-            ranks.run(fail_on, 3, 1, what, timeout=3.0 if what == "hang" else 60.0)
+            ranks.run(act, 3, what, 1, timeout=3.0 if what == "hang" else 60.0)
         assert caught.value.ranks == [1], what
         assert all(words in str(caught.value) for words in expected), (what, str(caught.value))
         assert not set(before) & set(ranks.run(process_id, 3)), what
@@ -102,9 +111,9 @@ def test_a_rank_that_raises_in_a_training_ends_the_others(ranks: RankPool) -> No
 
 
 def test_a_rank_that_is_meant_to_die_leaves_a_mark(ranks: RankPool) -> None:
-    assert ranks.run(fail_on, 2, 0, "die", lost=[0]) == [LOST, "alive"]
-    with pytest.raises(RankError, match="rank 1 of 2 answered 'alive', expected it to die"):
-        ranks.run(fail_on, 2, 5, "die", lost=[1])
+    assert ranks.run(act, 2, "kill", 0, lost=[0]) == [LOST, 2]
+    with pytest.raises(RankError, match="rank 1 of 2 answered 2, expected it to die"):
+        ranks.run(act, 2, "kill", 5, lost=[1])
 
 
 def gather_shards(rank: int, world_size: int, groups_before: int) -> list[float]:
@@ -122,27 +131,11 @@ def test_a_later_run_does_not_find_the_meshes_of_an_earlier_one(ranks: RankPool)
 
 
 class Rank:
-    """Does what the argument says, on one rank."""
-
-    def __init__(self, rank: int, size: int, what: str = "") -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.act(what, 1)
 
     def act(self, what: str, on: int) -> int:
-        if self.rank == on:
-            if what == "raise":
-                raise ValueError("no more tensors")
-            if what == "die":
-                os._exit(3)
-            if what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if what == "bug":
-                raise ZeroDivisionError
-            if what == "lose":  # what DDP makes of the loss of a peer
-                raise RuntimeError("Unable to cast all_reduce_compressed #3 on rank 0: rank 1 is lost to Tensor")
-            if what == "sleep":
-                time.sleep(60)
-        return self.rank * self.size
+        return act(self.rank, self.size, what, on)
 
     def reduce(self, numel: int) -> float:
         """All-reduce a tensor, with ranks that come one after the other, so that they look at the board."""
@@ -165,24 +158,20 @@ def test_workers_answer_and_end() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("raise", "rank 1 of 2 raised ValueError: no more tensors"),
-        ("die", "rank 1 of 2 died with exit code 3"),
-        ("kill", "rank 1 of 2 was killed by SIGKILL"),
-        ("sleep", "rank 1 of 2 did not answer within 2 s"),
-    ],
-)
-def test_a_failure_of_a_worker_names_its_rank(what: str, message: str) -> None:
+def test_a_failure_of_a_worker_names_its_rank() -> None:
     before = set(multiprocessing.active_children())
-    with Workers(2) as group:
-        group.form(2, Rank)
-        with pytest.raises(RankError) as failure:
-            group.ask("act", what, 1, limit=2.0 if what == "sleep" else 60.0)
-    assert str(failure.value) == message
-    assert failure.value.ranks == [1]
-    assert set(multiprocessing.active_children()) == before
+    for what, message in {
+        "raise": "rank 1 of 2 raised ValueError: the reason",
+        "exit": "rank 1 of 2 died with exit code 3",
+        "kill": "rank 1 of 2 was killed by SIGKILL",
+        "hang": "rank 1 of 2 did not answer within 2 s",
+    }.items():
+        with Workers(2) as group:
+            group.form(2, Rank)
+            with pytest.raises(RankError) as failure:
+                group.ask("act", what, 1, limit=2.0 if what == "hang" else 60.0)
+        assert (str(failure.value), failure.value.ranks) == (message, [1])
+        assert set(multiprocessing.active_children()) == before, what
 
 
 def test_a_bug_keeps_its_traceback_and_an_echo_does_not_hide_its_cause() -> None:

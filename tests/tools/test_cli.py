@@ -22,11 +22,13 @@ def run(*arguments: str, program: tuple[str, ...] = (COMMAND,)) -> subprocess.Co
     return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_help_and_wrong_usage_do_not_load_torch() -> None:
+def test_help_wrong_usage_and_reports_do_not_load_torch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "conditions", "config": {}}\n')
     lines = [
         ["--help"], ["--version"], ["train", "--help"], ["train", "--recipe", "text-gpt", "--help"], ["plan", "--help"],
         ["report", "--help"], ["train", "--recipe", "nonsense"], ["train", "--config", "/nonexistent/run.json"],
-        ["train", "--frobnicate"], ["frobnicate"],
+        ["train", "--frobnicate"], ["frobnicate"], ["plan"], ["plan", "--frobnicate"], ["plan", "--params", "x"],
+        ["report", str(tmp_path), "--out", str(tmp_path / "report.html")],
     ]  # fmt: skip
     code = """
         import contextlib, io, json, sys
@@ -37,7 +39,7 @@ def test_help_and_wrong_usage_do_not_load_torch() -> None:
                     code = main(arguments)
                 except SystemExit as error:
                     code = error.code
-            assert code == (0 if {"--help", "--version"} & {*arguments} else 2), arguments
+            assert code == (0 if {"--help", "--version", "--out"} & {*arguments} else 2), arguments
             loaded = [name for name in ("torch", "numba", "numpy") if name in sys.modules]
             assert not loaded, (arguments, loaded)
     """

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import thinwire
-from support.processes import run_python
 from thinwire.tools import record
 
 
@@ -48,7 +47,3 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
         list(record.read_lines(path))
     path.write_text(f'{good}{{"kind": "row"')
     assert [line for _, line in record.read_lines(path, may_be_cut_off=True)] == [json.loads(good)]
-
-
-def test_reading_does_not_load_torch() -> None:
-    run_python("import sys, thinwire.tools.record; sys.exit('torch' in sys.modules)")

@@ -4,6 +4,7 @@ docs/collectives.md compares the algorithms, docs/design.md lists the modules.
 """
 
 from .all_reduce import all_reduce_compressed as all_reduce_compressed
+from .collective import Collective as Collective
 from .elastic import ElasticGroup as ElasticGroup
 from .handle import Handle as Handle
 from .handle import Report as Report

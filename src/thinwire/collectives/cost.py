@@ -28,20 +28,16 @@ from ..kernels.layout import Layout, RandomKLayout, residual_dtype
 
 DENSE = NoCompression()
 
-Span = tuple[int, int]
-"""Range of elements (start, stop), without the element `stop`."""
+Span = tuple[int, int]  # range of elements (start, stop), without the element `stop`
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of one operation for each rank."""
 
-    sent: float
-    """Bytes sent, as the mean over ranks. The same number is received."""
-    messages: int
-    """Largest number of messages sent. An empty share is not sent."""
-    memory: int
-    """Bytes of memory in use during a segment, beyond tensor and residuals."""
+    sent: float  # Bytes sent, as the mean over ranks. The same number is received.
+    messages: int  # Largest number of messages sent. An empty share is not sent.
+    memory: int  # bytes of memory in use during a segment, beyond tensor and residuals
 
 
 def shares(numel: int, granule: int, parts: int) -> list[Span]:
@@ -57,20 +53,13 @@ def shares(numel: int, granule: int, parts: int) -> list[Span]:
 
 @lru_cache(maxsize=1024)
 def owned(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> tuple[Span, ...]:
-    """Return the range of elements that each rank owns.
-
-    The concatenated payloads of these ranges are the payload of the whole tensor. If that is not possible, because the
-    compressor sends a short range dense, the last rank owns everything.
-    """
+    """Return the range that each rank owns: the last one owns everything if a short range would be sent dense."""
     cut = shares(numel, first.layout(numel, dtype).granule, ranks)
     return tuple(cut if is_whole(first, numel=numel, dtype=dtype, cut=cut) else shares(numel, numel, ranks))
 
 
 def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequence[Span]) -> bool:
-    """Return whether the concatenated payloads of the shares are the payload of the whole tensor.
-
-    They are if shares are cut between records and no share is so short that it is sent dense.
-    """
+    """Return whether the concatenated payloads of the shares are the payload of the whole tensor."""
     layout = compressor.layout(numel, dtype)
     kinds = {type(compressor.layout(stop - start, dtype)) for start, stop in cut if start < stop}
     return kinds <= {type(layout)} and all(start % layout.granule == 0 for start, stop in cut if start < stop)
@@ -94,11 +83,8 @@ def sharded(first: Compressor, second: Compressor, numel: int, dtype: torch.dtyp
     sums = sum(count * second.nbytes(size, dtype_of_sum(second, dtype)) for size, count in sizes.items())
     largest = max(sizes)
     received = ranks * first.nbytes(largest, dtype)
-    return Cost(
-        (pieces + sums) * (ranks - 1) / ranks,
-        2 * (ranks - 1),
-        pieces + received + sums + largest * residual_dtype(dtype).itemsize,
-    )
+    memory = pieces + received + sums + largest * residual_dtype(dtype).itemsize
+    return Cost((pieces + sums) * (ranks - 1) / ranks, 2 * (ranks - 1), memory)
 
 
 def dense(numel: int, dtype: torch.dtype, ranks: int) -> Cost:
@@ -122,10 +108,7 @@ def of(algorithm: str, first: Compressor, second: Compressor, numel: int, dtype:
 def hierarchical(
     between: Callable[[int, torch.dtype], Cost], granule: int, numel: int, dtype: torch.dtype, ranks_in_node: int
 ) -> Cost:
-    """Return the cost of a dense stage inside the nodes and a stage between them.
-
-    between   returns the cost between nodes for the (numel, dtype) of one share.
-    """
+    """Return the cost of a dense stage inside the nodes, and of `between` nodes for the (numel, dtype) of a share."""
     inside, wide = dense(numel, dtype, ranks_in_node), residual_dtype(dtype)
     sizes = Counter(stop - start for start, stop in shares(numel, granule, ranks_in_node))
     outside = {size: between(size, wide) for size in sizes}
@@ -138,11 +121,7 @@ def hierarchical(
 
 
 def dtype_of_sum(second: Compressor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which owners encode a sum.
-
-    Owners add in float32 (float64 for float64) and compress the result in that dtype. Without compression, they send
-    the sum in the dtype of the tensor.
-    """
+    """Return the dtype in which owners encode a sum: that in which they add, unless the sum is sent dense."""
     return dtype if isinstance(second, NoCompression) else residual_dtype(dtype)
 
 

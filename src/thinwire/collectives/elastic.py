@@ -37,46 +37,34 @@ from .transport.records import rank_list
 from .transport.wire import Wire
 
 _BEAT_SECONDS = 0.5
-_NAMED_SECONDS = 2.0
-"""Seconds of silence after which a rank is lost that an error has named."""
+_NAMED_SECONDS = 2.0  # of silence, after which a rank is lost that an error has named
 _POLL_SECONDS = 0.02
 _DECISIONS_KEPT = 64
-_LARGEST = 1 << 20
-"""The largest number of ranks, or of exchanges, that is believed."""
-MOST_ADMITTED = 8
-"""Newcomers that are admitted after one exchange."""
+_LARGEST = 1 << 20  # number of ranks, or of exchanges, that is believed
+MOST_ADMITTED = 8  # newcomers after one exchange
 
 
 class Change(NamedTuple):
     """What the members have decided after an exchange."""
 
-    counts: bool
-    """Whether all have received everything; otherwise those who are left repeat the exchange."""
-    lost: list[int]
-    """Members before, which did not answer a roll call."""
+    counts: bool  # whether all have received everything; otherwise those who are left repeat the exchange
+    lost: list[int]  # members before, which did not answer a roll call
     left: list[int]
-    """Members before, which wanted to leave."""
-    joined: list[int]
-    """Newcomers, which have no common weights yet."""
-    is_new: bool
-    """Whether there are new connections: other members, or the same ones after an error."""
+    joined: list[int]  # newcomers, which have no common weights yet
+    is_new: bool  # whether there are new connections: other members, or the same ones after an error
     ranks_before: int
 
 
 class Decision(NamedTuple):
-    """The entry of the store after an exchange."""
+    """The entry of the store after an exchange: who takes part in the next one, who wanted to leave, who is new."""
 
     counts: bool
     members: list[int]
-    """Those who take part in the next exchange."""
     left: list[int]
-    """Those who wanted to leave."""
     joined: list[int]
-    """Those who are new among the members."""
 
     @staticmethod
     def read(text: str) -> "Decision":
-        """Return the decision with this JSON text; raise PeerError if no rank can have written it."""
         try:
             counts, *lists = json.loads(text)
             members, left, joined = (list(ranks) for ranks in lists)
@@ -126,24 +114,27 @@ class ElasticGroup:
         own = store.clone() if hasattr(store, "clone") else store  # so that threads here never wait for the program's
         self._board = Board(f"thinwire/elastic/{name}", None, own)
         self._name = name
-        self._exchange = 0
-        """The number of exchanges that were decided."""
-        self._unchanged: list[int] = []
-        """Decisions by which no member changed; only the last ones are kept."""
+        self._exchange = 0  # number of exchanges that were decided
+        self._unchanged: list[int] = []  # the last decisions by which no member changed
         self._wants_to_leave = self.has_left = False
-        self._seen: dict[int, tuple[str | None, float]] = {}
-        """The last sign of life of each rank, and when it was first seen."""
-        self._asleep: set[int] = set()
-        """Ranks that were here or asked to join, and have given no sign of life since."""
+        self._seen: dict[int, tuple[str | None, float]] = {}  # last signs of life, and when they were first seen
+        self._asleep: set[int] = set()  # ranks that were here or asked to join, and have given no sign of life since
         self.members: tuple[int, ...] = ()
         self.number: int
-        """This rank's own number."""
         self._channel: ElasticChannel | None = None
         self._stop_beating = threading.Event()
         if rank is None or size is None:
             self.ask_to_join()
         else:
-            self._found(rank, size)
+            if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
+                raise ValueError(
+                    f"rank {rank} of a group named {name!r} was there before, on the same store: give each group a "
+                    "name of its own; a rank that comes back is a newcomer, without rank= and size="
+                )
+            there = self._board.write_once("size", str(size))
+            if there is not None and there != str(size):
+                raise ValueError(f"size {size}, but other ranks of the group {name!r} have {there}")
+            self._begin(rank)
             beats = [f"beat/{founder}" for founder in range(size)]
             if missing := self._missing(*beats):
                 late = [beats.index(beat) for beat in missing]
@@ -156,24 +147,20 @@ class ElasticGroup:
 
     @property
     def is_newcomer(self) -> bool:
-        """Return whether this rank has not been admitted yet."""
         return not self.members
 
     @property
     def rank(self) -> int:
-        """Return the place of this rank among the members; raise RuntimeError if it is none."""
         if self.number not in self.members:
             raise RuntimeError("this rank is no member: it has left, or was left behind")
         return self.members.index(self.number)
 
     @property
     def size(self) -> int:
-        """Return the number of members."""
         return len(self.members)
 
     @property
     def channel(self) -> Channel:
-        """Return the channel between the members of now."""
         if self._channel is None:
             raise RuntimeError("this rank is no member: it has left, or thinwire.LocalSteps was not made for it yet")
         return self._channel
@@ -192,12 +179,13 @@ class ElasticGroup:
     # After an exchange.
 
     def wishes(self) -> list[int]:
-        """Return what this rank tells the others with its receipt: whether it leaves, and whom it would admit.
-
-        The first member looks for newcomers. It admits those that have given a sign of life since it last looked.
-        """
-        admitted = [number for number in self._candidates() if self._is_awake(number)] if self.rank == 0 else []
-        admitted = admitted[:MOST_ADMITTED]
+        """Return whether this rank leaves and, from the first member, the newcomers that it would admit."""
+        admitted: list[int] = []
+        if self.rank == 0:
+            first, joins = self._number("size"), self._number("joins")
+            numbers = (n for n in range(first, first + joins) if n not in self.members and n not in self._asleep)
+            absent = [n for n in numbers if self._board.read(f"admitted/{n}") is None]  # else it was here before
+            admitted = [number for number in absent if self._is_awake(number)][:MOST_ADMITTED]
         return [int(self._wants_to_leave), *admitted, *[0] * (MOST_ADMITTED - len(admitted))]
 
     def decide(self, left: Sequence[int], joined: Sequence[int]) -> Change:
@@ -208,10 +196,7 @@ class ElasticGroup:
         return self._follow(Decision(True, members, list(left), list(joined)))
 
     def call_roll(self, named: Collection[int] = ()) -> Change:
-        """Decide that the exchange is void, and who is left: all that answer, or have shown that they are alive.
-
-        named   ranks that an error has named: if they are silent, they are lost sooner.
-        """
+        """Decide that the exchange is void, and who is left: all that answer or live; less patience for `named`."""
         if self.number not in self.members:
             raise RuntimeError("a roll call by a rank that is no member")
         number, started = self._exchange + 1, time.monotonic()
@@ -236,10 +221,7 @@ class ElasticGroup:
         self._begin(self._number("size") + self._board.count("joins") - 1)
 
     def wait_for_admission(self) -> list[int]:
-        """Wait, as a newcomer, until the members admit this rank, and take part in their roll call.
-
-        Returns the numbers of all newcomers that were admitted with it.
-        """
+        """Wait until the members admit this rank, and answer their roll call; return all newcomers."""
         if self._missing(f"admitted/{self.number}"):
             raise PeerError(
                 f"nobody has admitted rank {self.number} within {self.timeout:g} s: newcomers are admitted when a "
@@ -253,14 +235,12 @@ class ElasticGroup:
         return admitted.joined
 
     def find_silent(self) -> PeerError | None:
-        """Return an error that names a member without a sign of life, or None."""
         for member in self.members:
             if member != self.number and self._silence(member) > self.patience:
                 return PeerError(f"rank {member} is lost: no sign of life for {self.patience:g} s", [member])
         return None
 
     def _follow(self, proposed: Decision | None) -> Change:
-        """Write a decision, unless there is one, and do what it says."""
         number, before = self._exchange + 1, self.members
         found = self._decision(number, proposed)
         self._exchange, self.members = number, tuple(found.members)
@@ -291,7 +271,6 @@ class ElasticGroup:
         )
 
     def _decision(self, number: int, proposed: Decision | None = None) -> Decision:
-        """Return the decision after an exchange; write the proposed one, unless there is one."""
         key = f"decision/{number}"
         text = self._board.read(key) if proposed is None else self._board.write_once(key, json.dumps(proposed))
         if text is None:
@@ -311,21 +290,13 @@ class ElasticGroup:
 
     # Signs of life.
 
-    def _candidates(self) -> list[int]:
-        """Return the numbers of ranks that have asked to join, and may be alive."""
-        first, joins = self._number("size"), self._number("joins")
-        numbers = (n for n in range(first, first + joins) if n not in self.members and n not in self._asleep)
-        return [n for n in numbers if self._board.read(f"admitted/{n}") is None]  # it was here before, and is not now
-
     def _number(self, key: str) -> int:
-        """Return a number in the store, 0 if there is none; raise PeerError if no rank can have written it."""
         text = self._board.read(key) or "0"
         if not text.isdecimal() or int(text) > _LARGEST:
             raise PeerError(f"the store of the group has {text[:40]!r} as {key}, which no rank wrote")
         return int(text)
 
     def _is_awake(self, number: int) -> bool:
-        """Return whether a rank has given a sign of life since the last look."""
         before = self._seen.get(number)
         if self._silence(number) > self.patience:
             self._asleep.add(number)
@@ -340,19 +311,7 @@ class ElasticGroup:
 
     # The start.
 
-    def _found(self, rank: int, size: int) -> None:
-        if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
-            raise ValueError(
-                f"rank {rank} of a group named {self._name!r} was there before, on the same store: give each group a "
-                "name of its own; a rank that comes back is a newcomer, without rank= and size="
-            )
-        there = self._board.write_once("size", str(size))
-        if there is not None and there != str(size):
-            raise ValueError(f"size {size}, but other ranks of the group {self._name!r} have {there}")
-        self._begin(rank)
-
     def _begin(self, number: int) -> None:
-        """Give signs of life as the rank with this number."""
         self.number, self._stop_beating = number, threading.Event()
         ended = self._stop_beating
         threading.Thread(target=_beat, args=(self._board, number, ended), name="thinwire-beat", daemon=True).start()
@@ -387,7 +346,6 @@ class ElasticChannel(Channel):
         self._looked_at = 0.0
 
     def find_silent(self) -> PeerError | None:
-        """Return an error that names a member without a sign of life; look once a second."""
         group, now = self._members(), time.monotonic()
         if group is None or now < self._looked_at + 1.0:
             return None
@@ -396,7 +354,6 @@ class ElasticChannel(Channel):
 
 
 def _beat(board: Board, number: int, ended: threading.Event) -> None:
-    """Give signs of life until the group is closed or its store is lost."""
     count = 0
     while board.lost is None and not ended.is_set():
         count += 1

@@ -1,6 +1,7 @@
 """The process groups of a call: one, or two if the network inside a node is fast."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,9 @@ from .local import LocalGroup, LocalWorld
 from .transport.channel import Channel, channel_of
 from .transport.link import backend_of
 
-_WITH_CHANNEL = (LocalGroup, ElasticGroup)
-"""Groups that have a channel of their own, and need no group of torch."""
+_WITH_CHANNEL = (LocalGroup, ElasticGroup)  # groups that need none of torch
 Group = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | LocalGroup | ElasticGroup | None
-"""The ranks that take part: a group or a mesh of one dimension, None for all; where nodes have a fast network inside, a
-mesh of two dimensions or two groups."""
+"""The ranks that take part; two groups or two dimensions where the network inside nodes is fast. None for all."""
 
 _EXPECTED = "group {!r}, expected a process group, a pair of them, a DeviceMesh, a LocalGroup or None"
 
@@ -27,7 +26,7 @@ def channels(group: object, device: torch.device) -> list[Channel]:
     return [channel_of(member, backend_of(member, device), device) for member in _groups(group)]
 
 
-def as_group(group: Group) -> Group:
+def as_group(group: Any) -> Any:
     """Return the process group of a mesh of one dimension; return other groups as they are."""
     return group.get_group() if isinstance(group, DeviceMesh) and group.ndim == 1 else group
 
@@ -50,9 +49,9 @@ def group_of_one() -> LocalGroup:
     return LocalWorld(1).groups[0]
 
 
-def needs_torch(group: object) -> bool:
-    """Return whether torch.distributed must be initialised for a group."""
-    return not isinstance(group, _WITH_CHANNEL)
+def is_ready(group: object) -> bool:
+    """Return whether the ranks of a group are known, as after torch.distributed was initialised."""
+    return isinstance(group, _WITH_CHANNEL) or (dist.is_initialized() and is_member(group))
 
 
 def is_member(group: object) -> bool:
@@ -78,8 +77,7 @@ def compressing_ranks(group: object) -> int:
 def _groups(group: object) -> list[dist.ProcessGroup]:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
+    group = as_group(group)
     if group is None:
         assert dist.group.WORLD is not None
         return [dist.group.WORLD]

@@ -27,38 +27,20 @@ class Span(NamedTuple):
 class Report:
     """The report of one operation on this rank. Its counts are final when the handle is completed."""
 
-    algorithm: str
-    """gather, sharded, dense or values, with "hierarchical, " in front if there were two stages."""
+    algorithm: str  # gather, sharded, dense or values, with "hierarchical, " in front if there were two stages
     reason: str
-    """Reason for the choice of this algorithm."""
     segments: int = 1
-    memory: int = 0
-    """Planned memory in bytes, beyond the tensor and the residuals."""
+    memory: int = 0  # planned bytes, beyond the tensor and the residuals
     bytes_sent: int = 0
-    """Bytes sent by this rank, without headers."""
     bytes_received: int = 0
-    bytes_between_nodes: int = 0
-    """Part of `bytes_sent` that was sent between nodes. With one stage, this is all of it."""
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one stage, all of it
     messages: int = 0
-    finite: bool = True
-    """False if the input of any rank was not finite. The result is then NaN, and no residual has changed."""
+    finite: bool = True  # False if the input of any rank was not: the result is NaN, and no residual has changed
     spans: list[Span] = field(default_factory=list)
-    """Times of the phases encode, exchange, decode and, in training, update.
-
-    On an accelerator, every phase but exchange is the time to launch the kernels.
-    """
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Return the total seconds of each phase."""
-        total: dict[str, float] = {}
-        for phase, start, stop in self.spans:
-            total[phase] = total.get(phase, 0.0) + stop - start
-        return total
+    """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Measure the time of a `with` block and add it to `spans`."""
         started = time.perf_counter()
         try:
             yield
@@ -67,17 +49,12 @@ class Report:
 
 
 class Handle:
-    """A running all-reduce, with the methods of torch's `Work`.
-
-    Only the first result or error counts. Later ones are dropped, for example after a mismatch.
-    """
+    """A running all-reduce, with the methods of torch's `Work`. Only the first result or error counts."""
 
     def __init__(self, report: Report, device: torch.device | None = None) -> None:
-        """Create a handle. With a device, the handle also has a torch future."""
         self.report = report
         self.error: BaseException | None = None
-        self.ended: float | None = None
-        """Time of completion, in seconds of `time.perf_counter`."""
+        self.ended: float | None = None  # of `time.perf_counter`
         self._done, self._lock = threading.Event(), threading.Lock()
         self._future: Future[list[Tensor]] | None = None
         if device is not None:
@@ -86,9 +63,7 @@ class Handle:
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the result is in the tensor. Return True, or raise the error of the operation.
 
-        On a GPU, the current stream waits for the result: work queued afterwards can use the tensor.
-
-        timeout    seconds to wait before `TimeoutError`; the operation continues, and `wait` may be called again.
+        On a GPU, the current stream waits for the result. After a `TimeoutError`, the operation continues.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch
@@ -100,15 +75,12 @@ class Handle:
         return True
 
     def wait_quietly(self) -> None:
-        """Wait until the operation has ended. Do not raise its error."""
         self._done.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, with a result or with an error."""
         return self._done.is_set()
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """Return a torch future of `[tensor]`."""
         assert self._future is not None
         return self._future
 
@@ -124,9 +96,13 @@ class Handle:
         if self._is_first():
             if error.__traceback__ is not None:
                 error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
-            self.error = _without_frames(error)
+            self.error = error
+            link: BaseException | None = error
+            while link is not None:
+                link.__traceback__ = None
+                link = link.__cause__ or link.__context__
             if self._future is not None:
-                self._future.set_exception(copied(self.error))  # type: ignore[arg-type]
+                self._future.set_exception(copied(error))  # type: ignore[arg-type]
             self._done.set()
 
     def _is_first(self) -> bool:
@@ -135,14 +111,6 @@ class Handle:
                 return False
             self.ended = time.perf_counter()
             return True
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def copied(error: BaseException) -> BaseException:

@@ -1,7 +1,6 @@
 """Ranks as threads of one process: `all_reduce_compressed` without torch.distributed.
 
-This is for simulations of many ranks on one device, and for experiments. The comparison of arguments, the algorithms,
-the errors and the bytes are the same as between processes. Only the transport of messages differs (local_link.py).
+This is for simulations of many ranks on one device. Only the transport of messages differs (local_link.py).
 """
 
 import threading
@@ -62,11 +61,9 @@ class LocalGroup:
 class LocalWorld:
     """A world of `size` ranks in this process. `groups` has a `LocalGroup` for each rank.
 
-    size      number of ranks.
     timeout   seconds that a rank waits for another rank.
-    turns     True: one rank runs at a time, until it waits for the others in a collective. This is faster if Python is
-              the bottleneck, for example if ranks share a GPU. Ranks must then not wait for each other in any other
-              way, and `async_op` has no effect.
+    turns     True: one rank runs at a time, until it waits for the others in a collective, which is faster if Python is
+              the bottleneck. Ranks must not wait for each other in any other way then, and `async_op` has no effect.
 
     >>> import torch, thinwire
     >>> def work(group):
@@ -83,10 +80,8 @@ class LocalWorld:
         self.size, self.timeout, self.takes_turns = size, timeout, turns
         self.turns = Turns(size)
         self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        self.arrivals = [0] * size
-        """How often each rank has come to a barrier."""
-        self.left: dict[int, str] = {}
-        """Ranks that make no further call, and why."""
+        self.arrivals = [0] * size  # of each rank at a barrier
+        self.left: dict[int, str] = {}  # ranks that make no further call, and why
         self._lock = threading.Lock()
         self._switchboards: dict[int, Switchboard] = {}
         self.groups = [LocalGroup(self, rank) for rank in range(size)]
@@ -94,8 +89,7 @@ class LocalWorld:
     def run(self, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
         """Call function(group, *args, **options) in one thread for each rank. Return the list of results by rank.
 
-        An error of a rank is raised here after all ranks have ended. Other ranks do not wait for a rank that raised.
-        After an error, make a new world, because the ranks of this one may be at different operations.
+        An error of a rank is raised here after all have ended. The world is of no use then: make a new one.
         """
         with ThreadPoolExecutor(self.size, "thinwire-rank") as threads:
             ranks = [partial(self.run_rank, rank, function, *args, **options) for rank in range(self.size)]
@@ -108,10 +102,7 @@ class LocalWorld:
     def run_rank(
         self, rank: int, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
-        """Call the function in this thread as one rank. The other ranks are threads of the caller, too.
-
-        If it raises, the error gets a note with the rank, and no other rank waits for this one.
-        """
+        """Call the function in this thread as one rank. If it raises, no other rank waits for this one."""
         group = self.groups[rank]
         if self.takes_turns:
             self.turns.enter(rank)
@@ -126,7 +117,6 @@ class LocalWorld:
                 self.turns.leave(rank)
 
     def switchboard(self, number: int) -> Switchboard:
-        """Return the switchboard that the links of all ranks share from operation `number` on."""
         with self._lock:
             return self._switchboards.setdefault(number, Switchboard(self.size, self.turns))
 
@@ -147,10 +137,8 @@ class LocalChannel(Channel):
         self._world = world
 
     def pause(self, seconds: float) -> None:
-        """Sleep for at most a millisecond, and let the other ranks run."""
         time.sleep(min(seconds, 1e-3))
         self._world.turns.wait(self.rank, lambda: True, None)
 
     def connect(self, number: int, deadline: float) -> Link:
-        """Return a link to the switchboard of operation `number`."""
         return LocalLink(self._world.switchboard(number), self.rank)

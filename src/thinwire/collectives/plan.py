@@ -27,16 +27,13 @@ _SMALLEST_SEGMENT = 4096
 class Plan:
     """The plan for the reduction of one tensor."""
 
-    algorithm: str
-    """gather, sharded, dense or values. With two stages, this is the algorithm between nodes."""
+    algorithm: str  # gather, sharded, dense or values. With two stages, this is the algorithm between nodes.
     reason: str
     first: Compressor
     second: Compressor
-    granule: int
-    """Segments, and the shares of the ranks of a node, are cut at multiples of this number of elements."""
+    granule: int  # segments, and the shares of the ranks of a node, are cut at multiples of this number of elements
     segments: tuple[Span, ...]
-    cost: Cost
-    """Cost of the whole operation. Its memory is that of the largest segment."""
+    cost: Cost  # Cost of the whole operation. Its memory is that of the largest segment.
 
 
 @lru_cache(maxsize=1024)
@@ -50,10 +47,7 @@ def choose(
     *,
     can_shard: bool,
 ) -> tuple[str, str]:
-    """Return the algorithm to use, and the reason. Raise ValueError if the given one does not fit the compressor.
-
-    can_shard   whether "auto" may choose "sharded". Without a state for the residual of owners, it may not.
-    """
+    """Return the algorithm and the reason; ValueError if it does not fit. "auto" shards only if it `can_shard`."""
     layout = first.layout(numel, dtype)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
@@ -102,10 +96,8 @@ def plan(
 ) -> Plan:
     """Return a plan with as few segments as possible, such that one operation fits its share of `max_bytes`.
 
-    ranks           number of ranks in the compressed stage.
-    ranks_in_node   number of ranks in the dense stage around it; 1: there is no such stage.
-
-    Raise ValueError if even the smallest segment does not fit.
+    There are `ranks` in the compressed stage, and `ranks_in_node` in the dense one around it, unless that is 1. Raise
+    ValueError if even the smallest segment does not fit.
     """
     if algorithm == "dense":
         first = second = cost.DENSE
@@ -154,11 +146,7 @@ def plan(
 
 
 def max_bytes(given: int | None) -> int:
-    """Return the memory budget: the argument, else the environment variable, else 1 GiB.
-
-    >>> max_bytes(1 << 20)
-    1048576
-    """
+    """Return the memory budget: the argument, else the environment variable, else 1 GiB."""
     return given_max_bytes(given) or DEFAULT_MAX_BYTES
 
 

@@ -7,7 +7,7 @@ a training step          the caller encodes in backward, and applies all slices 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Generator, Hashable
 
 import torch
 from torch import Tensor
@@ -27,20 +27,11 @@ from .transport.errors import CollectiveError
 from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
-_ALGORITHMS: dict[str, Callable[[Stage], Exchanges]] = {
-    "gather": gather,
-    "sharded": sharded,
-    "dense": sharded,
-    "values": values,
-}
+_ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
 
 
 class Reduction:
-    """One execution of a request.
-
-    `handle` is completed when everything is exchanged. In training, no tensor or residual has changed by then: `apply`
-    changes them.
-    """
+    """One execution of a request; `handle` is completed when all is exchanged. In training, `apply` does the rest."""
 
     def __init__(
         self,
@@ -55,12 +46,8 @@ class Reduction:
         has_future: bool = False,
     ) -> None:
         self.request, self._operations = request, operations
-        report = Report(
-            algorithm=request.algorithm,
-            reason=request.plan.reason,
-            segments=len(request.plan.segments),
-            memory=request.plan.cost.memory,
-        )
+        plan = request.plan
+        report = Report(request.algorithm, plan.reason, segments=len(plan.segments), memory=plan.cost.memory)
         self.handle = Handle(report, tensor.device if has_future else None)
         self.encoded = False
         self._tensor, self._residual, self._buffers = tensor, residual, buffers
@@ -69,34 +56,25 @@ class Reduction:
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.described, request.text, self._key if draws_alike else None)
-        self._parts: deque[Generator[Exchange, Seen, bool]] = deque()
-        """If the wire does everything, what it will do. Each part returns whether every rank was finite."""
+        self._parts: deque[Generator[Exchange, Seen, bool]] = deque()  # what the wire has to do, if it does everything
         self._exchanges: Generator[Exchange, Seen, Outcome | bool] | None = None
         self._asked: Exchange | None = None
         self._posted: tuple[Wait, float] | None = None
         self._outcome: Outcome | None = None
-        self._result: list[Tensor] = []
-        """The caller's tensor, if the wire does everything."""
+        self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
         self._wire = operations[-1].channel.wire
         self._through_host = buffers is not None and tensor.is_cuda and request.goes_through_host
         self._stream = None if self._wire is None or self._through_host else self._wire.stream(tensor.device)
         """Stream for the work that the wire queues. If payloads go through the host, it is the one that encodes."""
-        self._begun: torch.cuda.Event | None = None
-        """Event recorded after the work that the caller has queued."""
-        self._ready: torch.cuda.Event | None = None
-        """Event recorded after the work that makes the payload."""
+        self._begun: torch.cuda.Event | None = None  # after the work that the caller has queued
+        self._ready: torch.cuda.Event | None = None  # after the work that makes the payload
         self._to_replay: tuple[Recording, Hashable, torch.cuda.Stream] | None = None
         self._replayed: threading.Event | None = None
 
     # Called by the caller.
 
     def encode(self, *, is_replayed: bool = False) -> None:
-        """Encode the payload in this thread. Afterwards, the tensor's memory may be reused.
-
-        On a GPU, work queued later does not read the tensor.
-
-        is_replayed   a recording has already made the payload, in the same memory.
-        """
+        """Encode the payload in this thread, unless a recording has. Then the tensor's memory may be reused."""
         assert self._buffers is not None
         self._buffers.rewind(is_replayed=is_replayed)
         self._exchanges = self._segment(0, self._tensor)
@@ -114,7 +92,6 @@ class Reduction:
         self.encoded = True
 
     def wait_until_replayed(self) -> None:
-        """Wait until the wire has started the recording of `encode_on_wire`, if there is one."""
         if self._replayed is not None:
             self._replayed.wait()
 
@@ -150,26 +127,20 @@ class Reduction:
             raise
 
     def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
-        """Update the residuals and moments, and write the result. See `Outcome.apply`."""
         assert self._outcome is not None
         self._outcome.apply(gradient, update, out)
         self.drop()
 
     @property
     def failure(self) -> CollectiveError | None:
-        """Return the error that has ended the connections of this reduction; None while they are open.
-
-        It is there before the wire has reported it: operations that begin from now on are on new connections.
-        """
+        """Return the error that has ended the connections, even if the wire has not reported it yet."""
         return next((error for operation in self._operations if (error := operation.failure) is not None), None)
 
     def join_streams(self) -> None:
-        """Make the current stream wait for the work that the wire has queued on its own stream."""
         if self._stream is not None and not self._through_host:
             torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
 
     def drop(self) -> None:
-        """Release the memory of this reduction."""
         self._outcome = self._exchanges = self._asked = self._posted = None
         self._parts.clear()
 
@@ -177,16 +148,13 @@ class Reduction:
 
     @property
     def waits_for_all(self) -> bool:
-        """Return whether this reduction waits for all ranks before its first byte."""
         return any(operation.waits_for_all for operation in self._operations)
 
     @property
     def has_two_rounds(self) -> bool:
-        """Return whether there are at most two exchanges, which holds for one group and one segment."""
         return len(self._operations) == 1 and len(self.request.plan.segments) == 1
 
     def post(self) -> bool:
-        """Start the operations and post the first exchange. Return False if that failed."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._to_replay is not None:
@@ -216,7 +184,6 @@ class Reduction:
         self.encode(is_replayed=True)
 
     def collect(self) -> bool:
-        """Wait for the posted exchange and post the next one. Return False if the reduction has ended."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 return self._post() if self._resume() or self._begin_part() else self._end()
@@ -256,7 +223,6 @@ class Reduction:
         return True
 
     def _end(self) -> bool:
-        """Complete the handle. Return False."""
         report, operations = self.handle.report, self._operations
         if self._result and not report.finite:
             self._tensor.fill_(torch.nan)
@@ -264,8 +230,6 @@ class Reduction:
         report.bytes_received = sum(operation.bytes_received for operation in operations)
         report.bytes_between_nodes = operations[-1].bytes_sent
         report.messages = sum(operation.messages for operation in operations)
-        for operation in operations:
-            operation.finish()
         self.handle.complete(self._result)
         if self._result:
             self.drop()
@@ -311,19 +275,14 @@ class Reduction:
             through_host=self._through_host,
         )
         algorithm = _ALGORITHMS[request.plan.algorithm]
-        return (
-            hierarchical(stage, inside=inside[0], algorithm=algorithm, granule=request.plan.granule)
-            if inside
-            else algorithm(stage)
-        )
+        if not inside:
+            return algorithm(stage)
+        return hierarchical(stage, inside=inside[0], algorithm=algorithm, granule=request.plan.granule)
 
     def _all_finite(self) -> Generator[Exchange, Seen, bool]:
         """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
-        bound = sum(
-            float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part))))
-            for part in (self._tensor, self._residual)
-            if part is not None
-        )
+        parts = [self._tensor] if self._residual is None else [self._tensor, self._residual]
+        bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)
         for operation in self._operations:
             size = operation.channel.size
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self._tensor.device)

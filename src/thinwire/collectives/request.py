@@ -28,19 +28,13 @@ class Request:
     """A checked and planned all-reduce for tensors of one shape."""
 
     channels: Sequence[Channel]
-    """Channels of the stages. With two stages, the dense one inside the node comes first."""
     plan: Plan
-    op: dist.ReduceOp.RedOpType
     weight: float
-    described: dict[str, Any]
-    """Arguments that must be the same on all ranks."""
-    positions_drawn: bool
-    """Whether the key must be the same on all ranks, because it determines the positions that are sent."""
+    described: dict[str, Any]  # arguments that must be the same on all ranks
+    positions_drawn: bool  # by the key, which must be the same on all ranks then
     draws: bool
-    asked_for: Compressor
-    """Compressor that the caller asked for, even if the plan is dense."""
-    text: str
-    """`described` as JSON."""
+    asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
+    text: str  # `described` as JSON
 
     @property
     def is_exchanged_at_once(self) -> bool:
@@ -54,14 +48,10 @@ class Request:
 
     @property
     def algorithm(self) -> str:
-        """Return the name of the algorithm, with "hierarchical, " in front if there are two stages."""
         return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
 
     def key_of(self, key: int | None, number: int) -> int | None:
-        """Return the key of operation `number`. By default, a compressor that draws gets the number.
-
-        Raise ValueError if the given key is not an int.
-        """
+        """Return the key of an operation: from its number if none is given and the compressor draws."""
         if key is None and self.draws:
             key = number
         if key is not None and type(key) is not int:
@@ -99,10 +89,7 @@ def make_request(
     state: ShardState | None,
     max_bytes: int,
 ) -> Request:
-    """Check and plan a call. Raise ValueError if it is not possible.
-
-    tensor   an example: only its shape and dtype are used.
-    """
+    """Check and plan a call for tensors like this one. Raise ValueError if it is not possible."""
     *nodes, channel = channels
     in_node = nodes[0].size if nodes else 1
     first = _made(compressor)
@@ -111,21 +98,24 @@ def make_request(
         sums = first if made_of_first is first else _shared(made_of_first)
     else:
         sums = _made(shard_compressor, "shard_compressor")
-    op_name = _op_name(op)
-
+    name = str(getattr(op, "name", op)).rpartition(".")[2]
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
     # Between nodes, a share of the node's sum is compressed.
     dtype, share = tensor.dtype, tensor.numel()
     if nodes:
         dtype, share = residual_dtype(dtype), -(-share // in_node)
-    positions_drawn = isinstance(first.layout(share, dtype), RandomKLayout)
     if state is not None and not isinstance(state, ShardState):
         raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
     can_shard = state is not None or not has_residual  # without a state, the residual of owners would be lost
     chosen, reason = choose(
         algorithm, first=first, second=sums, numel=share, dtype=dtype, ranks=channel.size, can_shard=can_shard
     )
-    if chosen == "sharded":
-        _check_state(state, has_residual)
+    if chosen == "sharded" and not can_shard:
+        raise ValueError(
+            "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
+            "give state=thinwire.ShardState() and keep it beside the residual"
+        )
     made = plan(
         chosen,
         reason=reason,
@@ -143,7 +133,7 @@ def make_request(
         "compressor": format_spec(first),
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "op": op_name,
+        "op": name,
         "algorithm": chosen,
         "shard_compressor": format_spec(sums) if chosen == "sharded" else None,
         "residual": has_residual,
@@ -154,10 +144,9 @@ def make_request(
     return Request(
         channels=channels,
         plan=made,
-        op=op,
-        weight=1 / (in_node * channel.size) if op_name == "AVG" else 1.0,
+        weight=1 / (in_node * channel.size) if op == dist.ReduceOp.AVG else 1.0,
         described=described,
-        positions_drawn=positions_drawn,
+        positions_drawn=isinstance(first.layout(share, dtype), RandomKLayout),
         draws=first.draws or sums.draws,
         asked_for=first,
         text=json.dumps(described),
@@ -172,23 +161,5 @@ def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
 
 @lru_cache(maxsize=256)
 def _shared(made: Compressor) -> Compressor:
-    """Return one shared object for all equal compressors that are made here.
-
-    On a GPU, the first use of a new compressor waits until its counters are initialized.
-    """
+    """Return one object for all equal compressors: on a GPU, the first use of a new one waits for its counters."""
     return made
-
-
-def _op_name(op: object) -> str:
-    name = str(getattr(op, "name", op)).rpartition(".")[2]
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
-    return name
-
-
-def _check_state(state: ShardState | None, has_residual: bool) -> None:
-    if state is None and has_residual:
-        raise ValueError(
-            "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
-            "give state=thinwire.ShardState() and keep it beside the residual"
-        )

@@ -11,8 +11,8 @@ from .cost import Span
 class ShardState:
     """Residual of an owner in `algorithm="sharded"`. The caller keeps one for each tensor; it is empty until first use.
 
-    `residual` is the part of the sum over ranks that this rank owns and has not sent. `spans` are the elements of the
-    tensor that it belongs to. Each rank saves and loads its own with `state_dict` and `load_state_dict`.
+    `residual` is the part of the sum over ranks that this rank owns and has not sent, `spans` its elements. Each rank
+    saves and loads its own with `state_dict` and `load_state_dict`.
 
     >>> state = ShardState()
     >>> state.residual is None
@@ -24,7 +24,6 @@ class ShardState:
         self.spans: list[Span] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residual and its spans, for a checkpoint."""
         return {"residual": self.residual, "spans": [list(span) for span in self.spans]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Ranks that send messages of any size to one rank in turn: for what is too large to be on all ranks at once.
 
 A message is its length in eight bytes, then its bytes. An empty message ends the turn of a rank, and an empty one in
-return says that all have arrived. With two groups, a rank that shares neither node nor place in the node with the
-receiving rank sends through the rank that has its place in the node of the receiving rank.
+return says that all have arrived. With two groups, a rank that is not connected with the receiving rank sends through
+the rank that has its place in that node.
 """
 
 import json
@@ -34,13 +34,9 @@ def stream(
 ) -> None:
     """Let all ranks of the group send messages to rank `to`, one rank after the other. All of them call this.
 
-    send      called on the other ranks: returns its messages, uint8 tensors in CPU memory, none of them empty.
+    send      called on the other ranks: returns at most `most` uint8 tensors in CPU memory, none of them empty.
     receive   on rank `to`: called with each other rank and an iterator of its messages.
-    most      the most messages of a rank. The last rank waits for the turns of all others.
     timeout   seconds for one message; by default that of the group.
-    name      the name of the call, for errors and for the ranks to compare.
-
-    Raises CollectiveError on all ranks if one of them fails, or was given another rank as `to`.
     """
     ends, (rank, size) = channels(group, device), place(group)
     if device.type == "cuda":  # the wire reads what this thread has queued
@@ -71,8 +67,6 @@ def stream(
                 pass
             if rank != source:
                 down.send(_END)
-        for operation in operations:
-            operation.finish()
 
     def take_turns() -> None:
         for number, (source, operations) in enumerate(turns):
@@ -88,17 +82,16 @@ def stream(
         task.post()
     else:
         ends[-1].wire.submit(task)
-    if (error := task.done.exception()) is not None:
+    if (error := task.exception()) is not None:
         raise copied(error)
 
 
 class _Line(NamedTuple):
-    """The connection to one peer in one turn."""
+    """The connection to one peer in one turn: gloo sends from CPU memory, NCCL from the device."""
 
     operation: Operation
     peer: int
     device: torch.device
-    """The device of what is sent: gloo sends from CPU memory, NCCL from the GPU."""
 
     def send(self, message: Tensor) -> None:
         self._exchange({self.peer: torch.tensor([message.numel()]).view(torch.uint8).to(self.device)}, {})
@@ -106,7 +99,6 @@ class _Line(NamedTuple):
             self._exchange({self.peer: message.to(self.device)}, {})
 
     def messages(self) -> Iterator[Tensor]:
-        """Yield the messages of the peer until its turn ends."""
         while length := int(self._receive(8).view(torch.int64)):
             yield self._receive(length)
 
@@ -120,34 +112,28 @@ class _Line(NamedTuple):
         self.operation.restart()
 
 
-class _Task:
-    """What the wire does in one piece."""
+class _Task(Future[None]):
+    """What the wire does in one piece, when it is posted."""
 
     encoded, waits_for_all, has_two_rounds = True, True, False
 
     def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
         self._work = work
-        self.done: Future[None] = Future()
 
     def post(self) -> bool:
-        """Do everything. Return False, because nothing is left to do."""
         try:
-            self._work()
-            self.done.set_result(None)
+            self.set_result(self._work())
         except BaseException as error:
-            self.done.set_exception(error)
+            self.set_exception(error)
         return False
 
     def collect(self) -> bool:
-        """Return False: `post` has done everything."""
-        return False
+        return False  # `post` has done everything
 
 
 def _lines(operations: list[Operation], *, to: int, source: int, device: torch.device) -> tuple[_Line, _Line, bool]:
-    """Return the lines of this rank toward rank `to` and toward rank `source`, and whether it is between them.
-
-    The rank between them is in the node of rank `to`, in the place of rank `source`.
-    """
+    """Return the lines toward ranks `to` and `source`, and whether this rank is between: in the node of the first."""
     *inside, last = operations
     staged = device if last.channel.backend == "nccl" else torch.device("cpu")
     if not inside:

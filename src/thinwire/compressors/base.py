@@ -78,10 +78,8 @@ class CompressedTensor:
 
     def to_bytes(self) -> bytes:
         """Return a self-contained frame: header, checksum and payload."""
-        payload = self.payload.cpu().numpy().tobytes()
-        dtype = str(self.dtype).removeprefix("torch.")
-        spec = format_spec(self.compressor)
-        return frame.pack(Frame(spec=spec, dtype=dtype, numel=self.numel, key=self.key, payload=payload))
+        spec, dtype = format_spec(self.compressor), str(self.dtype).removeprefix("torch.")
+        return frame.pack(Frame(spec, dtype, self.numel, key=self.key, payload=self.payload.cpu().numpy().tobytes()))
 
     @staticmethod
     def from_bytes(data: frame.Buffer, *, numel: int | None = None) -> "CompressedTensor":
@@ -111,9 +109,7 @@ class CompressedTensor:
                 kernels.check(payload, compressor.layout(read.numel, dtype))
         except ValueError as error:
             raise FrameError(f"payload: {error}") from error
-        return CompressedTensor(
-            compressor=compressor, numel=read.numel, dtype=dtype, key=read.key, payload=payload, kernels="frame"
-        )
+        return CompressedTensor(compressor, read.numel, dtype, key=read.key, payload=payload, kernels="frame")
 
 
 @dataclass(frozen=True)
@@ -192,14 +188,9 @@ class Compressor(ABC):
 
     @torch.no_grad()
     def encode(
-        self,
-        tensor: Tensor,
-        residual: Tensor | None = None,
-        *,
-        key: int | None = None,
-        out: Tensor | None = None,
-        counted: bool = False,
-    ) -> CompressedTensor:
+        self, tensor: Tensor, residual: Tensor | None = None, *,
+        key: int | None = None, out: Tensor | None = None, counted: bool = False,
+    ) -> CompressedTensor:  # fmt: skip
         """Do the first half of `compress`: write the payload, and only read the residual. It does not wait for a GPU.
 
         Use it together with `commit` if more must be known before anything may change, such as whether the gradients of
@@ -216,14 +207,8 @@ class Compressor(ABC):
         if residual is not None:
             _check_apart("out", given=payload, other_name="residual", other=residual)
         name, kernel = kernels.select(layout, tensor.device)
-        ct = CompressedTensor(
-            compressor=self,
-            numel=layout.numel,
-            dtype=layout.dtype,
-            key=self.draw_key(key),
-            payload=payload,
-            kernels=name,
-        )
+        drawn = self.draw_key(key)
+        ct = CompressedTensor(self, layout.numel, layout.dtype, key=drawn, payload=payload, kernels=name)
         finite = True if not ct.numel else kernel.encode(tensor, residual, ct.layout, payload)
         if counted:
             self._count(ct, tensor=tensor, seconds=time.perf_counter() - started, finite=finite)
@@ -248,16 +233,9 @@ class Compressor(ABC):
 
     @torch.no_grad()
     def apply(
-        self,
-        ct: CompressedTensor,
-        gradient: Flat,
-        residual: Tensor | None,
-        payloads: Tensor,
-        own: int,
-        weight: float,
-        update: Update | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+        self, ct: CompressedTensor, gradient: Flat, residual: Tensor | None, payloads: Tensor, own: int, weight: float,
+        update: Update | None = None, out: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Commit and decode, once the payloads of all ranks have arrived and all are finite.
 
         `ct` is the payload of this rank, payloads[own]. The method computes residual += encoded tensor - decompress(ct)

@@ -28,10 +28,8 @@ class Attach(pl.Callback):
         self._compressor, self._options = compressor, options
         self._loaded: dict[str, Any] | None = None
         self._stage = "fit"
-        self._module: ReferenceType[Any] | None = None
-        """The module of the last fit()."""
-        self.sync: Synchronizer | None = None
-        """What `thinwire.attach` has returned, once training has begun."""
+        self._module: ReferenceType[Any] | None = None  # the module of the last fit()
+        self.sync: Synchronizer | None = None  # what `thinwire.attach` has returned, once training has begun
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remember what the Trainer does: a checkpoint that is loaded for a test is not for training."""

@@ -126,5 +126,4 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

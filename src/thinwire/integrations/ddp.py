@@ -1,7 +1,6 @@
 """DDP: communication hooks that hand its buckets to a `Synchronizer` or to an optimizer.
 
-DDP calls the hook when a bucket's gradients are ready, and continues with the backward pass. It waits for the futures
-at the end. Gradients arrive unaveraged, and DDP rebuilds its buckets after the first iteration. (torch compares the
+DDP waits for the hook's futures at the end of the backward pass. Gradients arrive unaveraged. (torch compares the
 hook's annotations as objects, so this module must not postpone their evaluation.)
 """
 
@@ -9,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
@@ -32,7 +31,6 @@ _ADAM_LIKE = (
     torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
     torch.optim.Adagrad,
 )  # fmt: skip
-"""Optimizers with a second moment; AdamW is an Adam."""
 
 
 def attach(
@@ -40,12 +38,9 @@ def attach(
     compressor: Spec | Policy,
     *,
     group: Group = None,
-    algorithm: str = "auto",
-    shard_compressor: Spec | None = None,
     error_feedback: bool = True,
     grad_scaler: GradScaler | None = None,
-    max_bytes: int | None = None,
-    timeout: float | timedelta | None = None,
+    collective: Collective = DEFAULT_COLLECTIVE,
 ) -> Synchronizer:
     """Make a DDP model exchange compressed gradients; use it with any optimizer, as before.
 
@@ -73,12 +68,9 @@ def attach(
     sync = Synchronizer(
         compressor,
         group=group,
-        algorithm=algorithm,
-        shard_compressor=shard_compressor,
         error_feedback=error_feedback,
         grad_scaler=grad_scaler,
-        max_bytes=max_bytes,
-        timeout=timeout,
+        collective=collective,
         shards=None if sharded is None else sharded.group,
     )
     if sharded is not None:
@@ -110,14 +102,11 @@ def _sharded(model: object, group: Group) -> ShardedParameters:
 
 @dataclass
 class _HookState:
-    receiver: Any
-    """A `Synchronizer`, or an optimizer of thinwire."""
+    receiver: Any  # a `Synchronizer`, or an optimizer of thinwire
     names: dict[int, str]
     may_be_unused: bool
     waiting: list[tuple["Future[Tensor]", Bucket, Sequence[Tensor]]] = field(default_factory=list)
-    """Buckets of the current backward pass of `attach`, until the last one."""
-    error: Exception | None = None
-    """The error of this backward pass, raised after it: an error in a hook would leave DDP unusable."""
+    error: Exception | None = None  # of this backward pass, raised after it: in a hook, it would leave DDP unusable
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave everything out of a copy of the model, such as that of an AveragedModel, which has no hook either."""
@@ -151,15 +140,15 @@ def _hook_of_sync(
     state: _HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Send a bucket, and return a future of its averages.
-
-    The last bucket waits for all averages, and DDP waits for the futures: so averages are ready when backward ends.
-    """
+    """Send a bucket, and return a future of its averages. The last bucket waits for all, within the backward pass."""
     sync, (flat, future) = state.receiver, _send(state, bucket)
     if state.error is None and sync.sends_by_torch:
         if bucket.is_last():
             _attempt(state, sync.finish)
-        return _all_reduce(flat.tensor, sync.group)
+        # As DDP does without a hook, with the same bits: it divides before the sum. A failure is torch's.
+        work = dist.all_reduce(flat.tensor.mul_(1.0 / sync.world_size), group=sync.group, async_op=True)
+        done_by_torch: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return done_by_torch
     state.waiting.append((future, flat, bucket.parameters()))
     if bucket.is_last():
         waiting, state.waiting = state.waiting, []
@@ -170,14 +159,6 @@ def _hook_of_sync(
             done.set_result(one.tensor)
         if state.may_be_unused and state.error is None:
             after_backward(lambda: _write_unused(sync, waiting))
-    return future
-
-
-def _all_reduce(tensor: Tensor, group: Any) -> "Future[Tensor]":
-    """Average a bucket as DDP does without a hook, with the same bits; a failure is torch's."""
-    tensor.mul_(1.0 / dist.get_world_size(group))  # before the sum, as DDP does
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
@@ -234,8 +215,7 @@ def _write_unused(sync: Synchronizer, buckets: Sequence[tuple["Future[Tensor]", 
 
 _sparse: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """Models with sparse gradients and the spec of their compressor, until an optimizer steps on them."""
-_is_watching = False
-"""Whether torch calls `_warn_once` before every step of an optimizer."""
+_is_watching = False  # by `_warn_once`, before every step of an optimizer
 
 
 def _warn_of_adam(ddp: nn.Module, sync: Synchronizer) -> None:

@@ -5,14 +5,14 @@
     optimizer = thinwire.AdamW(model, lr=1e-3, group=mesh["replicate"])
 
 FSDP averages gradients inside a replica, as it does alone. Each rank then exchanges its shard with the ranks that hold
-the same shard of the other replicas. A parameter is a `DTensor`; all else in thinwire works on its local tensor, which
-is a plain one. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its gradients are there.
+the same shard of the other replicas. FSDP calls hooks when gradients are reduced, and a bucket is sent when all of its
+gradients are there. All else in thinwire works on the local tensor of a `DTensor`.
 """
 
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,15 +25,11 @@ from ..sync.buckets import Bucket, flatten, group_parameters
 from ..sync.shards import ShardGroup, is_sharded, local_of
 from ..sync.synchronizer import Synchronizer
 
-_SAMPLES = 1024
-"""Number of elements of a bucket that are compared to see whether gradients were changed after they were sent."""
+_SAMPLES = 1024  # elements of a bucket, to see whether gradients were changed after they were sent
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Run an action after everything that DDP or FSDP does at the end of the backward pass under way.
-
-    A callback that is queued by another callback comes last.
-    """
+    """Run an action after all that DDP or FSDP does after backward: a callback queued by a callback comes last."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(action))
 
@@ -54,10 +50,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def sharded_parameters(named: Mapping[str, Tensor], group: Group) -> "ShardedParameters | None":
-    """Return the parameters of a sharded model; None if none is; raise ValueError if they cannot be exchanged by shard.
-
-    group   the ranks that hold the same shard of the other replicas.
-    """
+    """Return a sharded model's parameters, to exchange between the ranks of `group`; None if it is not sharded."""
     found = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
     if not found:
         return None
@@ -124,10 +117,8 @@ class ShardedParameters:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.group = ShardGroup(mesh.get_group(), self._named, device)
-        self.tensors: dict[str, Tensor] = {}
-        """This rank's shards, by name; they share the parameters' memory. The dict is always the same object."""
-        self._sampled: list[tuple[Bucket, Tensor, Tensor]] = []
-        """Buckets, positions in them, and their elements when the bucket was made."""
+        self.tensors: dict[str, Tensor] = {}  # this rank's shards, in the parameters' memory; always the same dict
+        self._sampled: list[tuple[Bucket, Tensor, Tensor]] = []  # buckets, positions in them, and elements there
         self._positions: dict[tuple[str, ...], Tensor] = {}
         self._refresh(self._named)
         self.is_offloaded = any(tensor.device.type != device.type for tensor in self.tensors.values())
@@ -139,12 +130,6 @@ class ShardedParameters:
             now, known = local_of(self._named[name]), self.tensors.get(name)
             if known is None or known.data_ptr() != now.data_ptr() or known.shape != now.shape:
                 self.tensors[name] = now.detach()
-
-    def buckets(self) -> Iterator[tuple[Bucket, bool, bool]]:
-        """Yield all gradients, as (bucket, whether it is the first, whether it is the last)."""
-        groups = self.groups()
-        for number, names in enumerate(groups, 1):
-            yield self.bucket(names), number == 1, number == len(groups)
 
     def groups(self) -> list[list[str]]:
         """Return the names of all parameters with a gradient, bucket by bucket, alike on all shards."""
@@ -182,10 +167,7 @@ class ShardedParameters:
         return self._positions[bucket.names]
 
     def changed(self) -> str | None:
-        """Return the name of a parameter whose gradient has changed since it was copied into its bucket, if any is.
-
-        torch counts no change when an operation on many DTensors changes them, as clip_grad_norm_ does.
-        """
+        """Return a parameter whose gradient has changed, of which torch counts nothing if many DTensors change."""
         for bucket, positions, before in self._sampled:
             now = bucket.tensor[positions]
             differs = (now != before) & ~(now.isnan() & before.isnan())
@@ -202,7 +184,6 @@ class ShardedParameters:
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
-        """Forget the buckets, so that their memory is freed with the gradients."""
         self._sampled = []
 
     def register_hook(self, hook: Callable[[str], None]) -> None:
@@ -255,21 +236,16 @@ class BackwardPass:
     """
 
     def __init__(self, parameters: ShardedParameters, receiver: Any) -> None:
-        """Register the hooks, which have an effect as long as this object and the receiver of buckets exist.
-
-        receiver   an optimizer of thinwire, or an `AttachedModel`.
-        """
+        """Register the hooks, which have an effect as long as this object and its receiver, an optimizer or model."""
         self._parameters, self._receiver = parameters, weakref.ref(receiver)
         self._expected: Counter[str] = Counter()
         self.reset()
         parameters.register_hook(self._on_gradient)
 
     def reset(self) -> None:
-        """Forget a backward pass that did not come to its end."""
         self._came: Counter[str] = Counter()
         self._groups: list[list[str]] = []
-        self._sent = 0
-        """Number of buckets that were sent."""
+        self._sent = 0  # buckets
         self._task = -1
         self._error: Exception | None = None
 

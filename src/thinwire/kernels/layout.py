@@ -11,15 +11,13 @@ docs/wire-format.md shows each record byte by byte.
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -93,16 +91,29 @@ class Part(NamedTuple):
     nbytes: slice
 
 
-def _parts(groups: Iterable[tuple[T, int, int, int]], limit: int) -> Iterator[tuple[T, Part]]:
-    """Cut groups of (record, rows, its elements, its bytes) into parts of at most `limit` elements or of one record."""
-    element = byte = 0
-    for record, rows, elements, nbytes in groups:
-        at_once = max(1, limit // elements)
-        for first in range(0, rows, at_once):
-            count = min(at_once, rows - first)
-            ends = element + count * elements, byte + count * nbytes
-            yield record, Part(count, slice(element, ends[0]), slice(byte, ends[1]))
-            element, byte = ends
+class RecordLayout(Layout):
+    """The layout of a payload of records."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> list[tuple[Any, int, int, int]]:
+        """Return (record, rows, its elements, its bytes) of the records of equal size, in their order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the exact size of the payload in bytes."""
+        return sum(rows * nbytes for _, rows, _, nbytes in self.groups)
+
+    def parts(self, limit: int) -> Iterator[tuple[Any, Part]]:
+        """Yield (record, part), each part of at most `limit` elements or of a single record."""
+        element = byte = 0
+        for record, rows, elements, nbytes in self.groups:
+            at_once = max(1, limit // elements)
+            for first in range(0, rows, at_once):
+                count = min(at_once, rows - first)
+                ends = element + count * elements, byte + count * nbytes
+                yield record, Part(count, slice(element, ends[0]), slice(byte, ends[1]))
+                element, byte = ends
 
 
 @dataclass(frozen=True)
@@ -152,20 +163,11 @@ def topk_record(n: int, k: int, bits: int) -> TopKRecord:
     codes_at = {1: 2, 32: 0}.get(bits, 4)
     low_at = codes_at + bytes_for(k * bits)
     high_at = low_at + bytes_for(k * low_bits)
-    return TopKRecord(
-        n=n,
-        k=k,
-        bits=bits,
-        low_bits=low_bits,
-        codes_at=codes_at,
-        low_at=low_at,
-        high_at=high_at,
-        nbytes=low_at + positions(low_bits),
-    )
+    return TopKRecord(n, k, bits, low_bits, codes_at, low_at, high_at, nbytes=low_at + positions(low_bits))
 
 
 @dataclass(frozen=True)
-class TopKLayout(Layout):
+class TopKLayout(RecordLayout):
     """`rows` records of one chunk each, then one shorter record for the remaining elements, if any."""
 
     rows: int
@@ -178,14 +180,10 @@ class TopKLayout(Layout):
         return self.record.n
 
     @property
-    def nbytes(self) -> int:
-        """Return the exact size of the payload in bytes."""
-        return self.rows * self.record.nbytes + (self.tail.nbytes if self.tail else 0)
-
-    def parts(self, limit: int) -> Iterator[tuple[TopKRecord, Part]]:
-        """Yield (record, part), each part of at most `limit` elements or of a single record."""
+    def groups(self) -> list[tuple[TopKRecord, int, int, int]]:
+        """Return (record, rows, its elements, its bytes) for the chunks and for the tail."""
         counted = [(self.record, self.rows)] + ([(self.tail, 1)] if self.tail else [])
-        return _parts([(record, rows, record.n, record.nbytes) for record, rows in counted], limit)
+        return [(record, rows, record.n, record.nbytes) for record, rows in counted]
 
     @property
     def leading_float(self) -> torch.dtype:
@@ -194,7 +192,7 @@ class TopKLayout(Layout):
 
 
 @dataclass(frozen=True)
-class QuantizeLayout(Layout):
+class QuantizeLayout(RecordLayout):
     """Records of 16 blocks: 16 bfloat16 scales, then the codes of all elements. The last record may be shorter."""
 
     bits: int
@@ -214,16 +212,11 @@ class QuantizeLayout(Layout):
         return 2 * -(-elements // self.block)
 
     @property
-    def nbytes(self) -> int:
-        """Return the exact size of the payload in bytes."""
-        rows, rest = divmod(self.numel, self.granule)
-        return rows * self.record_nbytes(self.granule) + self.record_nbytes(rest)
-
-    def parts(self, limit: int) -> Iterator[tuple[int, Part]]:
-        """Yield (elements per record, part), each part of at most `limit` elements or of a single record."""
+    def groups(self) -> list[tuple[int, int, int, int]]:
+        """Return (elements per record, rows, elements per record, its bytes) for full records and for the last one."""
         rows, rest = divmod(self.numel, self.granule)
         counted = [(self.granule, rows)] + ([(rest, 1)] if rest else [])
-        return _parts([(elements, rows, elements, self.record_nbytes(elements)) for elements, rows in counted], limit)
+        return [(elements, rows, elements, self.record_nbytes(elements)) for elements, rows in counted]
 
 
 @dataclass(frozen=True)

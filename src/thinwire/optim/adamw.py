@@ -3,15 +3,13 @@
 Error feedback delivers an element late and in lumps. In the gradient this ruins Adam, because its second moment sees
 the lumps. So each rank makes its update, momentum / sqrt(second moment), from its own gradients, and compresses it.
 
-The second moment is dense and cannot be sent every step. Each rank computes it from its own gradients, which costs no
-bytes. From time to time the ranks average theirs: often at the start of training, then every `refresh_every` steps.
-Second moments span many orders of magnitude, so their logarithms are sent, in 4 bits each. A rank's own second moment
-is larger than that of the averaged gradient: `second_moment.py` describes by how much, and the correction.
+From time to time the ranks average their second moments: often at the start of training, then every `refresh_every`
+steps. They span many orders of magnitude, so their logarithms are sent, in 4 bits each. A rank's own second moment is
+larger than that of the averaged gradient: `second_moment.py` describes by how much, and the correction.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..compressors import NoCompression, Quantize, format_spec
 from ..compressors import compressor as parsed
@@ -38,17 +37,11 @@ from .second_moment import for_ranks, measure
 
 _FIRST_REFRESH = 16
 TOGETHER_BYTES = {"cuda": 100 << 20}
-"""Buckets of fewer bytes are sent together, by the type of their device.
-
-On a GPU, each operation takes time of the CPU, which has to launch the kernels of the backward pass meanwhile.
-"""
+"""Smaller buckets are sent together: each operation takes time of the CPU that launches the backward pass."""
 _SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
 """Smallest share of its tensor's mean that an element's second moment has, when averaged and when frozen."""
 _PIECE, _AT_ONCE = 1 << 20, 8
-"""Second moments are averaged in pieces of `_PIECE` elements, `_AT_ONCE` pieces at a time.
-
-So there is no second copy of all of them.
-"""
+"""Second moments are averaged in pieces of `_PIECE` elements, a few at a time, so that there is no second copy."""
 _FOUR_BITS = Quantize(bits=4)
 
 
@@ -68,11 +61,9 @@ class _StepNumbers:
     """The numbers by which a step changes the weights, in GPU memory."""
 
     def __init__(self, vector: Tensor, rates: Mapping[str, Tensor]) -> None:
-        self.vector = vector
+        self.vector, self.rates = vector, rates
         self.steps, self.lr, self.keep = (row.unbind() for row in vector.view(3, -1))
         """For each family the number of steps including this one, the learning rate, and the factor of the weights."""
-        self.rates = rates
-        """The factor of an averaged update, by parameter."""
 
 
 class AdamW(CompressedOptimizer):
@@ -94,9 +85,10 @@ class AdamW(CompressedOptimizer):
                       more.
     max_grad_norm     the gradient of each rank is clipped to this times the square root of the number of ranks.
     grad_scaler       the `GradScaler` in use, if any.
-    group, algorithm, shard_compressor, max_bytes, timeout   as for `Synchronizer`.
-    foreach, fused    accepted, without effect: they select one of torch's implementations of the same step.
-    amsgrad, maximize, capturable, differentiable   accepted if they are off; an error says what to do instead.
+    group             as for `Synchronizer`.
+    collective        algorithm, memory and time-out of an exchange.
+    torch_options     foreach and fused, which select one of torch's implementations of the same step, have no effect;
+                      amsgrad, maximize, capturable and differentiable are accepted if they are off.
 
     In a process without a process group nothing is compressed, and each step is that of torch's AdamW.
 
@@ -128,11 +120,6 @@ class AdamW(CompressedOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         compressed_betas: tuple[float, float] = (0.5, 0.999),
         compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 2,
@@ -141,13 +128,11 @@ class AdamW(CompressedOptimizer):
         max_grad_norm: float | None = None,
         ddp: DistributedDataParallel | None = None,
         group: Group = None,
-        algorithm: str = "auto",
-        shard_compressor: Spec | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
         grad_scaler: GradScaler | None = None,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        **torch_options: Any,
     ) -> None:
-        check_torch_options(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
+        check_torch_options(self, {"amsgrad": amsgrad, **torch_options})
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)
@@ -172,32 +157,18 @@ class AdamW(CompressedOptimizer):
             max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler,
             group=group,
-            algorithm=algorithm,
-            shard_compressor=shard_compressor,
-            max_bytes=max_bytes,
-            timeout=timeout,
+            collective=collective,
         )
         self.refresh_every = refresh_every
-        self._scales: dict[str, float] = {}
-        """c of `second_moment.py`, by parameter, where the second moment is that of this rank's own gradient.
-
-        Other parameters do not need it.
-        """
+        self._scales: dict[str, float] = {}  # c of `second_moment.py`, where second moments are those of this rank
         phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
         self._own_warmup = sum(steps for steps, _ in phases)
-        """Number of steps after which a parameter may be sent as updates: those of the warm-up.
-
-        One that is unfrozen later is sent dense for as many steps, as a gradient.
-        """
-        self._found: dict[str, float] = {}
-        """c as measured and smoothed, also of tensors that do not need it yet."""
-        self._measures_next = False
-        """True if c is measured at the next step, as after resuming with another world size."""
+        """Steps of the warm-up; a parameter that is unfrozen later is sent dense for as many, as a gradient."""
+        self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet
+        self._measures_next = False  # True if c is measured at the next step, as after resuming with another world size
         self._sent_numbers, self._step_numbers, self._rate_numbers = (_DeviceNumbers() for _ in range(3))
-        self._rates: tuple[object, dict[str, Tensor]] = None, {}
-        """The rates of all parameters in GPU memory, and what they were computed from."""
-        self._on_device: _StepNumbers | None = None
-        """Numbers of a step that is recorded or replayed."""
+        self._rates: tuple[object, dict[str, Tensor]] = None, {}  # and what they were computed from
+        self._on_device: _StepNumbers | None = None  # of a step that is recorded or replayed
 
     @property
     def second_moment_scale(self) -> dict[str, float]:
@@ -244,12 +215,8 @@ class AdamW(CompressedOptimizer):
         if sent.updates is None or sent.updates.numbers is None:
             return None
         parameters = [self._parameters[name] for name in sent.numels]
-        if any(self._given[name].grad is None for name in sent.numels) or any(
-            p.dtype != torch.float32 for p in parameters
-        ):
-            return None
-        addresses = sent.addresses()
-        if addresses is None:
+        unused = any(self._given[name].grad is None for name in sent.numels)
+        if unused or any(p.dtype != torch.float32 for p in parameters) or (addresses := sent.addresses()) is None:
             return None
         self._on_device = self._numbers_of_step(sent.updates.numbers.device)
         constants = tuple((*group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups)
@@ -283,8 +250,7 @@ class AdamW(CompressedOptimizer):
 
         def update(_: Slice, moments: Sequence[Tensor], factor: float) -> AdamUpdate:
             m, v = moments
-            kept = on_device if m.dtype == torch.float32 else None
-            return AdamUpdate(m, v, factor=factor, **numbers, on_device=kept)
+            return AdamUpdate(m, v, factor=factor, **numbers, on_device=on_device if m.dtype == torch.float32 else None)
 
         return update
 
@@ -377,10 +343,8 @@ class AdamW(CompressedOptimizer):
             return frozenset()
         if warms_up:
             return frozenset(self._sent_as_updates(number + 1))
-        family_of, after = (
-            self._families.number_of,
-            {n: self._families.all[n].steps + 1 for n in self._families.present},
-        )
+        family_of = self._families.number_of
+        after = {number: self._families.all[number].steps + 1 for number in self._families.present}
         due = {family for family, steps in after.items() if self._measures_next or self._is_refresh(steps)}
         ends = {family for family, steps in after.items() if steps == self._own_warmup}
         sampled = {name for name in self._sent_as_updates(number) if family_of[name] in due} if due else set()
@@ -445,7 +409,6 @@ class AdamW(CompressedOptimizer):
         return early or count % self.refresh_every == 0
 
     def _refresh(self, seconds: Sequence[Tensor]) -> None:
-        """Average the logarithms of second moments over ranks."""
         self.sync.stats.refreshes += 1
         pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
         mean = _mean_of(pieces)
@@ -490,11 +453,7 @@ class AdamW(CompressedOptimizer):
 
 
 def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
-    """Raise elements far below their tensor's mean, in place, and return the tensor.
-
-    Near 0, they would turn any later gradient into a huge update. An example is an embedding's row whose token has not
-    been seen. A tensor without any gradient so far uses the mean of all tensors.
-    """
+    """Raise elements far below their tensor's mean, in place: they would turn a later gradient into a huge update."""
     mean = float(v.mean()) if v.numel() else 1.0
     return v.clamp_(min=share * (mean or mean_of_all))
 
@@ -505,9 +464,6 @@ def _mean_of(seconds: Sequence[Tensor]) -> float:
 
 
 def _limit(group: dict[str, Any], ranks: int) -> float:
-    """Return the largest value that a rank's part of Adam's own update can have.
-
-    With a second moment that lags behind, a rank's update could be larger.
-    """
+    """Return the largest part of Adam's update; a rank's could be larger if the second moment lags behind."""
     beta1, beta2 = group["compressed_betas"]
     return float(ranks * max(1.0, (1 - beta1) / max(1 - beta2, 1e-12) ** 0.5))

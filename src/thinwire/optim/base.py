@@ -3,8 +3,8 @@
 After the warm-up, each rank sends its update, made from its own gradients. In the warm-up, and always for small
 tensors, it sends the gradient, and `step` does the same as torch's optimizer of that name.
 
-The backward pass sends, and changes nothing: `.grad` remains this rank's gradient. `step` is a transaction: it waits
-for the exchange, and applies all of it, or nothing if a rank's gradient was not finite.
+The backward pass sends, and changes nothing. `step` waits for the exchange, and applies all of it, or nothing if a
+rank's gradient was not finite.
 """
 
 import time
@@ -40,8 +40,7 @@ from .guard import GradientGuard
 from .parameters import Params, count_ddp, ddp_of, find_parameters
 from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
 
-_AT_ONCE = 1 << 20
-"""Parameters take their step in pieces of about this many elements, so that there is no second copy of a model."""
+_AT_ONCE = 1 << 20  # elements that take their step together, so that there is no second copy of a model
 
 
 class Piece(NamedTuple):
@@ -56,10 +55,8 @@ class Piece(NamedTuple):
 class CompressedOptimizer(Optimizer):
     """Base class of `AdamW` and `SGD`."""
 
-    moments: tuple[str, ...]
-    """Names of the vectors kept for every parameter, as in torch; the local ones come first."""
-    local_moments: tuple[str, ...]
-    """Names of the moments that differ between ranks."""
+    moments: tuple[str, ...]  # names of the vectors kept for every parameter, as in torch; the local ones come first
+    local_moments: tuple[str, ...]  # those that differ between ranks
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
@@ -89,28 +86,20 @@ class CompressedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._families = Families([group["param_names"] for group in self.param_groups])
         self._given = dict(self.named_parameters())
-        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}
-        """Parameters that DDP exchanges: those that were not frozen when it was made."""
+        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}  # by DDP
         self._sharded = sharded_parameters(self._given, options.get("group"))
         self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
-        """Parameters by name; of a sharded model, this rank's shards."""
         shards = None if self._sharded is None else self._sharded.group
-        families = self._families.number_of
-        self.sync = Synchronizer(policy, families=families, shards=shards, **options)
+        self.sync = Synchronizer(policy, families=self._families.number_of, shards=shards, **options)
         self._vectors = {kind: NamedVectors() for kind in self.moments}
         self._gradients_in_phase: dict[Hashable, set[str]] = {}
-        self._count = 0
-        """Number of steps taken."""
+        self._count = 0  # of steps taken
         self._guard = GradientGuard(self._given, type(self).__name__)
-        self._searched: int | None = None
-        """The number of DDP models that were made before the parameters were last searched in them."""
-        self._gathered: list[dict[str, Any]] | None = None
-        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
-        self._recording: Recording | None = None
-        """Recording of the GPU work of `step`."""
+        self._searched: int | None = None  # the `count_ddp` at which the parameters were last searched in DDP models
+        self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
+        self._recording: Recording | None = None  # of the GPU work of `step`
         self.sync.register_parameters(self._parameters.items())
-        self._backward: BackwardPass | None = None
-        """The backward pass of a sharded model, which sends the buckets."""
+        self._backward: BackwardPass | None = None  # of a sharded model, which sends the buckets
         if self._sharded is not None and not self._sharded.is_offloaded:
             self._backward = BackwardPass(self._sharded, self)
         if ddp is not None:
@@ -118,19 +107,16 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """Return the DDP model whose backward pass exchanges, if there is one."""
         return None if self._ddp is None else self._ddp()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) pairs, group by group."""
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         if hasattr(self, "sync"):
             raise ValueError("parameter groups cannot be added after construction: make a new optimizer with all")
         super().add_param_group(param_group)
@@ -145,21 +131,17 @@ class CompressedOptimizer(Optimizer):
             self._backward.reset()
 
     def exchange(self) -> None:
-        """Send this step now, without DDP; `step` calls this if it was not called before.
-
-        Raises ValueError with DDP, which sends in the backward pass.
-        """
+        """Send this step now, as `step` does otherwise. Raise ValueError with DDP, whose backward pass sends."""
         if self.ddp is not None or self._backward is not None:
             kind = "FSDP" if self.ddp is None else "DDP"
             raise ValueError(f"with {kind} the exchange is part of the backward pass; do not call exchange()")
         if self._sharded is not None:
-            for bucket, first, last in self._sharded.buckets():
-                self.add_bucket(bucket, first=first, last=last)
-        else:
-            self._exchange_plain(list(self.named_parameters()))
-        self.watch_gradients()
-
-    def _exchange_plain(self, named: list[tuple[str, nn.Parameter]]) -> None:
+            groups = self._sharded.groups()
+            for number, names in enumerate(groups, start=1):
+                self.add_bucket(self._sharded.bucket(names), first=number == 1, last=number == len(groups))
+            self.watch_gradients()
+            return
+        named = list(self.named_parameters())
         made = count_ddp()  # to search takes long, so only after another one was made
         if self._searched != made and ddp_of([p for _, p in named]) is not None:
             raise RuntimeError(
@@ -172,9 +154,9 @@ class CompressedOptimizer(Optimizer):
             warn_of_averaged(self.sync, named, type(self).__name__)
         for bucket, first, last in self.sync.buckets_of(named):
             self.add_bucket(bucket, first=first, last=last)
+        self.watch_gradients()
 
     def _forget_sent(self) -> None:
-        """Forget the gradients that were sent, whose memory would be kept."""
         self._guard.forget()
         if self._sharded is not None:
             self._sharded.forget_buckets()
@@ -194,7 +176,6 @@ class CompressedOptimizer(Optimizer):
         self.sync.send(bucket, last=last)
 
     def watch_gradients(self) -> None:
-        """Record all gradients after they were sent: they must not change before `step`."""
         self._guard.record()
 
     def end_backward(self, error: Exception | None) -> None:
@@ -246,7 +227,6 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> int:
-        """Return the number of steps that were skipped because a rank's gradient was not finite."""
         return self.sync.stats.skipped
 
     # Defined by subclasses.
@@ -268,7 +248,6 @@ class CompressedOptimizer(Optimizer):
         """Apply the averaged updates, and everything else that a step does to a parameter."""
 
     def _rate_of(self, group: dict[str, Any], name: str) -> float:
-        """Return the factor by which an averaged update changes a parameter."""
         return float(group["reference_lr"])
 
     def _to_updates(self, names: Collection[str]) -> None:
@@ -278,13 +257,9 @@ class CompressedOptimizer(Optimizer):
         """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
 
     def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
-        """Prepare for the first step after the moments of torch's optimizer were loaded.
-
-        steps   the number of steps that each parameter has taken.
-        """
+        """Prepare for the first step with moments of torch's optimizer; `steps` were taken by each parameter."""
 
     def _steps_of(self, name: str) -> int:
-        """Return the number of steps that a parameter has taken."""
         return self._count
 
     def _after_step(self, sent: Step) -> None:
@@ -370,18 +345,14 @@ class CompressedOptimizer(Optimizer):
         return [name for name, _ in self.named_parameters() if name not in by_gradient]
 
     def _sent_as_gradients(self, step: int) -> set[str]:
-        """Return the names of parameters whose gradients are sent at a step, while updates are sent for others.
-
-        Without "auto", the result is kept for each phase, and for the names in `sync.dense`.
-        """
+        """Return the parameters whose gradients are sent, beside updates of others; kept by phase."""
         policy = self.sync.policy
         key = policy.phase(step), self.sync.dense
         if policy.auto or key not in self._gradients_in_phase:
             sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
             sizes = [(name, p.numel()) for name, p in self.named_parameters()]
-            self._gradients_in_phase[key] = {
-                name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)
-            }
+            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
+            self._gradients_in_phase[key] = found
         return self._gradients_in_phase[key]
 
     def _to_gradients(self, names: Sequence[str]) -> None:
@@ -399,11 +370,9 @@ class CompressedOptimizer(Optimizer):
                 self._to_torch(name, moments)
 
     def _group_of(self, family: int) -> dict[str, Any]:
-        """Return the parameter group of the family with this number."""
         return self.param_groups[self._families.all[family].group]
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """Return the factor of an update when it is sent."""
         return float(group["lr"]) / float(group["reference_lr"])
 
     def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
@@ -436,8 +405,6 @@ class CompressedOptimizer(Optimizer):
         """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
 
         All ranks call this. It holds until the next step, and the other ranks' `state_dict()` is their own as before.
-        `load_state_dict` takes what was saved so on every rank, with any number of ranks. This is the name that
-        torch's ZeroRedundancyOptimizer has for it.
         """
         if self._sharded is not None:
             raise ValueError(
@@ -451,8 +418,7 @@ class CompressedOptimizer(Optimizer):
     def torch_state_dict(self) -> dict[str, Any]:
         """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this.
 
-        Moments that differ between ranks are averaged, dense, and in the unit of torch's. What is left out: residuals,
-        the part of the updates that was not sent so far; and what thinwire's own `state_dict()` has besides.
+        Moments that differ between ranks are averaged, dense, and in the unit of torch's. Residuals are left out.
         """
         numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
         apart = set(self._sent_as_updates(self.sync.steps))
@@ -471,7 +437,6 @@ class CompressedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin with the moments and settings of a state of torch's optimizer."""
         groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
         loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
         numbers = [number for group in groups for number in group["params"]]
@@ -485,16 +450,12 @@ class CompressedOptimizer(Optimizer):
         if not self._warms_up(0):
             self._to_updates(self._sent_as_updates(0))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
-    ) -> None:
+    def load_state_dict(self, state_dict: checkpoint.States, *, strict: bool = True) -> None:
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two. The state of torch's optimizer of the same name, for the same
-        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up.
-
-        strict   False: ranks whose states are missing may be left out. Their residuals and momenta are lost, and a
-                 warning names them.
+        parameters in the same order, is taken too: training goes on with its moments, and with the warm-up. With
+        `strict=False`, ranks whose states are missing lose residuals and momenta, and a warning names them.
         """
         if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
             self._load_torch_state(state_dict)
@@ -517,7 +478,7 @@ class CompressedOptimizer(Optimizer):
         loaded: dict[str, NamedVectors] = {}
         with checkpoint.reading():
             check_groups(alike["param_groups"], self.param_groups)
-            with checkpoint.checking():
+            try:
                 for group in alike["param_groups"]:
                     self._check_settings(group)
                     check_number("reference_lr", group["reference_lr"])
@@ -525,6 +486,10 @@ class CompressedOptimizer(Optimizer):
                         raise ValueError("reference_lr 0, expected a number above 0")
                 count = int(alike["thinwire"]["count"])
                 take_own_state = self._parse_own_state(alike["thinwire"])
+            except checkpoint.DamagedError:
+                raise
+            except ValueError as error:
+                raise checkpoint.DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
             for kind in self.moments:
                 vectors = self._vectors_in(alike, kind)
                 if kind in self.local_moments:
@@ -564,9 +529,8 @@ class CompressedOptimizer(Optimizer):
                         f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
                         "belongs to another model, or its parameters came in another order"
                     )
-                made[name] = torch.empty(
-                    parameter.numel(), dtype=residual_dtype(parameter.dtype), device=parameter.device
-                )
+                wide = residual_dtype(parameter.dtype)
+                made[name] = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
                 shaped(made[name], parameter).copy_(kept)
         return made
 

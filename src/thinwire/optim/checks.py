@@ -1,20 +1,21 @@
 """Checks of an optimizer's arguments, and for mistakes that would stay unnoticed, before its first step or a load."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..collectives.collective import Collective
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
 from ..sync.policy import Policy, Spec
 from ..sync.synchronizer import Synchronizer
 from .fragments import Named
 
-_LARGEST = 1e18
-"""Larger whole numbers are none that torch takes."""
+_LARGEST = 1e18  # larger whole numbers are none that torch takes
 
 
 def check_number(name: str, given: float, *, below: float = _LARGEST) -> None:
@@ -34,14 +35,14 @@ _REFUSED = {
 }
 
 
-def check_torch_options(**given: object) -> None:
-    """Raise ValueError for an option of torch's optimizer that thinwire's does not have, unless it is off.
-
-    `foreach` and `fused` are not given here: they select one of torch's implementations of the same step, and thinwire
-    has its own.
-    """
+def check_torch_options(optimizer: object, given: Mapping[str, object]) -> None:
+    """Raise ValueError for an option of torch's optimizer that thinwire's does not have, unless it is off."""
     for name, value in given.items():
-        if value:
+        if name in Collective.__dataclass_fields__:
+            raise TypeError(f"{name}={value!r}, expected collective=thinwire.Collective({name}={value!r})")
+        if name not in {**_REFUSED, "foreach": "", "fused": ""}:
+            raise TypeError(f"{type(optimizer).__name__} has no argument {name!r}")
+        if value and name in _REFUSED:
             raise ValueError(f"{name}={value!r}, which thinwire does not have: {_REFUSED[name]}")
 
 
@@ -52,10 +53,7 @@ def dense_policy(policy: Policy) -> Policy:
 
 
 def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:
-    """Return a policy with the warm-up of the optimizer; a policy with its own warm-up stays as it is.
-
-    Raises ValueError for a number of steps below 0.
-    """
+    """Return a policy with the optimizer's warm-up, unless it has its own. Raise ValueError for steps below 0."""
     if type(warmup_steps) is not int or warmup_steps < 0:
         raise ValueError(f"warmup_steps {warmup_steps!r}, expected a whole number, 0 or more")
     phases = ((warmup_steps, parsed(warmup)),) if warmup_steps else ()
@@ -80,10 +78,7 @@ def check_replicas(sync: Synchronizer, named: Named) -> None:
 
 
 def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
-    """Warn if the gradients are the same on all ranks before they are exchanged.
-
-    They are if DDP has averaged them, without thinwire's hook: then no bytes are saved.
-    """
+    """Warn if gradients are alike on all ranks before they are exchanged: then DDP has averaged them, dense."""
     grads = [p.grad for _, p in named if p.grad is not None]
     if not grads:
         return
@@ -93,7 +88,7 @@ def warn_of_averaged(sync: Synchronizer, named: Named, optimizer: str) -> None:
         warnings.warn(
             "gradients are the same on all ranks before they are exchanged. If DDP has averaged them, nothing is "
             f"saved: give the DDP model itself, thinwire.{optimizer}(ddp, ...), or ddp=",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -104,10 +99,7 @@ def _digest(parameter: Tensor) -> Tensor:
 
 
 def check_order(policy: Policy) -> None:
-    """Raise ValueError if the policy sends gradients after updates.
-
-    Once updates are sent, momentum differs between ranks, and no later step may use averaged gradients.
-    """
+    """Raise ValueError if gradients follow updates, after which momentum differs between ranks."""
     phases = [parsed(given) for _, given in policy.warmup]
     first = next((index for index, given in enumerate(phases) if given.sparse), None)
     if first is None:

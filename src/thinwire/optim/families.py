@@ -1,7 +1,7 @@
 """Families: the parameters of one parameter group that have taken part in the same steps.
 
-Adam's bias corrections depend on how many steps a parameter has taken. All parameters of a group have taken the same,
-until one of them is frozen or unfrozen: then the group is split. Families are never compressed together.
+Adam's bias corrections depend on how many steps a parameter has taken. If one of a group is frozen or unfrozen, the
+group is split. Families are never compressed together.
 """
 
 from collections import Counter
@@ -17,13 +17,9 @@ class Family:
     """The steps that the parameters of a family have taken."""
 
     group: int
-    """Number of the parameter group."""
     steps: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
-    """Sums of the weights of gradients and of their squares in the moments of updates.
-
-    With constant betas these are 1 - beta ** steps.
-    """
+    """Sums of the weights of gradients and of squares in moments; with constant betas these are 1 - beta ** steps."""
 
 
 class Families:
@@ -39,14 +35,12 @@ class Families:
         self.number_of = {name: number for number, names in enumerate(groups) for name in names}
         """The number of each parameter's family, by name. This dict changes in place."""
         self.all = [Family(number) for number in range(len(groups))]
-        self.present = set(range(len(groups)))
-        """Numbers of the families that take part in the step under way."""
+        self.present = set(range(len(groups)))  # in the step under way
         self._groups = dict(self.number_of)
         self._absent: set[str] | None = None
         """The parameters that `present` leaves out; None if it was not computed from any."""
 
     def of(self, name: str) -> Family:
-        """Return the family of a parameter."""
         return self.all[self.number_of[name]]
 
     def leave_out(self, absent: set[str]) -> None:
@@ -76,7 +70,6 @@ class Families:
         self.number_of.update({name: kinds.index(kind) for name, kind in kind_of.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {
             "weights": [family.weights for family in self.all],
             "families": [[family.group, family.steps] for family in self.all],
@@ -102,6 +95,5 @@ class Families:
         return made
 
     def take(self, other: "Families") -> None:
-        """Take over the families that `parsed` has returned."""
         self.all, self._absent = other.all, None
         self.number_of.update(other.number_of)

@@ -12,60 +12,40 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Part:
-    """Tensors that are exchanged in one bucket, and the common values from which each rank has moved them.
-
-    Common values are float32 (float64 for float64 tensors), the same bits on all ranks, in the memory of `device`.
-    """
+    """Tensors of one bucket, and common values, wide and alike on all ranks, from which each rank has moved them."""
 
     @torch.no_grad()
     def __init__(self, named: Named, *, is_averaged: bool, device: torch.device | None) -> None:
         self.tensors = [tensor for _, tensor in named]
-        self.is_averaged = is_averaged
-        """True for buffers, which become the average of all ranks' whatever the outer optimizer is."""
+        self.is_averaged = is_averaged  # of buffers: they become the average, whatever the outer optimizer is
         sizes = tuple(tensor.numel() for tensor in self.tensors)
         wide = residual_dtype(self.tensors[0].dtype)
-        flat = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
-        self._layout = Bucket(flat, tuple(name for name, _ in named), sizes)
-        self.momentum: Tensor | None = None
-        """The outer momentum, once there is one."""
-        self.before: Tensor | None = None
-        """The local values whose difference is under way; None if no step is taken meanwhile."""
+        self.common = torch.empty(sum(sizes), dtype=wide, device=device or self.tensors[0].device)
+        self.names = tuple(name for name, _ in named)
+        self._layout = Bucket(self.common, self.names, sizes)
+        self.momentum: Tensor | None = None  # the outer one
+        self.before: Tensor | None = None  # local values whose difference is under way, if steps are taken meanwhile
         self.take_common()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the tensors."""
-        return self._layout.names
-
-    @property
-    def common(self) -> Tensor:
-        """Return the common values, one tensor after the other."""
-        return self._layout.tensor
-
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the part of each tensor in a flat one, by name."""
         return self.bucket(flat).parts()
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return one flat tensor of values by name."""
         flat = torch.empty_like(self.common)
         for name, view in self.named(flat).items():
             view.copy_(named[name].view(-1))
         return flat
 
     def load(self, common: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
-        """Load the common values, and the outer momentum if there is one."""
         self.common.copy_(self.flat(common))
         self.momentum = self.flat(momentum) if self.names[0] in momentum else None
 
     def local(self) -> Tensor:
-        """Return a copy of the local values, one tensor after the other."""
         flat = torch.empty_like(self.common)
         torch._foreach_copy_(self._shaped(flat), self.tensors)
         return flat
 
     def take_common(self) -> None:
-        """Make the local values the common ones, at the start."""
         torch._foreach_copy_(self._shaped(self.common), self.tensors)
 
     def difference(self, *, is_overlapped: bool) -> Bucket:
@@ -76,14 +56,10 @@ class Part:
         return self.bucket(torch.sub(self.common, local, out=out))
 
     def bucket(self, flat: Tensor) -> Bucket:
-        """Return a flat tensor as the bucket in which this part is sent."""
         return self._layout._replace(tensor=flat)
 
     def move(self, mean: Tensor, *, lr: float, momentum: float, nesterov: bool) -> None:
-        """Move the common values against the mean difference, by SGD with momentum, and the local ones with them.
-
-        Steps that were taken meanwhile stay: they are part of the next difference.
-        """
+        """Move common values against the mean, by SGD with momentum, and local ones along: later steps stay."""
         if self.is_averaged:
             lr, momentum = 1.0, 0.0
         if momentum:
@@ -98,7 +74,6 @@ class Part:
             self.before = None
 
     def set_local(self, flat: Tensor) -> None:
-        """Set the local values, each in the dtype of its tensor."""
         torch._foreach_copy_(self.tensors, self._shaped(flat))
 
     def restart(self) -> None:
@@ -121,8 +96,7 @@ class Fragment:
             for group in group_parameters(named)
         ]
         self.names = frozenset(name for part in self.parts for name in part.names)
-        self.exchanged_at = 0
-        """The number of local steps before the last exchange."""
+        self.exchanged_at = 0  # local steps before the last exchange
 
 
 def split(named: Named, fragments: int) -> list[list[tuple[str, Tensor]]]:

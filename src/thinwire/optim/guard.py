@@ -1,8 +1,4 @@
-"""A guard against gradients that change after they were sent, or that were never sent: the step would be wrong.
-
-`.grad` is this rank's gradient, before and after the exchange. A program that clips or scales it between backward and
-`step` would have no effect, and would get no error.
-"""
+"""A guard against gradients that are clipped or scaled after they were sent, which would have no effect."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -14,34 +10,23 @@ from ..sync.shards import local_of
 
 
 class GradientGuard:
-    """Compares gradients with those that were sent, by identity and by torch's count of their changes.
-
-    parameters   all parameters by name.
-    optimizer    the name of the optimizer, for messages.
-    """
+    """Compares gradients with those that were sent, by identity and by torch's count of their changes."""
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
         self._parameters, self._optimizer = parameters, optimizer
-        self._sent: dict[str, tuple[Tensor | None, int]] = {}
-        """Gradients that were sent, and how often each had changed by then."""
+        self._sent: dict[str, tuple[Tensor | None, int]] = {}  # and how often each had changed by then
 
     def record(self) -> None:
-        """Record all gradients after they were sent: they must not change before `step`."""
         self._sent = {}
         for name, parameter in self._parameters.items():
             grad = parameter.grad
             self._sent[name] = grad, -1 if grad is None else local_of(grad)._version
 
     def forget(self) -> None:
-        """Forget the gradients that were sent, whose memory would be kept."""
         self._sent = {}
 
     def find_fault(self, sent: Collection[str], *, is_checked_by_scaler: bool) -> str | None:
-        """Return what is wrong with the gradients, and what to do; None if they are as they were sent.
-
-        sent                   names of the parameters whose gradients were sent.
-        is_checked_by_scaler   True if a GradScaler has looked for Inf, which torch may count as a change.
-        """
+        """Return what is wrong with the gradients, if anything; a GradScaler's look for Inf may count as a change."""
         for name, parameter in self._parameters.items():
             grad = parameter.grad
             if name not in sent:
@@ -60,7 +45,6 @@ class GradientGuard:
         return None
 
     def changed(self, which: str) -> str:
-        """Return the message for a gradient that has changed."""
         return (
             f"the gradient of {which} was changed after it was exchanged, as clip_grad_norm_ does; what was sent is "
             f"the gradient before that. To clip, leave clip_grad_norm_ out and give thinwire.{self._optimizer} "
@@ -87,7 +71,6 @@ def _changes_by_scaler(device: torch.device) -> int:
     """Return how often GradScaler's check for Inf counts as a change; that depends on the version of torch."""
     probe = torch.ones(1, device=device)
     before = probe._version
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        [probe], torch.zeros(1, device=device), torch.ones(1, device=device)
-    )
+    found, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], found, scale)
     return int(probe._version - before)

@@ -18,7 +18,6 @@ counted twice.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import CollectiveError
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.elastic import Change, ElasticGroup
 from ..collectives.groups import Group, channels, group_of_one
 from ..sync import checkpoint
@@ -41,8 +41,7 @@ from .fragments import Fragment, Named, Part, split
 from .membership import Membership
 from .parameters import ddp_of
 
-_BUFFER = "buffer: "
-"""Begins the names of buffers, among those of parameters."""
+_BUFFER = "buffer: "  # begins the names of buffers
 _OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")
 _KEYS = {"common", "outer", "weights", "under_way", "local_steps", "exchanged_at", "left_out", "setting"}
 
@@ -52,19 +51,13 @@ class Round:
     """An exchange that is under way."""
 
     fragment: Fragment
-    since: int
-    """The number of local steps since the last exchange of the fragment."""
-    due: int
-    """The number of local steps after which it is applied."""
-    buckets: list[Bucket]
-    """The differences; once the exchange has ended, their means over ranks."""
+    since: int  # local steps since the fragment's last exchange
+    due: int  # local steps after which it is applied
+    buckets: list[Bucket]  # the differences; once the exchange has ended, their means over ranks
     is_received: bool = False
-    is_void: bool = False
-    """Whether the sum overflowed on all ranks, so that nothing changes."""
-    error: CollectiveError | None = None
-    """The error of sending, which the members of an `ElasticGroup` have not decided on yet."""
-    change: Change | None = None
-    """What the members of an `ElasticGroup` have decided."""
+    is_void: bool = False  # whether the sum overflowed on all ranks, so that nothing changes
+    error: CollectiveError | None = None  # of sending, on which the members of an `ElasticGroup` have to decide
+    change: Change | None = None  # what they have decided
 
 
 class LocalSteps(Optimizer):
@@ -83,7 +76,7 @@ class LocalSteps(Optimizer):
                    round ends. Without it buffers stay local.
     group          as for `all_reduce_compressed`, or an `ElasticGroup` whose ranks may leave and join. None for all.
     offload        keep common weights and residuals in CPU memory, and compress there.
-    max_bytes, timeout   as for `Synchronizer`.
+    collective     algorithm, memory and time-out of an exchange.
 
     It is used as an optimizer. Do not use DistributedDataParallel between the same ranks. All ranks start from the same
     weights, which is checked. A learning rate scheduler counts local steps. After a round, without fragments and delay,
@@ -120,8 +113,7 @@ class LocalSteps(Optimizer):
         model: nn.Module | None = None,
         group: Group = None,
         offload: bool = False,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
     ) -> None:
         self.optimizers = _listed(optimizer)
         named, buffers = _named(self.optimizers, model)
@@ -143,18 +135,15 @@ class LocalSteps(Optimizer):
             group, policy = group_of_one(), dense_policy(policy)
         self._membership = Membership(group) if isinstance(group, ElasticGroup) else None
         self._device = named[0][1].device
-        self.sync = Synchronizer(policy, group=group, max_bytes=max_bytes, timeout=timeout)
+        self.sync = Synchronizer(policy, group=group, collective=collective)
         if self._membership is None:
             _check_ddp([p for _, p in named], group, self._device)
         self.sync.register_parameters([*named, *buffers])
         device = torch.device("cpu") if offload else None
         parts = split(named, fragments)
         self.fragments = [Fragment(part, buffers if part is parts[-1] else [], device) for part in parts]
-        """The parts of the model, in the order in which they are exchanged."""
-        self.steps = 0
-        """Number of local steps."""
-        self.left_out = 0
-        """Number of exchanges from which this rank's difference was left out, since it was not finite."""
+        self.steps = 0  # local ones
+        self.left_out = 0  # number of exchanges from which this rank's difference was left out, since it was not finite
         self._round: Round | None = None
         self._gathered: list[dict[str, Any]] | None = None
         self._is_checked = False
@@ -182,7 +171,6 @@ class LocalSteps(Optimizer):
             raise ValueError("parameter groups cannot be added: make the optimizer with all, and LocalSteps after it")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -216,12 +204,10 @@ class LocalSteps(Optimizer):
 
     @property
     def rounds(self) -> int:
-        """Return the number of times that all fragments were exchanged."""
         return self.sync.steps // len(self.fragments)
 
     @property
     def has_left(self) -> bool:
-        """Return whether this rank has left an `ElasticGroup`."""
         return self._membership is not None and self._membership.group.has_left
 
     def _step_here(self, closure: Callable[[], float] | None) -> float | None:
@@ -245,8 +231,7 @@ class LocalSteps(Optimizer):
         """Return the state of this rank: weights, inner optimizers, common weights and residual.
 
         Save that of every rank, at any step, or call `consolidate_state_dict` first. If no local step was taken since
-        the last exchange, it can be loaded by another number of ranks. It has the weights in it, since they differ
-        between ranks in the middle of a round: loading it sets them.
+        the last exchange, it can be loaded by another number of ranks. Loading it sets the weights of this rank.
         """
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.sync.rank)
@@ -282,16 +267,11 @@ class LocalSteps(Optimizer):
         self._gathered = self.sync.gather(self.state_dict(), to, self._device)
 
     @torch.no_grad()
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
-    ) -> None:
+    def load_state_dict(self, state_dict: checkpoint.States, *, strict: bool = True) -> None:
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
 
         Another number of ranks needs one of the last two, saved when a round had ended; each rank then goes on with the
-        inner optimizer of one of them.
-
-        strict   False: ranks whose states are missing may be left out. What they had not sent is lost, and a warning
-                 names them.
+        inner optimizer of one of them. With `strict=False`, what missing ranks had not sent is lost, with a warning.
         """
         states = checkpoint.as_list(state_dict)
         for state in states:
@@ -329,7 +309,6 @@ class LocalSteps(Optimizer):
             self._resume(under_way)
 
     def common_state(self) -> dict[str, Any]:
-        """Return what all ranks have in common, and a newcomer needs."""
         return {
             "common": self._by_name(lambda part: part.common),
             "outer": self._by_name(lambda part: part.momentum),
@@ -357,7 +336,6 @@ class LocalSteps(Optimizer):
 
     @property
     def _setting(self) -> dict[str, Any]:
-        """Return the options by which a saved state and this optimizer must agree."""
         return {name: getattr(self, name) for name in _OPTIONS} | {"fragments": len(self.fragments)}
 
     def _by_name(self, flat: Any) -> dict[str, Tensor]:
@@ -368,7 +346,6 @@ class LocalSteps(Optimizer):
         return made
 
     def _under_way(self) -> dict[str, Any] | None:
-        """Return an exchange that was received and is not applied yet."""
         current = self._round
         if current is None:
             return None
@@ -520,7 +497,6 @@ class LocalSteps(Optimizer):
                     del optimizer.state[parameter]
 
     def _check_start(self) -> None:
-        """Check before the first step that all ranks have the same common weights."""
         if self._is_checked:
             return
         parts = [part for part in self._parts() if not part.is_averaged]  # a forward pass has changed the others

@@ -17,8 +17,7 @@ from ..sync.consolidate import gather_states
 from ..sync.synchronizer import Synchronizer
 
 State = Mapping[str, Any]
-_TRIES = 5
-"""How often a newcomer tries to join."""
+_TRIES = 5  # of a newcomer
 
 
 class Membership:
@@ -26,11 +25,8 @@ class Membership:
 
     def __init__(self, group: ElasticGroup) -> None:
         self.group = group
-        self._newcomers: list[int] = []
-        """Newcomers that have not got the common weights yet."""
         self.is_newcomer = group.is_newcomer
-        if self.is_newcomer:
-            self._newcomers = group.wait_for_admission()
+        self._newcomers = group.wait_for_admission() if self.is_newcomer else []  # without the common weights yet
 
     def agree(self, error: CollectiveError | None) -> Change:
         """Agree with the other members on an exchange, which this rank has received, unless there was an error."""

@@ -21,10 +21,7 @@ Params = nn.Module | ParamsT
 def find_parameters(
     given: Params, ddp: DistributedDataParallel | None
 ) -> tuple[list[dict[str, Any]], DistributedDataParallel | None]:
-    """Return the parameter groups with (name, parameter) pairs, as torch's optimizers take them, and the DDP model.
-
-    `ddp` is the DDP model of the parameters, if they are not given as a DDP model. Without it, `ddp_of` looks for one.
-    """
+    """Return the groups with (name, parameter) pairs, as torch takes them, and the DDP model, given or found."""
     if ddp is not None and not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp {ddp!r}, expected the DistributedDataParallel that the parameters belong to, or None")
     params: Iterable[Any]
@@ -48,7 +45,7 @@ def find_parameters(
     for group in groups:
         if not isinstance(group, dict) or "params" not in group:
             raise ValueError(f"a {type(group).__name__} among the groups, expected dicts with 'params'")
-    listed = [_listed(group) for group in groups]
+    listed = [[own] if isinstance(own := group["params"], Tensor) else list(own) for group in groups]
     if ddp is None:
         ddp = ddp_of([each[-1] if isinstance(each, tuple) else each for items in listed for each in items])
     known = {} if ddp is None else {id(p): plain_name(name) for name, p in ddp.module.named_parameters()}
@@ -61,10 +58,7 @@ def find_parameters(
 
 
 def ddp_of(parameters: Sequence[Any]) -> DistributedDataParallel | None:
-    """Return the DDP model that has one of these parameters, or None; raise ValueError if there are several.
-
-    A parameter does not refer to its DDP model, so this looks at all objects of that class.
-    """
+    """Return the DDP model of one of these parameters, from all objects of that class; raise ValueError if several."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     wanted = {id(parameter) for parameter in parameters}
@@ -119,11 +113,6 @@ def _live_models() -> Iterator[DistributedDataParallel]:
             is_model = type(model) is each and hasattr(model, "module")  # without, it was not made to the end
             if is_model and isinstance(model, DistributedDataParallel):
                 yield model
-
-
-def _listed(group: dict[str, Any]) -> list[Any]:
-    params = group["params"]
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _named(item: Any, number: str, known: dict[int, str]) -> tuple[str, Any]:

@@ -1,13 +1,13 @@
 """The unit of AdamW's second moments: that of the averaged gradient, though each rank uses its own gradient.
 
-torch's AdamW divides by the root of E[ḡ²], the second moment of the gradient averaged over P ranks. A rank computes
-E[gᵢ²], that of its own gradient, which costs no bytes. Where noise dominates, it is P times as large, and steps would
-be too short by up to sqrt(P). So for every tensor
+torch's AdamW divides by the root of E[ḡ²], of the gradient averaged over P ranks. A rank computes E[gᵢ²], of its own
+gradient. Where noise dominates, it is P times as large, and steps would be too short by up to sqrt(P). So for every
+tensor
 
     c = mean(ḡ²) / mean over ranks of mean(gᵢ²),    between 1 / P and 1,
 
-is measured from time to time, and the averaged update is divided by sqrt(c). The measurement uses a sample of the
-elements, at positions that all ranks draw alike, so that the sampled values can be averaged directly.
+is measured from time to time, by samples at positions that all ranks draw alike, and the averaged update is divided by
+sqrt(c).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,7 @@ from ..sync.synchronizer import Synchronizer
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return c by name, from this rank's samples.
-
-    All ranks call this with the same names, and get the same result. A tensor without any gradient is left out.
-    """
+    """Return c by name, from samples; all ranks call it, and get the same. A tensor without gradient is left out."""
     if not samples:
         return {}
     sizes = [part.numel() for part in samples.values()]

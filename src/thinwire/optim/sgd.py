@@ -1,7 +1,6 @@
 """SGD that compresses each rank's momentum instead of its gradient (Lin et al. 2018: momentum correction)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
 from ..sync.buckets import Slice, flat
@@ -48,10 +48,6 @@ class SGD(CompressedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
         compressed_momentum: float | None = None,
         compressor: Spec | Policy = DEFAULT,
         warmup_steps: int = 0,
@@ -59,13 +55,11 @@ class SGD(CompressedOptimizer):
         max_grad_norm: float | None = None,
         ddp: DistributedDataParallel | None = None,
         group: Group = None,
-        algorithm: str = "auto",
-        shard_compressor: Spec | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
         grad_scaler: GradScaler | None = None,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        **torch_options: Any,
     ) -> None:
-        check_torch_options(dampening=dampening, maximize=maximize, differentiable=differentiable)
+        check_torch_options(self, {"dampening": dampening, **torch_options})
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -81,14 +75,10 @@ class SGD(CompressedOptimizer):
             max_grad_norm=max_grad_norm,
             grad_scaler=grad_scaler,
             group=group,
-            algorithm=algorithm,
-            shard_compressor=shard_compressor,
-            max_bytes=max_bytes,
-            timeout=timeout,
+            collective=collective,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group while the optimizer is constructed; raise ValueError later."""
         given = {**self.defaults, **param_group}
         if given["compressed_momentum"] is None:
             check_number("momentum", given["momentum"], below=1.0)
@@ -122,7 +112,6 @@ class SGD(CompressedOptimizer):
         return update
 
     def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the parameters of a slice, flat, with their first and last elements in it."""
         start = 0
         for name, size in slice_.key:
             if name is not None:

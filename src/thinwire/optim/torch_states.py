@@ -14,8 +14,7 @@ _SETTINGS = {
     "SGD": ("lr", "momentum", "weight_decay", "nesterov", "initial_lr"),
 }
 """Settings that torch's and thinwire's optimizers share. `initial_lr` is that of schedulers."""
-_KIND = {"AdamW": "betas", "SGD": "momentum"}
-"""A setting by which torch's optimizers are distinguished."""
+_KIND = {"AdamW": "betas", "SGD": "momentum"}  # by which they are distinguished
 _KEPT = {"AdamW": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "SGD": {"step", "momentum_buffer"}}
 """What torch's optimizers keep for a parameter. thinwire counts steps of SGD too, and torch's SGD keeps the count."""
 
@@ -27,10 +26,7 @@ def is_from_torch(state: Mapping[str, Any]) -> bool:
 
 
 def check_saved(saved: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise DamagedError if torch's AdamW or SGD cannot have saved this, with these parameters and settings.
-
-    torch itself takes states of any shape, and fails in the next step. `lr` and `weight_decay` may have changed.
-    """
+    """Raise DamagedError if torch's AdamW or SGD cannot have saved this; torch itself would fail in the next step."""
     needed = _KEPT[type(optimizer).__name__] - {"max_exp_avg_sq"}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with reading():
@@ -54,10 +50,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_from_torch(state: Mapping[str, Any], here: list[dict[str, Any]], optimizer: str) -> list[dict[str, Any]]:
-    """Return parameter groups with the settings of a torch state, and thinwire's own; raise ValueError if it is other.
-
-    Of an Adam whose weight decay is part of the gradient, the weight decay is not taken.
-    """
+    """Return parameter groups with the settings of a torch state, and thinwire's own; raise ValueError for others."""
     saved = state["param_groups"]
     is_other = any(not isinstance(group, Mapping) or _KIND[optimizer] not in group for group in saved)
     kept = {name for moments in state["state"].values() for name in moments}
@@ -73,9 +66,7 @@ def groups_from_torch(state: Mapping[str, Any], here: list[dict[str, Any]], opti
         )
     made = []
     for theirs, ours in zip(saved, here, strict=True):
-        check_torch_options(
-            **{name: theirs.get(name) for name in ("amsgrad", "dampening", "maximize") if name in theirs}
-        )
+        check_torch_options(**{name: theirs.get(name) for name in ("amsgrad", "dampening", "maximize")})
         settings = {name: theirs[name] for name in _SETTINGS[optimizer] if name in theirs}
         if optimizer == "AdamW" and theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
             del settings["weight_decay"]

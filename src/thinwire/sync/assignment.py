@@ -1,10 +1,4 @@
-"""The compressor of each parameter at each step.
-
-    Assignment   follows the policy
-    Auto         tries each compressor, then uses the fastest one: trials.py
-
-All ranks make the same assignment: measurements that differ between ranks are averaged before they are used.
-"""
+"""The compressor of each parameter at each step, the same on all ranks; `Auto` in trials.py measures which."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -20,22 +14,15 @@ from .ranks import Ranks
 
 
 class Assignment:
-    """Assigns the compressors of the policy.
-
-    families   the number of each parameter's family, for optimizers; None otherwise.
-    """
+    """Assigns the compressors of the policy. With `families`, by parameter, it is that of an optimizer."""
 
     choice: Choice | None = None
-    """The choice made by measurement, and its reason; None before it is made, and without "auto"."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
         self.policy, self._families = policy, families
-        self.sizes: Mapping[str, int] = {}
-        """Number of elements of each known parameter, by name; of a sharded model, over all shards."""
+        self.sizes: Mapping[str, int] = {}  # numels of known parameters, over all shards
         self.dense: frozenset[str] = frozenset()
-        """Parameters that are sent dense at the current step, whatever the policy says."""
-        self._chosen: Compressor | None = None
-        """The compressor that replaces the policy's final one in the current step."""
+        self._chosen: Compressor | None = None  # in place of the policy's final one in the current step
         self._plans: dict[Hashable, BucketPlan] = {}
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
@@ -62,14 +49,9 @@ class Assignment:
         return made
 
     def is_dense(self, step: int) -> bool:
-        """Return whether no parameter is compressed in the current step."""
         return self.policy.is_dense(step, self._chosen)
 
     def sends_dense(self, name: str, numel: int, step: int) -> bool:
-        """Return whether this parameter is not compressed.
-
-        step   the current step or the next one.
-        """
         return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
 
     def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
@@ -85,14 +67,9 @@ class Assignment:
         """Make the choice if the trials are over; the base class does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
-        """Load the state of a checkpoint.
-
-        same_world   whether the checkpoint has the same world size.
-        """
         self._plans = {}
 
     def _chosen_at(self, step: int) -> Compressor | None:

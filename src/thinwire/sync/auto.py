@@ -1,7 +1,5 @@
 """Choice of one compressor for a model under `compressor="auto"`, from the measured times of steps.
 
-This module is pure: it reads no clock and does not communicate. `trials.py` measures.
-
 Dense is chosen unless the step of another compressor is clearly faster, because dense loses nothing.
 """
 
@@ -13,13 +11,8 @@ from ..compressors import Compressor, NoCompression, Quantize
 from .policy import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
-"""Compressors that are tried for gradients, the densest first.
-
-Top-k is not among them, because it ruins Adam, and the optimizer is not known here.
-"""
-
-MARGIN = 1.03
-"""Dense is kept unless its step takes longer than this factor times the fastest step."""
+"""Compressors that are tried for gradients, the densest first; not top-k, which ruins Adam."""
+MARGIN = 1.03  # dense is kept unless its step takes longer than this factor times the fastest step
 
 
 def updates(ranks: int) -> tuple[Compressor, ...]:
@@ -28,10 +21,7 @@ def updates(ranks: int) -> tuple[Compressor, ...]:
 
 
 class Choice(NamedTuple):
-    """The compressor chosen for all steps, the specs of those tried, the seconds of their steps, and the reason.
-
-    The first spec is "none". Seconds are averages over ranks; there are none if nothing was measured.
-    """
+    """The compressor chosen of the specs that were tried, the seconds of their steps if measured, and the reason."""
 
     candidates: list[str]
     step_seconds: list[float]
@@ -39,7 +29,6 @@ class Choice(NamedTuple):
     reason: str
 
     def record(self) -> dict[str, Any]:
-        """Return the choice as a dict, for JSON and checkpoints."""
         return self._asdict()
 
     @staticmethod
@@ -50,7 +39,6 @@ class Choice(NamedTuple):
         return made
 
     def describe(self) -> str:
-        """Return the choice as text."""
         return f"auto: {self.reason}"
 
 

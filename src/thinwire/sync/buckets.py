@@ -1,9 +1,8 @@
 """Cutting of a bucket, the flat gradient of some parameters, into slices and packed parameters.
 
-Neighbouring parameters with the same compressor form a slice, which is compressed as one tensor, because a payload for
-each parameter would cost a message each. Small and dense tensors (biases, norms) in the middle of a slice do not
-interrupt it: they are taken out, zeros take their place, and their results are copied back after all slices are done.
-The packed parameters of several buckets are copied into one tensor and exchanged together.
+Neighbouring parameters with the same compressor form a slice, which is compressed as one tensor. Small and dense ones
+(biases, norms) in the middle of a slice do not interrupt it: zeros take their place. They are packed: those of several
+buckets are copied into one tensor and exchanged together.
 """
 
 import zlib
@@ -21,10 +20,7 @@ from ..compressors import Compressor, NoCompression
 from ..kernels.joined import Flat, Joined
 
 _TAKEN_OUT = 1 << 16
-"""A packed parameter with more elements than this interrupts a slice.
-
-The zeros that take its place would cost more than a second slice.
-"""
+"""A larger packed parameter interrupts a slice: zeros in its place would cost more than a second slice."""
 
 
 class Bucket(NamedTuple):
@@ -35,7 +31,6 @@ class Bucket(NamedTuple):
     sizes: tuple[int, ...]
 
     def parts(self) -> dict[str, Tensor]:
-        """Return a view of each parameter's part of the tensor, by name."""
         return dict(zip(self.names, self.tensor.split(list(self.sizes)), strict=True))
 
 
@@ -48,12 +43,7 @@ class Together(NamedTuple):
 
 
 def together(buckets: Sequence[Bucket]) -> Together:
-    """Return buckets as one; their tensors must have the same dtype and device.
-
-    >>> first, second = Bucket(torch.ones(3), ("a",), (3,)), Bucket(torch.zeros(2), ("b",), (2,))
-    >>> together([first, second]).names, together([first, second]).flat.numel()
-    (('a', 'b'), 5)
-    """
+    """Return buckets as one; their tensors must have the same dtype and device."""
     if len(buckets) == 1:
         return Together(*buckets[0])
     return Together(
@@ -71,13 +61,11 @@ class Slice:
     stop: int
     compressor: Compressor
     family: Hashable
-    names: tuple[str | None, ...]
-    """Names of the parameters; None for a packed parameter in the middle."""
+    names: tuple[str | None, ...]  # names of the parameters; None for a packed parameter in the middle
     sizes: tuple[int, ...]
 
     @cached_property
     def key(self) -> tuple[tuple[str | None, int], ...]:
-        """Return the names and sizes of the parameters, which identify the slice."""
         return tuple(zip(self.names, self.sizes, strict=True))
 
     @cached_property
@@ -92,7 +80,6 @@ class Slice:
         return zlib.crc32(str(self.names[0]).encode())
 
     def parts(self, flat: Flat) -> list[tuple[str, Any]]:
-        """Return the name and the part of each parameter in a flat tensor of this slice, without gaps."""
         parts = zip(self.names, flat.split(list(self.sizes)), strict=True)
         return [(name, part) for name, part in parts if name is not None]
 
@@ -103,11 +90,6 @@ class Packed(NamedTuple):
     name: str
     start: int
     stop: int
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.stop - self.start
 
 
 class BucketPlan(NamedTuple):
@@ -124,10 +106,7 @@ def plan_bucket(
     families: Sequence[Hashable],
     small: Collection[str] = (),
 ) -> BucketPlan:
-    """Cut a bucket into slices and packed parameters.
-
-    families   parameters of different families are never in the same slice.
-    small      names of parameters that are packed; uncompressed parameters are packed too.
+    """Cut a bucket into slices of one family each, and packed parameters: small and uncompressed ones.
 
     >>> from thinwire import NoCompression, TopK
     >>> dense, topk = NoCompression(), TopK(ratio="1/64")
@@ -160,8 +139,7 @@ def plan_bucket(
     return BucketPlan(slices, packed)
 
 
-BUCKET_BYTES = 25 << 20
-"""Size of a bucket without DDP; DDP has its own setting."""
+BUCKET_BYTES = 25 << 20  # without DDP
 
 
 def group_parameters(
@@ -169,9 +147,7 @@ def group_parameters(
 ) -> list[list[tuple[str, Tensor]]]:
     """Group parameters by dtype and device, with up to `BUCKET_BYTES` in each group, in reverse order as in DDP.
 
-    nbytes   the number of bytes by which a parameter counts; by default that of its elements.
-
-    Raises ValueError if two parameters have the same name, or if a gradient is sparse.
+    They count by `nbytes`, if given. Raises ValueError for two of one name, or a sparse gradient.
     """
     for name, count in Counter(name for name, _ in named).most_common(1):
         if count > 1:
@@ -209,8 +185,6 @@ def flatten(group: Sequence[tuple[str, Tensor]]) -> Bucket:
 def plain_name(name: str) -> str:
     """Return a parameter's name without what torch.compile and activation checkpointing put in front of it.
 
-    A resumed run may use them or not.
-
     >>> plain_name("blocks.0._orig_mod.weight"), plain_name("blocks.0._checkpoint_wrapped_module.weight")
     ('blocks.0.weight', 'blocks.0.weight')
     """
@@ -218,9 +192,7 @@ def plain_name(name: str) -> str:
 
 
 def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket as a view in the shape of its parameter, as DDP does.
-
-    The view has the strides of the parameter if they leave no gap in memory.
+    """Return a part of a bucket as a view in the shape of its parameter, and its strides if they leave no gap.
 
     >>> shaped(torch.arange(6.0), torch.empty(3, 2).t())  # columns lie together in memory
     tensor([[0., 2., 4.],

@@ -19,20 +19,15 @@ from torch import Tensor
 from .residuals import Residuals
 
 FORMAT = 3
-"""Version of the checkpoint format. There is no way to read the state of another version."""
-
 State = Mapping[str, Any]
-_RANKS = "ranks"
-"""The key of the states of all ranks, in what thinwire adds to the state of one rank."""
-
-
+States = State | Sequence[State]
+_RANKS = "ranks"  # the key of the states of all ranks, in the state of one
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "scale": (int, float), "options": Mapping, "entries": Mapping,
     "layout": list, "residuals": Mapping, "owners": list,
 }  # fmt: skip
 _KEYS = {"format", "policy", *_TYPES}
-_LARGEST = 2**63
-"""Limit of numbers of steps: they are sent as integers of 64 bits."""
+_LARGEST = 2**63  # steps are sent as integers of 64 bits
 
 
 class DamagedError(ValueError):
@@ -46,17 +41,6 @@ def reading() -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise DamagedError(f"{type(error).__name__} in a saved state, {error}: the checkpoint is damaged") from error
-
-
-@contextmanager
-def checking() -> Iterator[None]:
-    """Raise DamagedError in place of the ValueError of a value that cannot be in the `with` block."""
-    try:
-        yield
-    except DamagedError:
-        raise
-    except ValueError as error:
-        raise DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
 
 
 def consolidated(states: Sequence[State], rank: int) -> dict[str, Any]:
@@ -75,7 +59,7 @@ def own_state(state: State) -> State:
     return {key: value for key, value in state.items() if key != _RANKS}
 
 
-def as_list(given: State | Sequence[State]) -> list[State]:
+def as_list(given: States) -> list[State]:
     """Return one state, or the states of several ranks, as a list; raise ValueError for another type."""
     if isinstance(given, Mapping):
         ours = given.get("thinwire", given)
@@ -95,21 +79,17 @@ def as_list(given: State | Sequence[State]) -> list[State]:
 class Choice(NamedTuple):
     """The states of a checkpoint that this rank uses."""
 
-    alike: State
-    """State for values that are the same on all ranks; this rank's own if the world size is the same."""
-    taken: list[State]
-    """States of the old ranks whose residuals this rank takes over."""
+    alike: State  # state for values that are the same on all ranks; this rank's own if the world size is the same
+    taken: list[State]  # states of the old ranks whose residuals this rank takes over
     factor: float
     same_world: bool
-    is_lost: bool = False
-    """True if the state of this rank itself is missing, with the same number of ranks."""
+    is_lost: bool = False  # True if the state of this rank itself is missing, with the same number of ranks
 
 
 def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
-    """Return the ranks of a saved run whose states rank `rank` of `world_size` needs; raise ValueError if it had none.
+    """Return the ranks of a saved run, of which there may be any number, whose states rank `rank` needs.
 
-    The state of the first one is also used for values that are the same on all ranks. It is a range, because the saved
-    world size comes from a file, and may be any number.
+    The state of the first one is also used for values that are the same on all ranks.
 
     >>> list(old_ranks(1, 2, 4)), list(old_ranks(2, 3, 2))
     ([1, 3], [0])
@@ -120,11 +100,8 @@ def old_ranks(rank: int, world_size: int, saved_world_size: int) -> range:
     return range(rank, saved_world_size, world_size) or range(first, first + 1)
 
 
-def choose(given: State | Sequence[State], rank: int, world_size: int, *, strict: bool = True) -> Choice:
-    """Return the states that this rank needs; raise ValueError if some are missing, invalid or inconsistent.
-
-    strict   False: warn of those that are missing, and go on without them.
-    """
+def choose(given: States, rank: int, world_size: int, *, strict: bool = True) -> Choice:
+    """Return the states that this rank needs. Raise ValueError if some are invalid, or missing while `strict`."""
     states = as_list(given)
     for state in states:
         if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -188,10 +165,7 @@ def _check_types(state: State) -> None:
 
 
 def merge(choice: Choice, vectors: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Return the vectors of this rank, merged from those of the states that it takes over.
-
-    With the same world size they are those of its own state, which are not copied.
-    """
+    """Return the vectors of this rank, merged from those of the states that it takes over; its own are not copied."""
     if choice.same_world:
         return vectors[0] if vectors else {}
     names = {name: tensor for named in vectors for name, tensor in named.items()}
@@ -223,10 +197,7 @@ def check_same(name: str, saved: object, here: object) -> None:
 
 
 def check_shards(states: Sequence[State], here: list[int] | None) -> None:
-    """Raise ValueError if states are of another shard of a sharded model than that here.
-
-    here   the number of this rank's shard, and of shards; None if the model is not sharded.
-    """
+    """Raise ValueError if states are of another shard (number, of how many) than that here; None is no shard."""
     for state in states:
         found = state.get("shard")
         if (None if found is None else list(found)) != here:

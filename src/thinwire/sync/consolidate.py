@@ -1,9 +1,7 @@
 """The states of all ranks in one state dict, for programs that save what rank 0 returns.
 
 Ranks stream their states to one rank in turn, in pieces, so that no other rank holds more than its own. A tensor with
-the same bytes as that of the receiving rank becomes the same tensor, which `torch.save` writes once. All residuals are
-kept apart, though their sum is enough for another number of ranks: with the same number of ranks, each continues with
-its own, to the same bits.
+the same bytes as that of the receiving rank becomes the same tensor, which `torch.save` writes once.
 """
 
 import io
@@ -17,8 +15,7 @@ from ..collectives.groups import Group, place
 from ..collectives.stream import stream
 from .ranked import fill, strip
 
-_PIECE = 32 << 20
-"""Bytes of one message."""
+_PIECE = 32 << 20  # bytes of one message
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -32,11 +29,7 @@ def gather_states(
     sources: Collection[int] | None = None,
     name: str = "consolidate_state_dict",
 ) -> list[dict[str, Any]] | None:
-    """Return the states of ranks, in CPU memory, on rank `to`, and None on others. All ranks call this.
-
-    sources   the ranks whose states are returned, in order; by default all.
-    name      the name of the call, for errors.
-    """
+    """Return the states of all ranks, or of `sources`, in CPU memory, on rank `to`; None on others. All ranks call."""
     rank, world_size = place(group)
     if type(to) is not int or not 0 <= to < world_size:
         raise ValueError(f"to={to!r}, expected a rank from 0 to {world_size - 1}")
@@ -89,7 +82,6 @@ def gather_states(
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor, as views of at most `_PIECE` bytes."""
     return [piece for piece in _bytes_of(tensor).split(_PIECE) if piece.numel()]
 
 

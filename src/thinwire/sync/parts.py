@@ -29,21 +29,20 @@ class Mode(Enum):
 
 
 Rule = Callable[[Slice, Sequence[Tensor], float], Update]
-"""Makes the update of a slice, from its moments and the factor of its gradient, for one family at one step."""
+"""Makes the update of a slice, from its moments and the factor of its gradient."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The settings of an optimizer for one step. The synchronizer gets them before the first bucket.
+    """The settings of an optimizer for one step.
 
     warms_up   gradients are sent instead of updates; only packed parameters have a residual then.
-    rules      one rule for each family of parameters.
-    moments    the vectors, besides the gradient, from which an update is made.
+    rules      one rule for each family of parameters, which makes an update from `moments` and the gradient.
     scale      the factor by which GradScaler has multiplied the loss.
     max_norm   the norm to which this rank's gradient is clipped.
     sampled    names of parameters whose gradients are sampled.
-    numbers    the numbers of the rules in GPU memory, one row for each rule, where a recording reads them. The first
-               two numbers of a row are factors of the gradient.
+    numbers    a row for each rule in GPU memory, where a recording reads them; it begins with two factors of the
+               gradient.
     together_bytes   buckets wait until their gradients have this many bytes in total, and are then sent together.
     """
 
@@ -64,10 +63,8 @@ class Slot:
     slice: Slice
     request: Request
     buffers: Buffers
-    recording: Recording | None
-    """Recording of the GPU work that makes the payload; None if it cannot be recorded."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """A number that no other slot has or had, for the keys of recordings."""
+    recording: Recording | None  # recording of the GPU work that makes the payload; None if it cannot be recorded
+    number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
 
 
 @dataclass
@@ -75,20 +72,15 @@ class Sent:
     """A slice that is being sent in the current step."""
 
     slice: Slice
-    gradient: Flat
-    """A slice of the bucket; for packed parameters, a copy of their gradients."""
-    source: Tensor
-    """The tensor that is encoded: the gradient itself, or its copy or update in other memory."""
+    gradient: Flat  # a slice of the bucket; for packed parameters, a copy of their gradients
+    source: Tensor  # the tensor that is encoded: the gradient itself, or its copy or update in other memory
     slot: Slot
     reduction: Reduction
     residual: Tensor | None
     update: Update | None = None
-    places: Sequence[tuple[Flat, Packed]] = ()
-    """Places of packed parameters: the bucket's gradient, and their elements in it."""
-    key: Hashable = None
-    """Everything that encoding depends on; None if it cannot be recorded."""
-    origin: Hashable = None
-    """Of packed parameters: the addresses of the buckets they are copied from, and the factors of the copy."""
+    places: Sequence[tuple[Flat, Packed]] = ()  # of packed parameters, in the bucket's gradient
+    key: Hashable = None  # everything that encoding depends on; None if it cannot be recorded
+    origin: Hashable = None  # addresses of the buckets that packed parameters are copied from, and factors
 
 
 class PackedGradients(NamedTuple):
@@ -97,16 +89,13 @@ class PackedGradients(NamedTuple):
     bucket: Together
     parts: Sequence[Packed]
     compressor: Compressor
-    copied: Tensor | None
-    """The gradients, one after the other; None if the bucket still holds them when they are sent."""
+    copied: Tensor | None  # the gradients, one after the other; None if the bucket still holds them when they are sent
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of the gradients."""
         return sum(part.stop - part.start for part in self.parts) * self.bucket.flat.dtype.itemsize
 
     def pieces(self) -> list[Tensor]:
-        """Return the gradients, in order."""
         if self.copied is not None:
             return [self.copied]
         return [piece for part in self.parts for piece in tensors_of(self.bucket.flat[part.start : part.stop])]
@@ -116,38 +105,25 @@ class PackedGradients(NamedTuple):
 class StepRecord:
     """The settings of a step, and what it has done so far."""
 
-    number: int
-    """Number of steps taken before this one, without skipped steps."""
+    number: int  # number of steps taken before this one, without skipped steps
     mode: Mode
     updates: Updates | None
-    is_sent_by_torch: bool = False
-    """True if nothing is compressed, and DDP's hook sends the buckets by itself, as DDP does."""
-    closed: bool = False
-    """True after the last bucket was added."""
-    finite: bool | None = None
-    """Whether every rank's gradient was finite; None until this is known, or if it is not checked."""
+    is_sent_by_torch: bool = False  # nothing is compressed, and DDP's hook sends the buckets by itself
+    closed: bool = False  # after the last bucket
+    finite: bool | None = None  # every rank's gradient; None until it is known, or if it is not checked
     handles: list[Handle] = field(default_factory=list)
-    layout: list[tuple[str, ...]] = field(default_factory=list)
-    """Parameter names of each bucket, in the order in which the buckets came."""
+    layout: list[tuple[str, ...]] = field(default_factory=list)  # names in each bucket, as they came
     numels: dict[str, int] = field(default_factory=dict)
     bytes_dense: int = 0
     bytes_dense_between_nodes: int = 0
-    closed_at: float = 0.0
-    """Time of `time.perf_counter` at which the last bucket was added."""
-    waited: float = 0.0
-    """Seconds for which the caller waited for the exchange."""
-    labels: list[str] = field(default_factory=list)
-    """Description of each operation in `handles`."""
+    closed_at: float = 0.0  # of `time.perf_counter`
+    waited: float = 0.0  # seconds for which the caller waited for the exchange
+    labels: list[str] = field(default_factory=list)  # of each operation in `handles`
     slots: list[Slot] = field(default_factory=list)
-    """Slots that this step has used."""
-    packs: set[int] = field(default_factory=set)
-    """The `id` of each slice of packed parameters."""
-    carried: set[str] = field(default_factory=set)
-    """Parameters whose residuals were sent with their dense gradients."""
+    packs: set[int] = field(default_factory=set)  # the `id` of each slice of packed parameters
+    carried: set[str] = field(default_factory=set)  # parameters whose residuals were sent with their dense gradients
     samples: dict[str, Tensor] = field(default_factory=dict)
-    """Samples of this rank's gradient, by parameter, if the optimizer has requested them."""
 
     @property
     def warms_up(self) -> bool:
-        """Return whether an optimizer sends gradients instead of updates in this step."""
         return self.updates is not None and self.updates.warms_up

@@ -12,18 +12,11 @@ from ..compressors import compressor as parsed
 from ..compressors.topk import UNION
 
 DENSE = NoCompression()
-AUTO = "auto"
-"""Takes the place of a spec: the compressor is chosen by measurement."""
-DEFAULT = "default"
-"""Takes the place of a spec: `default_compressor` for the number of ranks."""
-
-LARGEST_DEFAULT_CHUNK = 1 << 14
-"""Largest chunk from which the GPU kernels select in one pass."""
-
-FIRST_RATIO = Fraction(1, 96)
-"""Ratio of each rank under "default", in the first steps after the warm-up."""
-_FIRST_STEPS = 128
-"""Number of steps with `FIRST_RATIO`; twice as many follow with half the ratio, and so on."""
+AUTO, DEFAULT = "auto", "default"
+"""Take the place of a spec: chosen by measurement, or `default_compressor` for the number of ranks."""
+LARGEST_DEFAULT_CHUNK = 1 << 14  # from which the GPU kernels select in one pass
+FIRST_RATIO, _FIRST_STEPS = Fraction(1, 96), 128
+"""Ratio of each rank under "default" in the first steps; twice as many follow with half the ratio, and so on."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -58,8 +51,7 @@ class Policy:
     overrides: Mapping[str, Spec] = field(default_factory=dict)
     warmup: Warmup = ()
     adapt_every: InitVar[None] = None
-    ranks: int | None = None
-    """Number of ranks for "default". The synchronizer sets it, and checkpoints do not contain it."""
+    ranks: int | None = None  # for "default", set by the synchronizer
 
     def __post_init__(self, adapt_every: None) -> None:
         if adapt_every is not None:
@@ -85,16 +77,13 @@ class Policy:
 
     @property
     def auto(self) -> bool:
-        """Return whether the compressor is chosen by measurement."""
         return self.compressor == AUTO
 
     @property
     def by_ranks(self) -> bool:
-        """Return whether the compressor depends on the number of ranks."""
         return self.compressor == DEFAULT
 
     def for_ranks(self, ranks: int) -> "Policy":
-        """Return the policy for this number of ranks."""
         return replace(self, ranks=ranks) if self.by_ranks else self
 
     @property
@@ -106,15 +95,10 @@ class Policy:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of steps in the warm-up."""
         return sum(steps for steps, _ in self.warmup)
 
     def phase(self, step: int) -> int:
-        """Return the index of a step's warm-up phase; after the warm-up, the number of phases or more.
-
-        Under "default" the number grows with each halving of the ratio. All steps of a phase use the same compressors,
-        except for those that are chosen by measurement.
-        """
+        """Return the number of a step's phase: of the warm-up, or after it, where "default" halves its ratio."""
         end = 0
         for index, (steps, _) in enumerate(self.warmup):
             end += steps
@@ -130,12 +114,8 @@ class Policy:
         return all(isinstance(one, NoCompression) for one in (chosen or self.final, *self.overrides.values()))
 
     def is_excluded(self, name: str) -> bool:
-        """Return whether this parameter is never compressed, not even in the warm-up."""
-        return (
-            not _fits(name, self.include)
-            or _fits(name, self.exclude)
-            or isinstance(self._of_layer(name), NoCompression)
-        )
+        is_dense = isinstance(self._of_layer(name), NoCompression)
+        return is_dense or not _fits(name, self.include) or _fits(name, self.exclude)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether this parameter is packed with other small ones; optimizers send its gradient, no update."""
@@ -145,10 +125,7 @@ class Policy:
         return next((parsed(given) for pattern, given in self.overrides.items() if fnmatchcase(name, pattern)), None)
 
     def compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None = None) -> Compressor:
-        """Return the compressor of this parameter at this step; `DENSE` if it is not compressed.
-
-        chosen   what "auto" tries or has chosen, in place of `final`.
-        """
+        """Return the compressor at this step, `DENSE` if it has none; `chosen` by "auto" replaces `final`."""
         if self.is_excluded(name):
             return DENSE
         if self.is_small(name, numel):
@@ -163,10 +140,7 @@ class Policy:
         return given or self.final
 
     def check_order(self) -> None:
-        """Raise ValueError if a dense phase follows a compressed one, because residuals would never be sent.
-
-        The end of the warm-up is not checked with "auto", whose dense steps send residuals too.
-        """
+        """Raise ValueError if a dense phase follows a compressed one: residuals would stay. "auto" sends them dense."""
         order = [given for _, given in self.warmup] + ([] if self.auto else [self.final])
         compressed = [not isinstance(given, NoCompression) for given in order]
         if True in compressed and not all(compressed[compressed.index(True) :]):
@@ -195,16 +169,13 @@ class Policy:
 def default_compressor(ranks: int, step: int | None = None) -> TopK:
     """Return the default compressor of thinwire's optimizers: with more ranks, each rank sends fewer elements.
 
-    step   counted from the end of the warm-up. With more than two ranks, each sends more in the first steps. None: the
-           compressor after these steps.
-
     The weights change by the union of the elements that all ranks send. It is one element in 48 for any number of
     ranks, so each rank can send less. The chunk grows with the number of ranks, so that as many elements share the
     scales of a chunk.
 
-    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So each
-    rank begins with one element in 96, and halves that after 128 steps, after 256 more, and so on, down to its final
-    ratio.
+    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So at
+    `step`, counted from the end of the warm-up, each rank begins with one element in 96, and halves that after 128
+    steps, after 256 more, and so on, down to its final ratio, which None stands for.
 
     >>> for ranks in (2, 4, 8, 32):
     ...     print(format_spec(default_compressor(ranks)), *(default_compressor(ranks, s).ratio for s in (0, 128, 384)))
@@ -269,11 +240,7 @@ def _phases(given: Warmup) -> tuple[tuple[int, Compressor], ...]:
 
 
 def _patterns(name: str, given: Sequence[str]) -> tuple[str, ...]:
-    if (
-        isinstance(given, str)
-        or not isinstance(given, Sequence)
-        or not all(isinstance(pattern, str) for pattern in given)
-    ):
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"{name} {given!r}, expected a list of patterns")
     return tuple(given)
 

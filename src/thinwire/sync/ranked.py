@@ -3,11 +3,9 @@
     dcp.save({"model": model.state_dict(), "optimizer": thinwire.per_rank(optimizer)}, checkpoint_id=path)
     optimizer.load_state_dict(thinwire.load_per_rank(path, "optimizer"))
 
-Every tensor is stored under a key of its own, which contains the rank. Everything else is stored as one tensor of
-bytes.
-
-Of a sharded model, each replica stores tensors over all of its shards, as DTensors, under keys that contain the number
-of the replica. So torch can cut them for another number of shards, which `load_per_rank(..., owner=optimizer)` does.
+Every tensor is stored under a key that contains the rank, and everything else as one tensor of bytes. Of a sharded
+model, each replica stores tensors over all of its shards, as DTensors, under keys that contain the number of the
+replica. So torch can cut them for another number of shards, which `load_per_rank(..., owner=optimizer)` does.
 """
 
 import io
@@ -48,7 +46,7 @@ def per_rank(owner: "Stateful") -> dict[str, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     rest = strip(state, "", tensors)
     if shards is not None:
-        _sync_state(rest)["entries"] = dict(shards.numels)
+        rest.get("thinwire", rest)["entries"] = dict(shards.numels)
         tensors = _distributed(tensors, _names(state), shards)
     buffer = io.BytesIO()
     torch.save(rest, buffer)
@@ -68,9 +66,7 @@ def load_per_rank(
     path    the `checkpoint_id` given to `torch.distributed.checkpoint.save`.
     key     the key under which `per_rank` was saved, such as "optimizer".
     group   the group of the synchronizer; None for the default process group.
-    owner   the optimizer or synchronizer that loads them; a sharded model needs it, and it takes the place of `group`.
-
-    The number of shards may be another one, too.
+    owner   the optimizer or synchronizer that loads them, in place of `group`; a sharded model needs it.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -134,14 +130,7 @@ def _empty(entry: "TensorStorageMetadata") -> Tensor:
 # Sharded models.
 
 
-def _sync_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that a synchronizer has saved."""
-    made: dict[str, Any] = state.get("thinwire", state)
-    return made
-
-
 def _names(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of an optimizer's parameters, in the order of their numbers in its state."""
     return [name for group in state.get("param_groups", ()) for name in group["param_names"]]
 
 
@@ -176,7 +165,7 @@ def _room(path: str, entry: "TensorStorageMetadata", names: Sequence[str], shard
 
 def _fit(state: dict[str, Any], shards: ShardGroup | None) -> None:
     """Make a state of a whole replica one of this rank's shard."""
-    kept = _sync_state(state)
+    kept = state.get("thinwire", state)
     kept["residuals"] = {name: flat(tensor) for name, tensor in kept["residuals"].items()}
     kept.pop("shard", None)
     if shards is not None:

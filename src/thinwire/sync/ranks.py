@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from math import sqrt
 from weakref import WeakKeyDictionary
@@ -14,55 +13,48 @@ from torch import Tensor
 
 from ..collectives import ShardState, all_reduce_compressed
 from ..collectives.all_reduce import check_timeout
+from ..collectives.collective import Collective
 from ..collectives.groups import Group, channels, check_kind, place
-from ..collectives.plan import ALGORITHMS
 from ..collectives.transport.channel import Channel
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor
 from .buckets import Slice
-from .policy import DENSE
 from .residuals import Residuals
 from .shards import ShardGroup
 from .statistics import SyncStats
 from .workspace import Workspace
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Ranks:
     """The part of `Synchronizer` that steps and assignments use: group, options, residuals and prepared objects."""
 
     group: Group
-    algorithm: str
-    shard_compressor: Compressor | None
+    collective: Collective
     error_feedback: bool
     max_bytes: int | None
     timeout: float | timedelta | None
     shards: ShardGroup | None
+    unsent: Residuals
+    stats: SyncStats
+    layout: list[tuple[str, ...]]  # the buckets of the last step that was not skipped, as parameter names
 
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+    def __init__(self) -> None:
         self._timeout_seconds = check_timeout(self.timeout)
         check_kind(self.group)
         if self.shards is not None:
             self.shards.timeout = self.timeout
-        self.unsent, self.stats = Residuals(), SyncStats()
         self.wanted_layout: list[tuple[str, ...]] = []
-        """The buckets that the next step uses, if possible, as parameter names.
+        """The buckets that the next step uses, if possible, as parameter names: other buckets give other bits.
 
-        DDP rebuilds its buckets after its first step, and other buckets give other bits. DDP starts anew in a run that
-        resumes from a checkpoint. So that this run has the same bits as one without an interruption, its first step
-        uses the buckets of the saved run. For the same reason the second step of any run uses the buckets of its first.
+        DDP rebuilds them after its first step, also in a run that resumes. So a run begins with those of the saved one,
+        and any run keeps those of its first step for the second.
         """
-        self.layout: list[tuple[str, ...]] = []
-        """The buckets of the last step that was not skipped, as parameter names."""
         self.workspace = Workspace(self.group)
         self._channels: dict[torch.device, tuple[object, list[Channel]]] = {}
         self._saves = Saves()
 
     @property
     def steps(self) -> int:
-        """Return the number of steps taken, without those that were skipped."""
         return self.stats.steps
 
     @property
@@ -75,10 +67,7 @@ class Ranks:
         return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
 
     def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
-        """Average tensors over ranks, in place and without residuals, and wait for all of them; count the bytes.
-
-        Sums are compressed by the same compressor.
-        """
+        """Average tensors over ranks, in place and without residuals; sums have the same compressor. Count bytes."""
         started, mean, group, timeout = time.perf_counter(), dist.ReduceOp.AVG, self.group, self.timeout
         handles = [
             all_reduce_compressed(
@@ -96,19 +85,12 @@ class Ranks:
         all_reduce_compressed(mean, "none", op=dist.ReduceOp.AVG, group=self.group, timeout=self.timeout)
         return mean
 
-    def average_over_all(self, tensor: Tensor) -> Tensor:
-        """Return the average of a small tensor over all ranks, those of other shards included; overwrite the tensor."""
-        self.average([tensor], DENSE)
-        return tensor if self.shards is None else self.shards.add(tensor) / self.shards.size
-
     @property
     def rank(self) -> int:
-        """Return the rank of this process among all ranks that take part."""
         return place(self.group)[0]
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that take part."""
         return place(self.group)[1]
 
     def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
@@ -119,7 +101,6 @@ class Ranks:
         return self.unsent.slice(slice_.names, sizes=slice_.sizes, dtype=tensor.dtype, device=tensor.device), state
 
     def number_operations(self, device: torch.device) -> list[Operation]:
-        """Return the next operations on the group's channels."""
         operations = [Operation(channel) for channel in self.channels_of(device)]
         for operation in operations:
             operation.limit(self._timeout_seconds)
@@ -138,15 +119,12 @@ class Ranks:
 class Saves:
     """Warns if rank 0 alone calls `state_dict()`, by the notice board of the group, though states differ between ranks.
 
-    A rank that saves calls `state_dict()` before it sends its part of the next step. So at the end of that step rank 0
-    sees whether its neighbour has called it too. A call costs a request, and on rank 0 the next step another one.
+    At the end of the step after a call, rank 0 sees whether its neighbour has called too: it would have by then.
     """
 
     def __init__(self) -> None:
-        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
-        """The number of this synchronizer among those of a channel."""
-        self._noted: tuple[Channel, str, int] | None = None
-        """The last call: the channel, the key of this model on its board, and the number of steps before the call."""
+        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()  # of this among a channel's synchronizers
+        self._noted: tuple[Channel, str, int] | None = None  # by the last call: a key on the channel's board, and steps
         self._is_checked = self._has_warned = False
 
     def number(self, channels: Sequence[Channel]) -> None:
@@ -156,7 +134,6 @@ class Saves:
                 self._numbers[channel] = next(channel.users)
 
     def note(self, channels: Sequence[Channel], steps: int) -> None:
-        """Note a call of `state_dict()` after `steps` steps."""
         channel = next((each for each in channels if each.size > 1), None)
         if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
             return

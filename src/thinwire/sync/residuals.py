@@ -1,7 +1,7 @@
 """Vectors by parameter name, in which neighbouring parameters form one slice: moments, and residuals.
 
-DDP rebuilds its buckets after the first iteration, checkpoints contain parameters and not buckets, and another run may
-have other buckets. So a parameter's vector is found by its name, and moves when it is requested with other neighbours.
+A run may have other buckets, and DDP rebuilds them. So a parameter's vector is found by its name, and moves when it is
+requested with other neighbours.
 """
 
 import itertools
@@ -19,8 +19,7 @@ from ..kernels.layout import residual_dtype
 from .buckets import Slice
 
 _generations = itertools.count()
-_Key = tuple[tuple[str | None, int], ...]
-"""Names and sizes of the parameters in a slice."""
+_Key = tuple[tuple[str | None, int], ...]  # names and sizes
 
 
 class NamedVectors:
@@ -34,20 +33,15 @@ class NamedVectors:
     """
 
     def __init__(self, parts: Mapping[str, Tensor] | None = None) -> None:
-        """Begin with these flat vectors, which are not copied; by default with none."""
         self._parts = dict(parts or {})
         self._slices: dict[_Key, Tensor] = {}
         self._lock = threading.Lock()
-        self.generation = next(_generations)
-        """A number that changes whenever a vector moves, and that differs between objects."""
+        self.generation = next(_generations)  # changes whenever a vector moves, and differs between objects
 
     def slice(
         self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return one flat tensor for these parameters, in this order, with the residual dtype for `dtype`.
-
-        A name of None stands for a gap, whose elements belong to no parameter.
-        """
+        """Return one flat tensor in residual dtype for these parameters; None stands for a gap between them."""
         key, wide = tuple(zip(names, sizes, strict=True)), residual_dtype(dtype)
         with self._lock:  # backward may run in a thread of its own
             kept = self._slices.get(key)
@@ -78,27 +72,20 @@ class NamedVectors:
         return made
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a view of one parameter's vector."""
         return self._parts[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
     def named(self) -> dict[str, Tensor]:
-        """Return the vectors of all parameters, by name, without copying them."""
         return dict(self._parts)
 
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Replace all vectors by copies of these."""
         self._parts = {name: tensor.detach().clone().view(-1) for name, tensor in named.items()}
         self._slices = {}
         self.generation = next(_generations)
 
     def scale(self, factor: float, chosen: Callable[[str], bool]) -> None:
-        """Multiply the vectors of the chosen parameters, for example when the scale of the loss changes."""
         for name, part in self._parts.items():
             if chosen(name):
                 part.mul_(factor)
@@ -107,8 +94,7 @@ class NamedVectors:
 class Residuals(NamedVectors):
     """What a rank has not sent: a vector of each parameter, and a `ShardState` of each slice that is reduced "sharded".
 
-    A slice with other parameters or another compressor starts with an empty state. The old one is then added to the
-    vectors. Both have the same unit, because a rank's residual is added to the sum over ranks too.
+    The state of a slice with other parameters or another compressor is added to the vectors, which have the same unit.
     """
 
     def __init__(self) -> None:
@@ -116,10 +102,7 @@ class Residuals(NamedVectors):
         self._states: dict[_Key, tuple[Compressor, ShardState]] = {}
 
     def state(self, slice_: Slice) -> ShardState:
-        """Return the state of the shards of this slice that this rank owns.
-
-        If the slice or its compressor is new, all states with a parameter of this slice are first folded.
-        """
+        """Return the state of this slice's shards. If it is new, fold all with a parameter of this slice first."""
         kept = self._states.get(slice_.key)
         if kept is not None and kept[0] == slice_.compressor:
             return kept[1]
@@ -151,7 +134,6 @@ class Residuals(NamedVectors):
                 state.residual.mul_(factor)
 
     def owner_states(self) -> list[dict[str, Any]]:
-        """Return the states of all slices with a residual, for a checkpoint."""
         return [
             {"run": [list(part) for part in key], "compressor": format_spec(compressor), **state.state_dict()}
             for key, (compressor, state) in self._states.items()
@@ -159,7 +141,6 @@ class Residuals(NamedVectors):
         ]
 
     def load(self, named: Mapping[str, Tensor], owner_states: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Replace all vectors by copies of these, and all states by those of a checkpoint."""
         made: dict[_Key, tuple[Compressor, ShardState]] = {}
         for saved in owner_states:
             state = ShardState()

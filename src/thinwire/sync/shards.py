@@ -1,8 +1,7 @@
 """The ranks that hold the shards of one replica of a model, and what they decide together.
 
-A sharded model has a synchronizer for each shard: it exchanges that shard with the same shard of the other replicas.
-What holds for the whole model must be alike on all shards, or the model would be torn: whether a step is finite, the
-norm of the gradient, what is measured, and that the step has failed.
+A sharded model has a synchronizer for each shard. What holds for the whole model must be alike on all shards: whether a
+step is finite, the norm of the gradient, what is measured, and that the step has failed.
 """
 
 import sys
@@ -33,29 +32,15 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 class ShardGroup:
-    """The ranks that hold the shards of this rank's replica.
-
-    group        their process group.
-    parameters   all parameters, by name; sharded ones are DTensors.
-    device       the device of tensors that are exchanged here.
-
-    What is exchanged here is not counted as bytes sent: it does not leave the replica.
-    """
+    """The ranks that hold the shards of this rank's replica, whose exchanges on `device` count as no bytes sent."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.group, self.parameters, self.device = group, parameters, device
-        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        """Number of elements of each parameter, over all shards."""
+        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # over all shards
         self.rank, self.size = place(group)
-        self.timeout: float | timedelta | None = None
-        """Seconds for one exchange; None for those of the group. The synchronizer sets it."""
-        self.raised: Exception | None = None
-        """The last error of an exchange here, which all shards know."""
-
-    @property
-    def place(self) -> list[int]:
-        """Return the number of this rank's shard, and the number of shards, as a checkpoint has them."""
-        return [self.rank, self.size]
+        self.place = [self.rank, self.size]  # as a checkpoint has them
+        self.timeout: float | timedelta | None = None  # set by the synchronizer
+        self.raised: Exception | None = None  # the last error of an exchange here, which all shards know
 
     def distributed(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor of this rank, in the shape of its shard of a parameter, as part of one over all shards."""
@@ -77,14 +62,10 @@ class ShardGroup:
         return made  # type: ignore[no-any-return]
 
     def shard(self, name: str) -> Tensor:
-        """Return this rank's shard of a parameter."""
         return local_of(self.parameters[name])
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a small tensor over the shards, with the same bits on each; NaN if one is not finite.
-
-        Raises CollectiveError if a shard has failed before, or does not answer.
-        """
+        """Return the sum over the shards, alike on each. Raise CollectiveError if one has failed or is silent."""
         if self.size == 1:
             return tensor
         total = tensor.detach().to(self.device, copy=True)

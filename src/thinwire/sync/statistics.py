@@ -11,41 +11,23 @@ from .parts import StepRecord
 class SyncStats:
     """Counts, bytes and times of a synchronizer on this rank."""
 
-    steps: int = 0
-    """Steps that were not skipped."""
-    skipped: int = 0
-    """Steps that were skipped because some rank's gradient was not finite."""
-    skipped_in_a_row: int = 0
-    """Steps skipped since the last step that was taken."""
+    steps: int = 0  # that were not skipped
+    skipped: int = 0  # because some rank's gradient was not finite
+    skipped_in_a_row: int = 0  # since the last step that was taken
     bytes_sent: int = 0
-    """Bytes sent by this rank."""
-    bytes_dense: int = 0
-    """Bytes that a dense ring all-reduce of the same gradients would have sent."""
-    bytes_between_nodes: int = 0
-    """Part of `bytes_sent` that was sent between nodes; with one group, all of it."""
-    bytes_dense_between_nodes: int = 0
-    """Bytes that this rank would have sent between nodes if its share of the gradients had been sent dense."""
-    warmup_bytes_sent: int = 0
-    """Part of `bytes_sent` until the end of the warm-up, and of the trials of "auto"."""
+    bytes_dense: int = 0  # of a dense ring all-reduce of the same gradients
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one group, all of it
+    bytes_dense_between_nodes: int = 0  # if this rank's share of the gradients had been sent dense
+    warmup_bytes_sent: int = 0  # until the end of the warm-up, and of the trials of "auto"
     warmup_bytes_dense: int = 0
-    """Part of `bytes_dense` until then."""
-    refreshes: int = 0
-    """Averages of the ranks' second moments, by AdamW."""
-    last_bytes_sent: int = 0
-    """Bytes sent by this rank in the last step, and in averages after it."""
+    refreshes: int = 0  # averages of the ranks' second moments, by AdamW
+    last_bytes_sent: int = 0  # in the last step, and in averages after it
     messages: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of encode, exchange, decode and update, summed over operations.
-
-    Operations overlap with each other and with the backward pass.
-    """
+    """Seconds of encode, exchange, decode and update, summed over operations, which overlap."""
     blocked: dict[str, float] = field(default_factory=dict)
-    """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange.
-
-    In a step, exchange is the time spent waiting for operations. Outside a step, it is the time without another phase.
-    """
-    algorithms: dict[str, int] = field(default_factory=dict)
-    """Number of operations by algorithm."""
+    """Seconds after the last gradient in which the step waited, by phase: encode, decode, update and exchange."""
+    algorithms: dict[str, int] = field(default_factory=dict)  # number of operations
 
     @property
     def reduction(self) -> float:
@@ -101,8 +83,8 @@ class SyncStats:
         self.last_bytes_sent += report.bytes_sent
         self.messages += report.messages
         self.algorithms[report.algorithm] = self.algorithms.get(report.algorithm, 0) + 1
-        for phase, seconds in report.seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        for phase, start, stop in report.spans:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + stop - start
 
 
 def _reduction(dense: int, sent: int) -> float:

@@ -3,8 +3,7 @@
     backward (per bucket)                              optimizer.step(), or the last bucket of `attach`
     hook -> encode -> payload -> wire: one thread -> wait: was every rank finite? -> apply -> weights, or gradients
 
-Encoding only reads. Gradients, residuals and moments do not change until every bucket of the step is exchanged and is
-known to be finite on every rank. Otherwise the step is not applied.
+Encoding only reads. Gradients, residuals and moments change once every bucket is exchanged and finite on every rank.
 """
 
 import time
@@ -37,11 +36,7 @@ from .ranks import Ranks
 from .shards import ShardGroup
 
 PACKED_BYTES = 1 << 20
-"""Packed parameters of several buckets wait until they have this many bytes in total.
-
-They are sent together because every operation has a cost, even a small one.
-"""
-
+"""Packed parameters of several buckets wait until they have this many bytes in total: each operation has a cost."""
 _SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
 """One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
 
@@ -52,29 +47,21 @@ class Step(StepRecord):
 
     sync: Ranks
     assignment: Assignment
-    _encodes_here: bool = False
-    """True if a slice was encoded in the backward pass, and not by a replay that the wire starts."""
-    _held: int = 0
-    """Bytes of payloads that are held until the step ends."""
+    _encodes_here: bool = False  # a slice was encoded in backward, and not by a replay that the wire starts
+    _held: int = 0  # bytes of payloads until the step ends
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _encoded: int = 0
-    """Number of buckets that were encoded, one for several that are sent together."""
-    _waiting: list[Bucket] = field(default_factory=list)
-    """Buckets that wait to be sent together."""
-    _packed: list[PackedGradients] = field(default_factory=list)
-    """Packed parameters that wait to be sent together."""
-    _clip: float | Tensor = 1.0
-    """Clipping factor of the gradients; on a GPU it stays there, so that the CPU does not wait for it."""
+    _encoded: int = 0  # buckets, one for several that are sent together
+    _waiting: list[Bucket] = field(default_factory=list)  # to be sent together
+    _packed: list[PackedGradients] = field(default_factory=list)  # to be sent together
+    _clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
 
     def __post_init__(self) -> None:
         _, self._world_size = place(self.sync.group)
         self._nodes = compressing_ranks(self.sync.group)
-        """Number of nodes; with one group, that of ranks."""
         clips = self.updates is not None and self.updates.max_norm is not None
-        self._collects = clips or bool(self.sync.wanted_layout)
-        """True if all buckets are collected before the first is sent."""
+        self._collects = clips or bool(self.sync.wanted_layout)  # all buckets before the first is sent
 
     # Backward: encode, and hand over to the wire.
 
@@ -177,7 +164,6 @@ class Step(StepRecord):
 
     @property
     def _samples(self) -> bool:
-        """Return whether this step samples gradients, which a recording cannot do."""
         return self.updates is not None and bool(self.updates.sampled)
 
     def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
@@ -280,10 +266,7 @@ class Step(StepRecord):
         update: Update | None = None,
         places: Sequence[tuple[Flat, Packed]] = (),
     ) -> Sent | None:
-        """Begin the operation that sends `source`, which is written later. Only packed parameters have places.
-
-        Return None if one of this step has failed.
-        """
+        """Begin the operation that sends `source`, which is written later; return None if another has failed."""
         sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
         keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
         residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
@@ -295,11 +278,10 @@ class Step(StepRecord):
                 slice_,
                 source,
                 [operation.channel for operation in operations],
-                has_residual=residual is not None,
                 state=state,
                 algorithm=self._algorithm(slice_.compressor, source, bool(places)),
                 # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=sync.shard_compressor if keeps and not places else None,
+                shard_compressor=sync.collective.shard_compressor if keeps and not places else None,
             )
             self._hold(slot)
             key = None
@@ -323,7 +305,6 @@ class Step(StepRecord):
             self.sync.workspace.prepare(sent)
 
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a slice by calling `encode`, and hand the payload to the wire."""
         reduction = sent.reduction
         self.handles.append(reduction.handle)
         label = f"bucket {self._encoded}, {sent.gradient.numel():,} elements"
@@ -338,9 +319,9 @@ class Step(StepRecord):
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            if self.sync.algorithm == "dense":
+            if self.sync.collective.algorithm == "dense":
                 return "dense"
-            return "auto" if packs else self.sync.algorithm
+            return "auto" if packs else self.sync.collective.algorithm
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
         return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
@@ -355,11 +336,7 @@ class Step(StepRecord):
             )
 
     def _refuses(self, operations: Sequence[Operation]) -> bool:
-        """Return whether an operation of this step has failed, whose error `wait` raises; then refuse these.
-
-        They would wait for ranks that have left. They are numbered all the same, as on ranks that have not seen the
-        failure yet: otherwise this rank's next step would have other numbers than theirs.
-        """
+        """Return whether an operation of this step has failed; then refuse these, which are numbered as elsewhere."""
         failures = (sent.reduction.failure for sent in self._sent)
         failure = next((found for found in failures if found is not None), None)
         if failure is not None:
@@ -398,10 +375,7 @@ class Step(StepRecord):
         return copy
 
     def _sample(self, slice_: Slice, gradient: Flat) -> None:
-        """Keep samples of the gradients of a slice, if the optimizer has requested them.
-
-        All ranks draw the same positions for the same step and name.
-        """
+        """Keep samples of gradients, if the optimizer has requested them, at positions that all ranks draw alike."""
         if self.updates is None or not self.updates.sampled:
             return
         for name, part in slice_.parts(gradient):
@@ -467,10 +441,7 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
-        """Update residuals and moments, and yield the averages of one slice after the other.
-
-        Each is (whether it is an update, the average of each parameter by name), in memory that the next one uses.
-        """
+        """Update residuals and moments, and yield averages by slice, in shared memory, and if they are updates."""
         for sent in self._sent:
             if sent.places or self.mode is Mode.WARMUP:
                 out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
@@ -483,7 +454,6 @@ class Step(StepRecord):
             yield sent.update is not None, sent.slice.parts(out)
 
     def release(self) -> None:
-        """Release the gradients, payloads and copies of a finished step."""
         self._sent, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 
@@ -498,10 +468,7 @@ class Step(StepRecord):
 
 
 def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | None) -> float | Tensor:
-    """Return the factor that clips a gradient to the norm `max_norm`; 1 if the gradient is not finite.
-
-    The gradient of a sharded model is that of all shards.
-    """
+    """Return the factor that clips the gradient, of all shards, to `max_norm`; 1 if it is not finite."""
     assert updates.max_norm is not None
     # In float64, since the square of a large float32 overflows.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -520,10 +487,6 @@ def _is_recordable(update: Update | None) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite.
-
-    The sum is checked first, which reads the tensor once. Elements are checked only if the sum is not finite, because a
-    sum of finite elements can overflow.
-    """
+    """Return whether all elements are finite. They are checked one by one only if their sum, read once, is not."""
     total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())

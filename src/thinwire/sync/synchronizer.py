@@ -1,16 +1,13 @@
 """Synchronizer: averages compressed gradients over ranks, and owns all state that lasts from step to step.
 
-It owns the residuals (by parameter name), the policy, the statistics and the order of collectives. Gradients come as
-buckets, from DDP's hook or from a plain loop. `step.py` implements one step.
-
-All buckets of a step count together: residuals change only if every bucket is finite on every rank. Otherwise `finish`
-fills all gradients of the step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
+Gradients come as buckets, from DDP's hook or from a plain loop; `step.py` implements one step. Its buckets count
+together: residuals change only if every bucket is finite on every rank. Otherwise `finish` fills all gradients of the
+step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.all_reduce import refusing
-from ..collectives.groups import Group, as_group, compressing_ranks, is_member, needs_torch
+from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
+from ..collectives.groups import Group, as_group, compressing_ranks, is_ready
 from ..collectives.plan import given_max_bytes
 from ..compressors import compressor as parsed
 from ..compressors import format_spec
@@ -39,8 +37,7 @@ from .step import Step
 from .trials import Auto
 from .workspace import Workspace
 
-SKIPPED_IN_A_ROW = 20
-"""A warning is given when more steps than this are skipped in a row."""
+SKIPPED_IN_A_ROW = 20  # more of them give a warning
 
 
 class Synchronizer(Ranks):
@@ -50,17 +47,10 @@ class Synchronizer(Ranks):
                       `default_compressor`. "auto" sends the first steps by each compressor in turn, and continues with
                       the fastest; `choice` has the result and its reason.
     group             as for `all_reduce_compressed`: None, a process group, a pair of them or a mesh.
-    algorithm         "gather", "sharded", "dense", "values" (randomk only) or "auto". Small tensors use the algorithm
-                      that sends the least, or "dense".
-    shard_compressor  the compressor of sums, for "sharded"; by default it sends more elements and more bits, as always
-                      in the warm-up of an optimizer.
     error_feedback    False: what is not sent is lost.
     grad_scaler       the `torch.amp.GradScaler` in use, if any: residuals follow its scale.
-    max_bytes         limit on the memory for the payloads of one step, which are held until it ends; a step that needs
-                      more raises an error. By default THINWIRE_MAX_BYTES, or no limit.
-    timeout           seconds for one exchange; by default that of the group.
-    families          the number of each parameter's family, for optimizers, which send updates. Parameters of
-                      different families are never compressed together.
+    collective        algorithm, memory and time-out of an exchange.
+    families          the number of each parameter's family, for optimizers; families are never compressed together.
     shards            the ranks that hold the shards of a sharded model; None if each rank has all of it.
 
     >>> import torch, torch.distributed as dist
@@ -79,66 +69,44 @@ class Synchronizer(Ranks):
         compressor: Spec | Policy,
         *,
         group: Group = None,
-        algorithm: str = "auto",
-        shard_compressor: Spec | None = None,
         error_feedback: bool = True,
         grad_scaler: GradScaler | None = None,
-        max_bytes: int | None = None,
-        timeout: float | timedelta | None = None,
+        collective: Collective = DEFAULT_COLLECTIVE,
         families: Mapping[str, int] | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        super().__init__(
-            group=as_group(group),
-            algorithm=algorithm,
-            shard_compressor=None if shard_compressor is None else parsed(shard_compressor),
-            error_feedback=error_feedback,
-            max_bytes=given_max_bytes(max_bytes),
-            timeout=timeout,
-            shards=shards,
-        )
+        self.group, self.collective, self.error_feedback = as_group(group), collective, error_feedback
+        self.max_bytes, self.timeout, self.shards = given_max_bytes(collective.max_bytes), collective.timeout, shards
+        super().__init__()
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and (not needs_torch(self.group) or (dist.is_initialized() and is_member(self.group))):
+        if self.policy.by_ranks and is_ready(self.group):
             self.policy = self.policy.for_ranks(compressing_ranks(self.group))
         if error_feedback and families is None:
             self.policy.check_order()
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise ValueError(f"grad_scaler {grad_scaler!r}, expected a torch.amp.GradScaler or None")
         self.grad_scaler, self._families = grad_scaler, families
-        self.numels: dict[str, int] | None = None
-        """Number of elements of every parameter, by name; None until they are registered."""
+        self.numels: dict[str, int] | None = None  # of every parameter; None until they are registered
         self._warned_of_skipped = False
         self._step: Step | None = None
-        """The step under way."""
-        self.may_send_by_torch = False
-        """Whether DDP's hook sends steps without compression by itself."""
+        self.may_send_by_torch = False  # whether DDP's hook sends steps without compression by itself
         self.last_step: Step | None = None
-        self._device = torch.device("cpu")
-        """The device of the parameters, for what is sent besides gradients: a group may have no other."""
-        self._unchecked: dict[str, int] | None = None
-        """Number of elements of each parameter in a loaded checkpoint, until it is compared with the model."""
+        self._device = torch.device("cpu")  # of the parameters, for what is sent besides gradients
+        self._unchecked: dict[str, int] | None = None  # numels of a loaded checkpoint, to compare with the model
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps and residuals."""
         self.drop()
         self.unsent, self.stats = Residuals(), SyncStats()
-        self._scale = 1.0
-        """Scale of the loss when residuals were last changed."""
-        self._gathered: list[dict[str, Any]] | None = None
-        """The states of all ranks, after `consolidate_state_dict` and until the next step."""
+        self._scale = 1.0  # scale of the loss when residuals were last changed
+        self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self.finite: bool | None = None
         """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
         self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
-        """`_fresh` is True until the first step is taken, or a checkpoint with a step is loaded.
-
-        `_loaded` is True from loading a checkpoint until the ranks have compared their steps.
-        """
-        self._may_have_residuals = False
-        """Whether some rank may have residuals; the same on all ranks."""
+        """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
+        self._may_have_residuals = False  # whether some rank may have residuals; the same on all ranks
         self._assignment: Assignment | None = None
-        self.dense: frozenset[str] = frozenset()
-        """Parameters that an optimizer sends dense at the next step, whatever the policy says."""
+        self.dense: frozenset[str] = frozenset()  # parameters that an optimizer sends dense, whatever the policy says
 
     # The public interface.
 
@@ -176,7 +144,6 @@ class Synchronizer(Ranks):
 
     @property
     def _whole_numels(self) -> Mapping[str, int]:
-        """Return the number of elements of each parameter, over all shards."""
         return (self.numels or {}) if self.shards is None else self.shards.numels
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,18 +189,12 @@ class Synchronizer(Ranks):
             raise
 
     def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        strict: bool = True,
-        choice: checkpoint.Choice | None = None,
+        self, state: checkpoint.States, *, strict: bool = True, choice: checkpoint.Choice | None = None
     ) -> None:
         """Resume from a checkpoint: the state of this rank, a consolidated state, or a list of those of all ranks.
 
-        Another world size needs all states. Their residuals are then shared among the ranks here.
-
-        strict   False: states of ranks may be missing. Their residuals are lost, and a warning names them.
-        choice   what an optimizer has chosen of the states.
+        Another world size needs all states, whose residuals are then shared; with `strict=False` some may be lost, with
+        a warning. An optimizer gives its `choice`.
         """
         self.drop()
         choice = choice or checkpoint.choose(state, self.rank, self.world_size, strict=strict)
@@ -261,16 +222,14 @@ class Synchronizer(Ranks):
         self._unchecked = dict(saved["entries"]) if self.numels is None else None
 
     def _options(self) -> dict[str, Any]:
-        second = None if self.shard_compressor is None else format_spec(self.shard_compressor)
-        return {"algorithm": self.algorithm, "second": second, "error_feedback": self.error_feedback}
+        second = self.collective.shard_compressor
+        second = None if second is None else format_spec(parsed(second))
+        return {"algorithm": self.collective.algorithm, "second": second, "error_feedback": self.error_feedback}
 
     # For integrations and optimizers.
 
     def register_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Register the model's parameters, including frozen ones; only the first call has an effect.
-
-        Raises ValueError if they do not fit the policy or a checkpoint.
-        """
+        """Register all parameters, once. Raise ValueError if they do not fit the policy or a checkpoint."""
         if self.numels is not None:
             return
         numels = {}
@@ -292,16 +251,12 @@ class Synchronizer(Ranks):
         self.numels, self._unchecked = numels, None
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
-        """Send one bucket of a step. Call `finish` after the last one."""
         if first:
             self.begin(bucket.tensor.device)
         self.send(bucket, last=last)
 
     def begin(self, device: torch.device, updates: Updates | None = None) -> None:
-        """Begin a step.
-
-        updates   the settings of an optimizer that sends updates; None if gradients are sent.
-        """
+        """Begin a step, with the settings of an optimizer if it sends updates."""
         self.drop()
         self._device = device
         if self.policy.by_ranks and self.policy.ranks is None:
@@ -333,15 +288,19 @@ class Synchronizer(Ranks):
 
     @property
     def sends_by_torch(self) -> bool:
-        """Return whether DDP's hook has to send the buckets of the step under way by itself."""
         return self._step is not None and self._step.is_sent_by_torch
 
     def send(self, bucket: Bucket, *, last: bool) -> None:
-        """Send one bucket of the step under way."""
         step = self._step
         assert step is not None
         try:
-            self._check(bucket)
+            for name, size in zip(bucket.names, bucket.sizes, strict=True):
+                known = (self.numels or {}).get(name, size)
+                if known != size:
+                    raise ValueError(
+                        f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one "
+                        "model"
+                    )
             step.add(bucket, last=last)
         except BaseException:
             self.drop()
@@ -375,10 +334,7 @@ class Synchronizer(Ranks):
 
     @contextmanager
     def reporting(self, device: torch.device) -> Iterator[None]:
-        """Report an error of the `with` block to the other shards, and to the other replicas of this shard.
-
-        Without shards it is not reported: the other ranks find out in their next exchange.
-        """
+        """Report an error of the `with` block to the other shards, and to the other replicas of this shard."""
         try:
             yield
         except Exception as error:
@@ -412,19 +368,14 @@ class Synchronizer(Ranks):
 
     @property
     def is_pending(self) -> bool:
-        """Return whether all buckets of a step were sent, and the step is not finished."""
         return self._step is not None and self._step.closed
 
     @property
     def pending_names(self) -> Collection[str]:
-        """Return the names of the parameters whose gradients were sent in the step under way."""
         return () if self._step is None else self._step.numels
 
     def buckets_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[Bucket, bool, bool]]:
-        """Yield gradients without DDP, as (bucket, whether it is the first, whether it is the last).
-
-        Raises ValueError for gradients that cannot be sent; the other ranks, which wait for this one, get the reason.
-        """
+        """Yield (bucket, is first, is last) without DDP. A ValueError for gradients reaches the other ranks."""
         named = [(plain_name(name), p) for name, p in named]
         trained = [(name, p) for name, p in named if p.requires_grad]
         try:
@@ -438,16 +389,12 @@ class Synchronizer(Ranks):
             yield flatten(group), index == 0, index == len(groups) - 1
 
     def drop(self) -> None:
-        """Drop a step that was begun and not finished."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()
 
     def follow_group(self, ranks_before: int) -> None:
-        """Go on after the members of the group have changed.
-
-        A residual counts by its share of an average over ranks, which stays the same.
-        """
+        """Go on after members have changed: the share of a residual in an average over ranks stays the same."""
         self.drop()
         self.unsent.fold()
         self.unsent.scale(self.world_size / ranks_before, lambda name: True)
@@ -476,16 +423,6 @@ class Synchronizer(Ranks):
                 "a lower learning rate, or max_grad_norm",
                 stacklevel=4,
             )
-
-    def _check(self, bucket: Bucket) -> None:
-        if self.numels is None:
-            return
-        for name, size in zip(bucket.names, bucket.sizes, strict=True):
-            known = self.numels.get(name)
-            if known is not None and known != size:
-                raise ValueError(
-                    f"parameter {name!r} has {size} elements, it had {known} before: a synchronizer is for one model"
-                )
 
     def _follow_scale(self) -> None:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""

@@ -4,10 +4,9 @@
     sent by      |  none   |quantize |  none   |quantize |        then turns; for optimizers two of topk at the end
 
 The first step of a turn is not timed, because it makes plans and may compile kernels. The time of a step is that from
-its first bucket to the first bucket of the next step. So it includes everything: waiting, encoding during the backward
-pass, and the optimizer. The median of a turn counts. Of two turns, the quicker one counts for dense, and the slower one
-for the other compressors. So a moment in which the machine or the network is slow may cost a gain, but seldom makes
-training slower than dense.
+its first bucket to the first bucket of the next step, which includes everything. The median of a turn counts. Of two
+turns, the quicker one counts for dense, and the slower one for the other compressors, so that a slow moment may cost a
+gain, but seldom makes training slower than dense.
 
 Small tensors are sent dense until the choice is made, so that they have no residual if dense is chosen.
 """
@@ -29,10 +28,8 @@ from .ranks import Ranks
 
 _log = logging.getLogger("thinwire")
 
-BEFORE = 2
-"""Number of steps after which DDP has rebuilt its buckets."""
-TURNS, STEPS = 2, 4
-"""Number of turns of each compressor, and number of steps in a turn."""
+BEFORE = 2  # steps until DDP has rebuilt its buckets
+TURNS, STEPS = 2, 4  # of each compressor, and in a turn
 
 
 def schedule(compressors: Sequence[Compressor]) -> list[int]:
@@ -50,23 +47,16 @@ def schedule(compressors: Sequence[Compressor]) -> list[int]:
 
 
 class Auto(Assignment):
-    """Assigns the compressors that are tried, measures their steps, and finally assigns the chosen one.
-
-    compressors   the compressors to try, the densest first.
-    """
+    """Tries compressors, the densest first, measures their steps, and finally assigns the chosen one."""
 
     def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: Sequence[Compressor]) -> None:
         super().__init__(policy, families)
         self.compressors, self._schedule = tuple(compressors), schedule(compressors)
         self._start = max(BEFORE, policy.warmup_steps)
-        """The first step of the trials."""
-        self._turns: dict[int, list[list[float]]] = {}
-        """Seconds of the steps of each turn, by the number of its compressor."""
-        self._open: tuple[int, float] | None = None
-        """The step under way, and the time at which it began."""
+        self._turns: dict[int, list[list[float]]] = {}  # seconds of steps, by the number of the compressor
+        self._open: tuple[int, float] | None = None  # the step under way, and its start
 
     def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
-        """Choose the compressor of this step, and measure the one before it."""
         self.choose_if_due(sync, device)
         if device.type == "cuda" and self.choice is None and step > self._start:
             # A time measurement begins or ends here, and a step that skips the wait would seem quick.
@@ -75,10 +65,7 @@ class Auto(Assignment):
         self._choose(self._chosen_at(step))
 
     def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
-        """Make the choice if the trials are over, from measurements averaged over ranks; rank 0 logs it.
-
-        With one rank, dense is chosen without trials.
-        """
+        """Make the choice if the trials are over, from averaged measurements; with one rank, choose dense at once."""
         specs = list(map(format_spec, self.compressors))
         if self.choice is not None or (sync.world_size > 1 and sync.steps < self.end):
             return
@@ -88,7 +75,8 @@ class Auto(Assignment):
             seconds = torch.tensor(self.seconds(), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([seconds.nan_to_num(), seconds.isfinite().double()]).to(device)
-            mean, share = sync.average_over_all(known).cpu()
+            sync.average([known], DENSE)
+            mean, share = (known if sync.shards is None else sync.shards.add(known) / sync.shards.size).cpu()
             self.choice = decide(specs, torch.where(share > 0.999, mean, torch.nan).tolist())
         self._plans = {}  # small tensors are not dense any more
         if sync.rank == 0:
@@ -96,22 +84,23 @@ class Auto(Assignment):
 
     @property
     def end(self) -> int:
-        """Return the first step after the trials."""
         return self._start + len(self._schedule)
 
     def tries_gradients(self, step: int) -> bool:
-        """Return whether an optimizer sends gradients instead of updates at this step.
-
-        It does if the step tries a compressor that is not sparse: from gradients to updates is easy, but not back.
-        """
+        """Return whether the step tries a compressor that is not sparse: going from gradients to updates is easy."""
         number = self._number(step)
         return number is not None and not self.compressors[number].sparse
 
     def begins(self, step: int) -> None:
         """Stop the time of the previous step, and start that of a step whose first bucket is ready."""
         now = time.perf_counter()
-        if self._open is not None and step == self._open[0] + 1:  # otherwise that step was skipped
-            self._add(self._open[0], now - self._open[1])
+        number = None if self._open is None else self._number(self._open[0])
+        if self._open is not None and number is not None and step == self._open[0] + 1:  # else that step was skipped
+            turns = self._turns.setdefault(number, [])
+            if (self._open[0] - self._start) % STEPS == 0:
+                turns.append([])
+            elif turns:
+                turns[-1].append(now - self._open[1])
         self._open = (step, now) if self.choice is None else None
 
     def seconds(self) -> list[float]:
@@ -133,8 +122,7 @@ class Auto(Assignment):
     def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
         """Load the state of a checkpoint.
 
-        With another world size, all is measured again, unless updates were sent: momentum differs between ranks then,
-        so the choice stays, or is dense if it was not made.
+        With another world size, all is measured again, unless updates were sent, since momentum differs between ranks.
         """
         super().load_state_dict(state, same_world=same_world)
         auto, step = state["auto"], int(state["steps"])
@@ -158,19 +146,6 @@ class Auto(Assignment):
             return DENSE
         return super()._compressor_of(name, numel, step, chosen)
 
-    # The place of a step in the trials.
-
     def _number(self, step: int) -> int | None:
-        """Return the number of the compressor that a step tries; None if it is no step of the trials."""
         place = step - self._start
         return self._schedule[place] if self.choice is None and 0 <= place < len(self._schedule) else None
-
-    def _add(self, step: int, seconds: float) -> None:
-        number = self._number(step)
-        if number is None:
-            return
-        turns = self._turns.setdefault(number, [])
-        if (step - self._start) % STEPS == 0:
-            turns.append([])
-        elif turns:
-            turns[-1].append(seconds)

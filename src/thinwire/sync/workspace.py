@@ -26,10 +26,7 @@ from .parts import PackedGradients, Sent, Slot, StepRecord, Updates
 from .residuals import NamedVectors
 
 _NO_LIMIT = 1 << 62
-"""Memory limit of one operation.
-
-All payloads are held until the step ends, so cutting an operation into segments would save nothing.
-"""
+"""Memory of one operation: all payloads are held until the step ends, so segments would save nothing."""
 
 
 class Workspace:
@@ -42,16 +39,11 @@ class Workspace:
         self.clear()
 
     def clear(self) -> None:
-        """Drop everything except the streams and the memory pool."""
         self._slots: dict[tuple[Any, ...], Slot] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        """Views of the beginning of the same memory, by number of elements."""
-        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}
-        """Packed parameters that are sent together: the slice, and memory for their gradients."""
-        self._prepared: dict[int, Sent] = {}
-        """Slices as they were sent in the last step, by the `id` of the slice."""
-        self._prepared_for: tuple[Hashable, ...] = ()
-        """Generations and addresses of the tensors for which `_prepared` is valid."""
+        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
+        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
+        self._prepared: dict[int, Sent] = {}  # as sent in the last step, by the `id` of the slice
+        self._prepared_for: tuple[Hashable, ...] = ()  # generations and addresses of its tensors
 
     def keep_used(self, step: StepRecord) -> None:
         """Drop everything that this step has not used, for example after DDP has rebuilt its buckets."""
@@ -61,7 +53,6 @@ class Workspace:
         self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in step.packs}
 
     def prepare(self, sent: Sent) -> None:
-        """Keep how a slice was sent, so that the next step only needs to replay it."""
         if sent.slot.recording is not None and sent.slot.request.is_exchanged_at_once:
             self._prepared[id(sent.slice)] = sent  # keeps the slice alive, so that no other slice gets its id
 
@@ -89,13 +80,12 @@ class Workspace:
         source: Tensor,
         channels: Sequence[Channel],
         *,
-        has_residual: bool,
         state: ShardState | None,
         algorithm: str,
-        shard_compressor: Compressor | None,
+        shard_compressor: Compressor | str | None,
     ) -> Slot:
         """Return the slot by which a slice is sent; it is made when the slice is first seen."""
-        key = (id(slice_), source.dtype, has_residual, state is not None, algorithm)
+        key = (id(slice_), source.dtype, state is not None, algorithm)
         slot = self._slots.get(key)
         if slot is None or slot.request.channels != channels:
             request = make_request(
@@ -105,7 +95,7 @@ class Workspace:
                 op=dist.ReduceOp.AVG,
                 algorithm=algorithm,
                 shard_compressor=shard_compressor,
-                has_residual=has_residual,
+                has_residual=state is not None,
                 state=state,
                 max_bytes=_NO_LIMIT,
             )
@@ -114,10 +104,7 @@ class Workspace:
         return slot
 
     def _recording(self, compressor: Compressor, source: Tensor, channels: Sequence[Channel]) -> Recording | None:
-        """Return a new recording; None if the work of this compressor cannot be recorded.
-
-        Random draws cannot be recorded because their key changes, nor an exchange that waits for other ranks of a node.
-        """
+        """Return a new recording; None if a draw has a new key at each step, or ranks of a node are waited for."""
         if not source.is_cuda or compressor.draws or len(channels) > 1:
             return None
         layout = compressor.layout(source.numel(), source.dtype)
@@ -125,20 +112,13 @@ class Workspace:
         return self.new_recording() if backend == "cuda" else None
 
     def new_recording(self) -> Recording:
-        """Return a recording that shares its memory with all others here, because they run one after the other."""
         return Recording(self._memory)
 
     def addresses(self, sent: Sent) -> tuple[Hashable, ...]:
-        """Return the addresses of everything that is read and written when a slice is sent and applied.
-
-        The payloads belong to the slot, whose number is included.
-        """
+        """Return the addresses of all that is read or written when a slice is sent; payloads are the slot's."""
         update, residual = sent.update, sent.residual
-        made: list[Hashable] = [
-            sent.slot.number,
-            addresses_of(sent.gradient),
-            0 if residual is None else residual.data_ptr(),
-        ]
+        made: list[Hashable] = [sent.slot.number, addresses_of(sent.gradient)]
+        made.append(0 if residual is None else residual.data_ptr())
         if isinstance(update, AdamUpdate) and update.on_device is not None:
             made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
             made.append(self.scratch(sent.gradient, update.m.dtype).data_ptr())
@@ -148,7 +128,7 @@ class Workspace:
         """Return the slice of parameters that are packed together, and memory for them; both are kept."""
         places = tuple(part for waiting in group for part in waiting.parts)
         like, compressor = group[0].bucket.flat, group[0].compressor
-        names, sizes = tuple(part.name for part in places), tuple(part.numel for part in places)
+        names, sizes = tuple(part.name for part in places), tuple(part.stop - part.start for part in places)
         key = names, sizes, compressor, like.dtype
         if key not in self._packs:
             slice_ = Slice(0, sum(sizes), compressor, family=None, names=names, sizes=sizes)
@@ -169,10 +149,7 @@ class Workspace:
         return views[numel]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream on which buckets are encoded during the backward pass.
-
-        It is None on a CPU, and for a `LocalGroup`, whose ranks take turns on one GPU.
-        """
+        """Return the stream that encodes in backward; None on a CPU, and for ranks that take turns on a GPU."""
         if device.type != "cuda" or isinstance(self._group, LocalGroup):
             return None
         if device not in self._streams:

@@ -9,8 +9,9 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -69,24 +70,21 @@ class RaiseError(Fault):
 
     error: Exception | None = None
 
-    @contextmanager
-    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+    def strike(self, group: Group, parameters: list[Tensor]) -> NoReturn:
         """Raise the error."""
         raise self.error or InjectedError(f"injected on rank {self.rank} at step {self.step}")
-        yield
 
 
 @dataclass(frozen=True)
 class Kill(Fault):
     """The process of the rank is killed by SIGKILL, as by a machine that is switched off."""
 
-    @contextmanager
-    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+    def strike(self, group: Group, parameters: list[Tensor]) -> NoReturn:
         """Kill this process."""
         if isinstance(group, LocalGroup):
             raise ValueError(f"{self} would kill the test, because its ranks are threads: use a RankPool")
         os.kill(os.getpid(), signal.SIGKILL)
-        yield
+        raise AssertionError("SIGKILL ends this process at once")
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,7 @@ class Stop(Fault):
 
     seconds: float = 1.0
 
-    @contextmanager
-    def strike(self, group: Group, parameters: list[Tensor]) -> Iterator[None]:
+    def strike(self, group: Group, parameters: list[Tensor]) -> AbstractContextManager[None]:
         """Stop this process by SIGSTOP until another process continues it, or let this thread sleep."""
         if isinstance(group, LocalGroup):
             time.sleep(self.seconds)
@@ -104,7 +101,7 @@ class Stop(Fault):
             other = subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             other.wait()
-        yield
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -125,19 +122,17 @@ class NotFinite(Fault):
         """Change the gradient by a hook of its parameter."""
         if self.parameter >= len(parameters):
             raise ValueError(f"{self}, but inject() was given {len(parameters)} parameters: give more in parameters=")
-        times = 0
+        spoilt: list[Tensor] = []
 
         def spoil(grad: Tensor) -> Tensor:
-            nonlocal times
-            times += 1
-            spoilt = grad.clone()
-            spoilt.view(-1)[self.element] = self.value
-            return spoilt
+            spoilt.append(grad.clone())
+            spoilt[-1].view(-1)[self.element] = self.value
+            return spoilt[-1]
 
         hook = parameters[self.parameter].register_hook(spoil)
         try:
             yield
         finally:
             hook.remove()
-        if not times:
+        if not spoilt:
             raise ValueError(f"{self} did not happen: the backward pass must be in the block of inject()")

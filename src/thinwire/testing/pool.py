@@ -11,7 +11,6 @@ pipes, so that interface and links carry only what the ranks exchange. No proces
 
 import faulthandler
 import gc
-import importlib
 import math
 import multiprocessing
 import os
@@ -28,7 +27,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from enum import Enum
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -55,10 +55,6 @@ earlier tests left."""
 
 T = TypeVar("T")
 RankClass = Callable[..., object]
-_Method = str | Callable[..., object]
-"""One of `_Rank`, or the name of one of the object that was built."""
-_FunctionCache = type(cache(len))
-"""What `functools.cache` returns."""
 
 
 class RankError(Exception):
@@ -74,15 +70,13 @@ class RankError(Exception):
         self.ranks, self.reason, self.trace = list(ranks), reason, trace
 
 
-class Lost:
-    """The type of `LOST`."""
+class Lost(Enum):
+    """The type of `LOST`, which stands in the results for a rank that had to die, and did."""
 
-    def __repr__(self) -> str:
-        return "LOST"
+    LOST = "LOST"
 
 
-LOST = Lost()
-"""Stands in the results for a rank that had to die, and did."""
+LOST = Lost.LOST
 
 
 class _Failure(NamedTuple):
@@ -95,58 +89,85 @@ class _Failure(NamedTuple):
     is_bug: bool = False
 
 
-class _Process:
-    """The process of one rank, the pipe to it, and what it writes, if that is kept."""
+class _Process(NamedTuple):
+    """The process of one rank, the pipe to it, and the file with what it writes, if that is kept."""
 
-    def __init__(self, rank: int, keeps_log: bool, *settings: Any) -> None:
-        context = server.context()
-        self.pipe, theirs = context.Pipe()
-        self._log = tempfile.NamedTemporaryFile() if keeps_log else None  # noqa: SIM115 - closed by `close`
-        given = theirs, rank, self._log and self._log.name, *settings
-        self.process = context.Process(target=_serve, args=given, daemon=True)
-        self.process.start()
-        theirs.close()
+    process: Any
+    pipe: Any
+    log: Any
 
     def ending(self, how: str = "") -> _Failure:
         """Wait for the end of the process, and return how it ended, by itself or as given, and what it wrote last."""
         self.process.join(GRACE)
-        reason = how or f"{_ending(self.process.exitcode)}; it wrote"
-        if self._log is None:
-            return _Failure(reason.removesuffix("; it wrote"))
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - LOG_TAIL))
-        return _Failure(f"{reason}\n{self._log.read().decode(errors='replace').strip()}")
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join(GRACE)
-        self.process.close()
-        self.pipe.close()
-        if self._log is not None:
-            self._log.close()
+        code, killed_by = self.process.exitcode, {-number: number.name for number in signal.Signals}
+        ended = f"was killed by {killed_by[code]}" if code in killed_by else f"died with exit code {code}"
+        reason = how or ended
+        if self.log is None:
+            return _Failure(reason)
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL))
+        written = self.log.read().decode(errors="replace").strip()
+        return _Failure(f"{reason}; {'it was here' if how else 'it wrote'}\n{written}")
 
 
-class _Processes:
-    """Processes by rank: starts them, forms groups of them, calls them, ends them.
+class Workers:
+    """Processes that start together and end with the `with` block.
 
-    grace       seconds that other ranks have to answer once one has failed.
-    keeps_log   whether to keep what a rank writes, for errors, which then are about all ranks that failed. A rank also
-                leaves its group when a call fails, so that ranks that wait for it fail at once.
-    settings    of `_serve`.
+    threads    number of torch threads in each process.
+    limit      timeout of the process group in seconds; an exchange with a rank that does not answer then fails.
+    links      links between the ranks, as of `thinwire.tools.links`; None for the loopback interface.
+    warnings   what a warning does in a rank, as in `warnings.simplefilter`; None leaves it as it is.
+
+        with Workers(4) as workers:
+            workers.form(2, RankClass, *args)          # a group of the first two; each builds RankClass(rank, 2, *args)
+            answers = workers.ask("method", *args)     # [object.method(*args) of each rank]
+
+    What a rank raises is raised here, as a `RankError` with its rank.
     """
 
-    def __init__(self, *settings: Any, grace: float, keeps_log: bool) -> None:
-        self._settings, self._grace, self._keeps_log = settings, grace, keeps_log
+    _grace = 3.0
+    """Seconds that other ranks have to answer once one has failed."""
+    _keeps_log = False
+    """Whether to keep what a rank writes, for errors, which then are about all ranks that failed. A rank also leaves
+    its group when a call fails, so that ranks that wait for it fail at once."""
+
+    def __init__(
+        self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS, links: Any = None, warnings: str | None = None
+    ) -> None:
+        self._settings, self._limit, self._size = (threads, links, warnings), limit, 0
         self._processes: dict[int, _Process] = {}
         self._store: Any = None
+        self._start(count)
+
+    def form(self, size: int, rank_class: RankClass, *args: object) -> None:
+        """Form a process group of the first `size` processes, and build `rank_class(rank, size, *args)` in each.
+
+        The new group replaces the previous one.
+        """
+        limit, self._size = max(LIMIT_SECONDS, self._limit), size
+        # Links do not lead to this process: rank 0 hosts the store then.
+        self._join(size, self._limit, limit, on_rank0=self._settings[1] is not None)
+        self._call(range(size), "build", rank_class, size, *args, limit=limit)
+
+    def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
+        """Call this method of the object on every rank and return the results, ordered by rank.
+
+        limit   seconds to wait for the results; None waits without a limit.
+        """
+        return self._call(range(self._size), "ask", method, *args, limit=limit)
 
     def _start(self, size: int) -> list[int]:
         """Start the processes of the first `size` ranks that do not run. Return these ranks."""
         new = [rank for rank in range(size) if rank not in self._processes]
+        context = server.context()
         with server.signals_wait():
             for rank in new:
-                self._processes[rank] = _Process(rank, self._keeps_log, *self._settings)
+                pipe, theirs = context.Pipe()
+                log = tempfile.NamedTemporaryFile() if self._keeps_log else None  # noqa: SIM115 - closed by `close`
+                given = theirs, rank, log and log.name, *self._settings
+                process = context.Process(target=_serve, args=given, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes[rank] = _Process(process, pipe, log)
         return new
 
     def _join(self, size: int, timeout: float, limit: float, *, on_rank0: bool) -> None:
@@ -156,18 +177,18 @@ class _Processes:
         on_rank0   whether rank 0 hosts the group's store, in place of this process.
         """
         if on_rank0:
-            (port,) = self._call([0], _Rank.host, timeout, limit=limit)
+            (port,) = self._call([0], "host", timeout, limit=limit)
         else:
             self._store = loopback_store(timedelta(seconds=timeout))
             port = self._store.port
         # Other programs of this machine can reach the store, but cannot guess its keys: what they write there is not
         # read, unless they ask the store for its keys first.
-        self._call(range(size), _Rank.join, size, port, secrets.token_hex(16), timeout, limit=limit)
+        self._call(range(size), "join", size, port, secrets.token_hex(16), timeout, limit=limit)
 
     def _call(
-        self, ranks: Collection[int], method: _Method, *args: object, limit: float | None, lost: Collection[int] = ()
+        self, ranks: Collection[int], method: str, *args: object, limit: float | None, lost: Collection[int] = ()
     ) -> list[Any]:
-        """Call a method in each of these ranks, and return the results in their order, or raise RankError.
+        """Call a method of `_Rank` in each of these ranks. Return the results in their order, or raise RankError.
 
         limit   seconds to wait for the results; None waits without a limit.
         lost    ranks that must die; the result of one is `LOST`.
@@ -178,7 +199,6 @@ class _Processes:
             with suppress(OSError):  # that the process has died is found when its answer is read
                 pipe.send_bytes(message)
         answers: dict[int, Any] = {}
-        failures: dict[int, _Failure] = {}
         deadline = math.inf if limit is None else time.monotonic() + limit
         while waiting:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
@@ -187,14 +207,15 @@ class _Processes:
                 break
             for rank, pipe in [(waiting.pop(pipe), pipe) for pipe in ready]:
                 try:
-                    succeeded, answer = pickle.loads(pipe.recv_bytes())
-                    if succeeded and rank in lost:
-                        succeeded, answer = False, _Failure(f"answered {answer!r}, expected it to die")
+                    answer = pickle.loads(pipe.recv_bytes())
+                    if rank in lost and not isinstance(answer, _Failure):
+                        answer = _Failure(f"answered {answer!r}, expected it to die")
                 except (EOFError, OSError):
-                    succeeded, answer = rank in lost, LOST if rank in lost else self._processes[rank].ending()
-                (answers if succeeded else failures)[rank] = answer
-            if failures:
-                deadline = min(deadline, time.monotonic() + self._grace)
+                    answer = LOST if rank in lost else self._processes[rank].ending()
+                answers[rank] = answer
+                if isinstance(answer, _Failure):
+                    deadline = min(deadline, time.monotonic() + self._grace)
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
         if waiting or failures:
             raise self._error(failures, sorted(waiting.values()), size=len(ranks), limit=limit)
         return [answers[rank] for rank in ranks]
@@ -202,21 +223,18 @@ class _Processes:
     def _error(self, failures: dict[int, _Failure], late: list[int], *, size: int, limit: float | None) -> RankError:
         """Return the error of ranks that failed, and of those that are late; these write where they are, and end."""
         # Ranks that wait for one that died may have reported first: that one goes first.
-        ranks = sorted(failures, key=lambda rank: (failures[rank].is_consequence, bool(failures[rank].trace)))
+        ranks = sorted(failures, key=lambda rank: (failures[rank].is_consequence, bool(failures[rank].trace))) + late
         after = f"did not end within {self._grace:g} s after another rank had failed"
         how = after if failures else f"did not answer within {limit:g} s"
         if self._keeps_log:
             self.signal(signal.SIGABRT, late)  # all at once: the end of one may free another
-            failures |= {rank: self._processes[rank].ending(f"{how}; it was here") for rank in late}
-        else:
-            failures |= {rank: _Failure(how) for rank in late}
-        ranks += late
+        failures |= {rank: self._processes[rank].ending(how) if self._keeps_log else _Failure(how) for rank in late}
         first = failures[ranks[0]]
-        text = f"rank {ranks[0]} of {size} {first.reason}"
+        texts = [f"rank {ranks[0]} of {size} {first.reason}"]
         if self._keeps_log:
             what = {rank: f"raised\n{one.trace}" if one.trace else one.reason for rank, one in failures.items()}
-            text = "\n\n".join(f"rank {rank} of {size} {what[rank]}" for rank in ranks)
-        return RankError(text, ranks, first.reason, first.trace if first.is_bug else "")
+            texts = [f"rank {rank} of {size} {what[rank]}" for rank in ranks]
+        return RankError("\n\n".join(texts), ranks, first.reason, first.trace if first.is_bug else "")
 
     def signal(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to every process that is still alive, or to those of these ranks."""
@@ -225,16 +243,18 @@ class _Processes:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def _end(self, ranks: Iterable[int]) -> None:
-        ended = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
-        for process in ended:
-            process.process.kill()
-        for process in ended:
+    def close(self, ranks: Iterable[int] | None = None) -> None:
+        """End all processes, or those of these ranks."""
+        ending = list(self._processes) if ranks is None else ranks
+        ended = [self._processes.pop(rank) for rank in ending if rank in self._processes]
+        for process, _, _ in ended:
+            process.kill()
+        for process, pipe, log in ended:
+            process.join(GRACE)
             process.close()
-
-    def close(self) -> None:
-        """End all processes."""
-        self._end(list(self._processes))
+            pipe.close()
+            if log is not None:
+                log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +263,7 @@ class _Processes:
         self.close()
 
 
-class RankPool(_Processes):
+class RankPool(Workers):
     """Processes that run a function as the ranks of a gloo group.
 
     warnings   what a warning does in a rank, as in `warnings.simplefilter`: "error" makes it an exception.
@@ -256,8 +276,10 @@ class RankPool(_Processes):
     [(0, 0), (0, 1)]
     """
 
+    _grace, _keeps_log = GRACE, True
+
     def __init__(self, *, warnings: str = "default") -> None:
-        super().__init__(1, None, warnings, grace=GRACE, keeps_log=True)
+        super().__init__(0, warnings=warnings)
 
     def run(
         self,
@@ -285,54 +307,16 @@ class RankPool(_Processes):
         ranks, clean = range(world_size), False
         try:
             server.start(ENVIRONMENT)
-            self._call(self._start(world_size), _Rank.leave, limit=TIMEOUT)  # answered when a process has loaded torch
+            self._call(self._start(world_size), "leave", limit=TIMEOUT)  # answered when a process has loaded torch
             self._join(world_size, group_timeout, timeout, on_rank0=store == "rank0")
-            given = function.__module__, function.__qualname__, world_size, args
-            results = self._call(ranks, _Rank.run, *given, limit=timeout, lost=lost)
+            results = self._call(ranks, "run", function, world_size, *args, limit=timeout, lost=lost)
             # All at the end: a rank that left earlier would look lost to the ranks that still work.
-            self._call([rank for rank in ranks if rank not in lost], _Rank.leave, limit=GRACE)
+            self._call([rank for rank in ranks if rank not in lost], "leave", limit=GRACE)
             clean = not lost
             return results
         finally:
             if not clean:
-                self._end(ranks)
-
-
-class Workers(_Processes):
-    """Processes that start together and end with the `with` block.
-
-    threads   number of torch threads in each process.
-    limit     timeout of the process group in seconds; an exchange with a rank that does not answer then fails.
-    links     links between the ranks, as of `thinwire.tools.links`; None for the loopback interface.
-
-        with Workers(4) as workers:
-            workers.form(2, RankClass, *args)          # a group of the first two; each builds RankClass(rank, 2, *args)
-            answers = workers.ask("method", *args)     # [object.method(*args) of each rank]
-
-    What a rank raises is raised here, as a `RankError` with its rank.
-    """
-
-    def __init__(self, count: int, threads: int = 1, limit: float = LIMIT_SECONDS, links: Any = None) -> None:
-        super().__init__(threads, links, None, grace=3.0, keeps_log=False)
-        self._limit, self._on_rank0, self._size = limit, links is not None, 0  # links do not lead to this process
-        self._start(count)
-
-    def form(self, size: int, rank_class: RankClass, *args: object) -> None:
-        """Form a process group of the first `size` processes, and build `rank_class(rank, size, *args)` in each.
-
-        The new group replaces the previous one.
-        """
-        limit = max(LIMIT_SECONDS, self._limit)
-        self._join(size, self._limit, limit, on_rank0=self._on_rank0)
-        self._size = size
-        self._call(range(size), _Rank.build, size, rank_class, args, limit=limit)
-
-    def ask(self, method: str, *args: object, limit: float | None = LIMIT_SECONDS) -> list[Any]:
-        """Call this method of the object on every rank and return the results, ordered by rank.
-
-        limit   seconds to wait for the results; None waits without a limit.
-        """
-        return self._call(range(self._size), method, *args, limit=limit)
+                self.close(ranks)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -347,25 +331,13 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
-def _ending(code: int | None) -> str:
-    """Describe how a process ended, given its exit code.
-
-    >>> _ending(-9), _ending(1)
-    ('was killed by SIGKILL', 'died with exit code 1')
-    """
-    if code is not None and code < 0:
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"died with exit code {code}"
-
-
 class _Rank:
     """A rank in its process: its process group, and the object whose methods are called."""
 
     def __init__(self, rank: int, links: Any) -> None:
         self._rank, self._links = rank, links
         self._store: Any = None
-        self.built: object = None
+        self._built: object = None
         if links is not None:
             links.enter(rank)
 
@@ -387,7 +359,7 @@ class _Rank:
 
     def leave(self) -> None:
         """Leave the group, if there is one, and free what belongs to it."""
-        self.built = None
+        self._built = None
         if dist.is_initialized():
             dist.destroy_process_group()
         close_destroyed()
@@ -395,14 +367,23 @@ class _Rank:
         gc.collect()
         gc.freeze()  # modules that were loaded since
 
-    def build(self, size: int, rank_class: RankClass, args: tuple[object, ...]) -> None:
-        """Build the object whose methods are called from now on."""
-        self.built = None  # frees its tensors before the next one is built
-        self.built = rank_class(self._rank, size, *args)
+    def run(self, function: Callable[..., T], size: int, *args: object) -> T:
+        return function(self._rank, size, *args)
 
-    def run(self, module: str, function: str, size: int, args: tuple[object, ...]) -> Any:
-        """Import a module, and call a function of it."""
-        return getattr(importlib.import_module(module), function)(self._rank, size, *args)
+    def build(self, rank_class: RankClass, size: int, *args: object) -> None:
+        self._built = self.run(rank_class, size, *args)
+
+    def ask(self, method: str, *args: object) -> Any:
+        return getattr(self._built, method)(*args)
+
+    def answer(self, call: bytes) -> tuple[bytes, bool]:
+        """Return what to send as the answer to a call, and whether the call has succeeded."""
+        try:
+            method, args = pickle.loads(call)
+            return pickle.dumps(getattr(self, method)(*args)), True
+        except Exception as error:
+            reason, is_bug = f"raised {type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
+            return pickle.dumps(_Failure(reason, traceback.format_exc(), is_consequence(error), is_bug)), False
 
 
 def _serve(pipe: Connection, rank: int, log: str | None, threads: int, links: Any, on_warning: Any) -> None:
@@ -425,22 +406,11 @@ def _serve(pipe: Connection, rank: int, log: str | None, threads: int, links: An
     served = _Rank(rank, links)
     with suppress(EOFError, ConnectionError):  # the parent has ended, maybe before its first call
         while True:
-            data, succeeded = _answer(served, pipe.recv_bytes())
+            data, succeeded = served.answer(pipe.recv_bytes())
             if not succeeded and log is not None:
-                with suppress(Exception):  # not in `_answer`: what a frame holds, such as a DDP model, holds the group
+                with suppress(Exception):  # not in `answer`: what a frame holds, such as a DDP model, holds the group
                     served.leave()
             pipe.send_bytes(data)
-
-
-def _answer(served: _Rank, call: bytes) -> tuple[bytes, bool]:
-    """Return what to send as the answer to a call, and whether the call has succeeded."""
-    try:
-        method, args = pickle.loads(call)
-        called = getattr(served.built, method) if isinstance(method, str) else partial(method, served)
-        return pickle.dumps((True, called(*args))), True
-    except Exception as error:
-        reason, is_bug = f"raised {type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
-        return pickle.dumps((False, _Failure(reason, traceback.format_exc(), is_consequence(error), is_bug))), False
 
 
 def _end_with_parent() -> None:
@@ -461,7 +431,7 @@ def _forget_meshes() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor."):
             for value in list(vars(module).values()):
-                if isinstance(value, _FunctionCache):
+                if isinstance(value, type(cache(len))):
                     value.cache_clear()
 
 

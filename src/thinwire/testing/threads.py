@@ -54,12 +54,10 @@ def run_threads(
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
-    deadline, grace = time.monotonic() + timeout, False
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        for thread in threads:
-            thread.join(0.05 if thread.is_alive() else 0)
-        if errors and not grace:
-            deadline, grace = min(deadline, time.monotonic() + GRACE), True
+    deadline = time.monotonic() + timeout
+    while (running := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < deadline:
+        running[0].join(0.05)
+        deadline = min(deadline, time.monotonic() + GRACE) if errors else deadline
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     places = "\n".join(f"rank {rank} of {world_size} is here\n{_place(threads[rank])}" for rank in late)
     if errors:

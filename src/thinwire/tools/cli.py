@@ -15,6 +15,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, get_type_hints
 
 from .. import __doc__ as _PACKAGE_DOC
@@ -81,20 +82,17 @@ def _parse(prog: str, options: Any, arguments: list[str]) -> Any:
         given["default"] = options.defaults(arguments)
     if {"-h", "--help"} & set(arguments):
         return tyro.cli(options, **given)
+    from unittest.mock import patch  # which `thinwire --help` need not load
+
     # tyro draws a box around its errors. Drawn wide enough that no line breaks, its first paragraph is the message.
-    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "10000"
     drawn = io.StringIO()
     try:
-        with contextlib.redirect_stderr(drawn):
+        with contextlib.redirect_stderr(drawn), patch.dict(os.environ, COLUMNS="10000"):
             return tyro.cli(options, **given)
     except SystemExit as exit:
         if not exit.code:
             raise
         raise ValueError(f"{_first_paragraph(drawn.getvalue())}; try: {prog} --help") from None
-    finally:
-        del os.environ["COLUMNS"]
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
 
 
 def _first_paragraph(box: str) -> str:
@@ -103,31 +101,16 @@ def _first_paragraph(box: str) -> str:
     >>> _first_paragraph("╭─ Error ─╮\n│ bad     │\n│ option  │\n│ ─────── │\n│ help    │\n╰─────────╯")
     'bad option'
     """
-    text: list[str] = []
-    for line in box.splitlines()[1:]:
-        content = line.strip("│| ")
-        if not content.strip("─╰╯-+"):
-            break
-        text.append(content)
-    return " ".join(text).rstrip(".") or box.strip()
+    lines = (line.strip("│| ") for line in box.splitlines()[1:])
+    return " ".join(takewhile(lambda line: line.strip("─╰╯-+"), lines)).rstrip(".") or box.strip()
 
 
 def _help(program: str, commands: Mapping[str, Command], about: str) -> str:
     width = max(map(len, commands))
-    listed = [f"  {name:{width}}  {command.help}" for name, command in commands.items()]
+    listed = "\n".join(f"  {name:{width}}  {command.help}" for name, command in commands.items())
     more = "; thinwire --version the version" if program == "thinwire" else ""
-    return "\n".join(
-        [
-            f"usage: {program} COMMAND [OPTIONS]",
-            "",
-            about,
-            "",
-            "commands:",
-            *listed,
-            "",
-            f"{program} COMMAND --help shows a command's options{more}.",
-        ]
-    )
+    last = f"{program} COMMAND --help shows a command's options{more}."
+    return f"usage: {program} COMMAND [OPTIONS]\n\n{about}\n\ncommands:\n{listed}\n\n{last}"
 
 
 def _fail(prog: str, message: str) -> int:

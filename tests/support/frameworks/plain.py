@@ -22,7 +22,7 @@ def train(rank: int, world_size: int, folder: Path, steps: int) -> None:
 
 def _train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
     net = Net()
-    ddp, meter, loss = DistributedDataParallel(net), Meter(), torch.zeros(())
+    ddp, meter = DistributedDataParallel(net), Meter()
     optimizer = thinwire.AdamW(ddp, **OPTIONS)
     first = 0
     if resume:
@@ -33,8 +33,7 @@ def _train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
     with meter.running():
         for step, batch in enumerate(batches(first, steps), first + 1):
             optimizer.zero_grad()
-            loss = ddp(**batch)["loss"]
-            loss.backward()
+            ddp(**batch)["loss"].backward()
             optimizer.step()
             if step in (steps // 2, steps):
                 optimizer.consolidate_state_dict()
@@ -42,8 +41,7 @@ def _train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
                     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
                     torch.save(state, folder / f"{step}.pt")
     save(folder, "whole-resumed" if resume else "whole", ddp)
-    sent = optimizer.sync.stats.bytes_sent
-    return {"loss": loss.item(), "bytes": sent, "interface_bytes": meter.interface_bytes}
+    return {"bytes": optimizer.sync.stats.bytes_sent, "interface_bytes": meter.interface_bytes}
 
 
 if __name__ == "__main__":

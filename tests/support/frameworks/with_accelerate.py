@@ -29,19 +29,17 @@ def train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
         first = steps // 2
         accelerator.load_state(folder / str(first))
         loader = accelerator.skip_first_batches(loader, first)
-    loss = torch.zeros(())
     with meter.running():
         for step, batch in enumerate(loader, first + 1):
             optimizer.zero_grad()
-            loss = ddp(**batch)["loss"]
-            accelerator.backward(loss)
+            accelerator.backward(ddp(**batch)["loss"])
             optimizer.step()
             if step in (steps // 2, steps):
                 accelerator.save_state(folder / str(step))
     save(folder, "whole-resumed" if resume else "whole", ddp)
     accelerator.free_memory()
     sent = optimizer.optimizer.sync.stats.bytes_sent
-    return {"loss": loss.item(), "bytes": sent, "interface_bytes": meter.interface_bytes}
+    return {"bytes": sent, "interface_bytes": meter.interface_bytes}
 
 
 def accumulate(folder: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def scaled(folder: Path) -> dict[str, Any]:
 def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     whole, sent = twice(folder, "whole", steps)
-    result: dict[str, Any] = {"loss": whole.losses[-1], "bytes": sent, "interface_bytes": whole.meter.interface_bytes}
+    result: dict[str, Any] = {"bytes": sent, "interface_bytes": whole.meter.interface_bytes}
     result["attached_bytes"] = twice(folder, "attached", 20, ours=False)[1]
     result |= fit_again(folder)
     accumulated = Module(20)

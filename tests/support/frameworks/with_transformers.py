@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +27,33 @@ class InOrder(Trainer):
 class Metered(TrainerCallback):
     def __init__(self) -> None:
         self.meter = Meter()
+        self.on_train_begin = lambda *_, **__: self.meter.begin()
+        self.on_train_end = lambda *_, **__: self.meter.end()
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.meter.begin()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.meter.end()
+def make(folder: Path, steps: int, model: nn.Module, data: Dataset[Any], callbacks: Any = None, **more: Any) -> Trainer:
+    given = thinwire.AdamW, {"warmup_steps": OPTIONS["warmup_steps"]}
+    args = arguments(folder, steps, **more)
+    return InOrder(model, args, train_dataset=data, optimizer_cls_and_kwargs=given, callbacks=callbacks)
 
 
 def arguments(folder: Path, steps: int, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "max_steps": steps,
-            "per_device_train_batch_size": BATCH,
-            "use_cpu": True,
-            "learning_rate": OPTIONS["lr"],
-            "weight_decay": OPTIONS["weight_decay"],
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": max(1, steps // 4),
-            "ddp_find_unused_parameters": False,
-            **more,
-        }
-    )
+    options: dict[str, Any] = {
+        "max_steps": steps, "per_device_train_batch_size": BATCH, "use_cpu": True, "learning_rate": OPTIONS["lr"],
+        "weight_decay": OPTIONS["weight_decay"], "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": max(1, steps // 4),
+        "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **{**options, **more})
 
 
-def make(args: TrainingArguments, model: nn.Module, data: Dataset[Any], **more: Any) -> Trainer:
-    given = thinwire.AdamW, {"warmup_steps": OPTIONS["warmup_steps"]}
-    return InOrder(model, args, train_dataset=data, optimizer_cls_and_kwargs=given, **more)
+def twice(folder: Path, steps: int, ranks: int, callbacks: Any = None, **more: Any) -> Iterator[Trainer]:
+    """Train all steps; then from the checkpoint in their middle."""
+    for resume in (None, str(folder / f"checkpoint-{steps // 2}")):
+        more = {"save_strategy": "steps", "save_steps": steps // 2, **more}
+        trainer = make(folder, steps, Net(), Samples(steps, ranks), callbacks, **more)
+        trainer.train(resume_from_checkpoint=resume)
+        yield trainer
 
 
 class Text(Dataset[dict[str, Tensor]]):
@@ -75,12 +71,12 @@ def gpt2(folder: Path) -> dict[str, Any]:
     """A GPT-2 with clipping, as TrainingArguments has it by default, accumulation and bfloat16."""
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     more: dict[str, Any] = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2, "bf16": True}
-    trainer = make(arguments(folder, 40, **more), GPT2LMHeadModel(config), Text())
+    trainer = make(folder, 40, GPT2LMHeadModel(config), Text(), **more)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     torch.save(trainer.model.state_dict(), folder / f"gpt2-{dist.get_rank()}.pt")
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    norms = [line["grad_norm"] for line in trainer.state.log_history if "loss" in line]
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    losses, norms = ([line[name] for line in lines] for name in ("loss", "grad_norm"))
     return {"gpt2": losses, "norms": norms, "gpt2_steps": optimizer.sync.steps, "max": optimizer.max_grad_norm}
 
 
@@ -115,59 +111,40 @@ def refused(folder: Path) -> dict[str, Any]:
 
 def alone(folder: Path) -> None:
     """One process, with nobody to exchange with. Prints whether a resume has the same bits."""
-    made = []
-    for resume in (False, True):
-        args = arguments(folder, 20, max_grad_norm=1.0, save_strategy="steps", save_steps=10)
-        trainer = make(args, Net(), Samples(20, 1))
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-10") if resume else None)
-        made.append(trainer.model.state_dict())
+    one, other = (trainer.model.state_dict() for trainer in twice(folder, 20, 1, max_grad_norm=1.0))
     if dist.is_initialized():
         dist.destroy_process_group()
-    print("same bits", all(torch.equal(made[0][name], made[1][name]) for name in made[0]))
+    print("same bits", all(torch.equal(one[name], other[name]) for name in one))
 
 
 def others(folder: Path) -> None:
     """Each rank as the first one of its node, which saves; and a compiled model. Both go on from a checkpoint."""
-    torch.set_num_threads(1)
     rank = os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"
-    for name, more in {
-        "each-node": {"save_on_each_node": True},
-        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
-    }.items():
-        place = folder / (f"{name}-node{rank}" if name == "each-node" else name)
-        for resume in (False, True):
-            args = arguments(place, 20, save_strategy="steps", save_steps=10, **more)
-            trainer = make(args, Net(), Samples(20, 2))
-            trainer.train(resume_from_checkpoint=str(place / "checkpoint-10") if resume else None)
-            save(folder, f"{name}{'-resumed' if resume else ''}", trainer.model)
+    for name, place, more in (
+        ("each-node", f"each-node-node{rank}", {"save_on_each_node": True}),
+        ("compiled", "compiled", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ):
+        for trainer, end in zip(twice(folder / place, 20, 2, **more), ("", "-resumed"), strict=True):
+            save(folder, f"{name}{end}", trainer.model)
     write(folder, {})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(folder: Path, steps: int) -> None:
-    torch.set_num_threads(1)
-    result: dict[str, Any] = {}
-    for resume in (False, True):
-        metered = Metered()
-        args = arguments(folder, steps, save_strategy="steps", save_steps=steps // 2)
-        trainer = make(args, Net(), Samples(steps, 2), callbacks=[metered])
-        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{steps // 2}") if resume else None)
-        save(folder, "whole-resumed" if resume else "whole", trainer.model)
-        if not resume:
+    metered, result = Metered(), dict[str, Any]()
+    for trainer, name in zip(twice(folder, steps, 2, [metered]), ("whole", "whole-resumed"), strict=True):
+        save(folder, name, trainer.model)
+        if name == "whole":
             sent = trainer.optimizer.optimizer.sync.stats.bytes_sent
             result = {"bytes": sent, "interface_bytes": metered.meter.interface_bytes}
-            result["loss"] = trainer.state.log_history[-2]["loss"]
     write(folder, result | gpt2(folder) | refused(folder))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if "others" in sys.argv:
-        others(Path(sys.argv[1]))
-    elif "alone" not in sys.argv:
-        main(Path(sys.argv[1]), int(sys.argv[2]))
-    else:
+    torch.set_num_threads(1)
+    if "alone" in sys.argv:
         alone(Path(sys.argv[1]))
+    else:
+        others(Path(sys.argv[1])) if "others" in sys.argv else main(Path(sys.argv[1]), int(sys.argv[2]))
+        dist.barrier()
+        dist.destroy_process_group()

@@ -3,44 +3,21 @@
 Ranks on two machines are in tests/tools/train/test_two_machines.py.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from support.slow import slow
+from support.training_runs import TORCHRUN, Done, run
 
 GIVEN = ("--params", "22.5k", "--step-compute", "100ms")
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def plan(cwd: Path, *arguments: str, ranks: int = 2) -> Done:
-    """Start torchrun on a port that the system chooses; it is killed if it does not end."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS")
-    clean = {name: value for name, value in os.environ.items() if name not in hidden}
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", "127.0.0.1:0", "-m", "thinwire", "plan", *arguments,
-        ],
-        cwd=cwd, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**clean, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.terminate()  # it ends its ranks; nothing happens if it has ended
-        process.wait(30)
-    return Done(process.returncode, out, err)
+    """What torchrun does, on a port that the system chooses."""
+    place = ("--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    return run(cwd, *arguments, program=(*TORCHRUN, *place, "-m", "thinwire", "plan"), OMP_NUM_THREADS="1")
 
 
 def test_links_and_codec_are_measured(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.tools.train.models import CNNConfig, GPTConfig, ResNet18Config, model_config
+from thinwire.tools.train.models import CONFIGS, CNNConfig, GPTConfig, ResNet18Config, model_config
 
 SMALL = GPTConfig(layers=1, width=32, heads=2, context=16)
 
@@ -34,6 +34,14 @@ def test_weights_depend_on_the_seed_alone() -> None:
         assert any(not torch.equal(first[name], other[name]) for name in first), config.name
 
 
+def test_a_gpt_starts_at_the_loss_of_a_guess() -> None:
+    tokens = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
+    scores = SMALL.build(0)(tokens[:, :-1])
+    assert scores.shape == (8, 16, 256)
+    loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(5.545, abs=0.1)
+
+
 def test_a_gpt_does_not_look_ahead() -> None:
     model = SMALL.build(0)
     tokens = torch.zeros(1, 16, dtype=torch.long)
@@ -51,6 +59,19 @@ def test_a_resnet_has_the_parameters_that_it_should() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert model.stages(model.stem(torch.zeros(1, 3, 32, 32))).shape == (1, 512, 4, 4)
     assert ResNet18Config(width=8, classes=7).build(0)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_batch_norms_begin_with_averages_of_nothing() -> None:
+    """Memory that is not filled holds anything, so every buffer must be given its value."""
+    state = ResNet18Config(width=4).build(3).state_dict()
+    expected = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+    seen = 0
+    for name, tensor in state.items():
+        kind = name.rpartition(".")[2]
+        if kind in expected:
+            seen += 1
+            assert (tensor == expected[kind]).all(), name
+    assert seen == 3 * 20
 
 
 def test_a_resnet_starts_near_a_guess_and_learns() -> None:
@@ -78,6 +99,20 @@ def test_a_cnn_for_other_images() -> None:
         assert config.build(0)(torch.zeros(2, *config.inputs)).shape == (2, 10)
 
 
+def test_the_models_learn_a_batch_by_heart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images: tuple[Tensor, Tensor] = torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 10
+    tokens = torch.randint(256, (4, 16), generator=generator)
+    for model, (inputs, targets) in [(CNNConfig(8).build(0), images), (SMALL.build(0), (tokens, tokens.roll(-1, 1)))]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(60):
+            loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert loss.item() < 0.5, type(model).__name__
+
+
 def test_sizes_that_cannot_be_are_named() -> None:
     for spec, message in (
         ("rnn:layers=2", "model 'rnn' in 'rnn:layers=2' is unknown, expected one of gpt, cnn, resnet18"),
@@ -90,3 +125,10 @@ def test_sizes_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model_config(spec)
+
+
+def test_a_model_is_named_by_a_spec() -> None:
+    assert model_config("gpt") == GPTConfig()
+    assert model_config("cnn: width = 16, size=12") == CNNConfig(width=16, size=12)
+    assert model_config("resnet18:width=64,classes=10") == ResNet18Config()
+    assert all(model_config(name).name == name for name in CONFIGS)

@@ -8,10 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from support.training_runs import SMALL, changed, lines, train
 from thinwire.testing import RankPool
 from thinwire.tools.place import Place
+from thinwire.tools.train.config import RECIPES
+from thinwire.tools.train.learner import Learner
 from thinwire.tools.train.metrics import Metrics, chosen_sinks
 
 RUN = Path("run")
@@ -137,3 +141,29 @@ def test_a_place_is_what_torchrun_says() -> None:
     assert Place.of_torchrun({}) is None
     assert Place.of_torchrun({"RANK": "0"}) is None
     assert Place.of_torchrun({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 0, 1)
+
+
+# Evaluation.
+
+
+def evaluate_averages(rank: int, world_size: int) -> None:
+    config = changed(RECIPES["cifar10-resnet18"], model="resnet18:width=4", device="cpu")
+    learner = Learner(config, torch.device("cpu"))
+    floats = [buffer for buffer in learner.model.buffers() if buffer.is_floating_point()]
+    for buffer in floats:
+        buffer.fill_(rank + 1)
+
+    def total(numbers: list[float]) -> list[float]:
+        summed = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    with learner.evaluating(total):
+        assert not learner.model.training
+        assert all((buffer == 1.5).all() for buffer in floats)
+    assert learner.model.training
+    assert all((buffer == rank + 1).all() for buffer in floats)
+
+
+def test_evaluation_has_the_means_over_ranks_of_running_statistics(ranks: RankPool) -> None:
+    ranks.run(evaluate_averages, 2)

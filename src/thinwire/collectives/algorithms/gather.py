@@ -1,7 +1,6 @@
 """The algorithm gather: every rank sends its payload to every rank, and decodes all payloads in the order of ranks.
 
-The result is the sum of the decoded payloads, without a second compression. Each of P ranks sends P - 1 payloads. The
-bytes grow with the world size, so gather is best with few ranks.
+There is no second compression. The bytes grow with the world size, so gather is best with few ranks.
 """
 
 from torch import Tensor

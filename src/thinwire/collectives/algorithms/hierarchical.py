@@ -1,9 +1,8 @@
 """The algorithm hierarchical: dense inside a node, where the network is fast, and compressed between nodes.
 
 It is a dense reduce-scatter over the ranks of a node, then any algorithm between nodes for each rank's share of the
-sum, then a dense all-gather inside the node. Between nodes, each rank sends the bytes of one share. So a node with Q
-ranks sends as much as a single rank in a world with one rank for each node. A rank keeps the residual of its own share
-only.
+sum, then a dense all-gather inside the node. So a node sends as much as a single rank in a world with one rank for each
+node. A rank keeps the residual of its own share only.
 """
 
 from collections.abc import Callable
@@ -20,12 +19,7 @@ from .stage import Exchanges, Outcome, Stage
 
 
 def hierarchical(stage: Stage, inside: Operation, algorithm: Callable[[Stage], Exchanges], granule: int) -> Exchanges:
-    """Run `algorithm` between nodes, inside a dense all-reduce over the ranks of this node.
-
-    stage     the stage between nodes, with the tensor and residual of this rank.
-    inside    the operation inside this rank's node.
-    granule   the shares of the ranks of a node are cut at multiples of this number of elements.
-    """
+    """Run `algorithm` between nodes, for `stage`, and a dense all-reduce around it by the operation `inside`."""
     node = replace(stage, operation=inside, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)
     cut = shares(stage.tensor.numel(), granule, node.size)
     start, stop = cut[node.rank]

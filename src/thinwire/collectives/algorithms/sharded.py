@@ -1,12 +1,10 @@
 """The algorithm sharded: each rank owns a share of the elements, sums it, and sends the sum to all ranks.
 
-It is a compressed reduce-scatter, then a compressed all-gather. With P ranks and payloads of b1 and b2 bytes, each rank
-sends (b1 + b2) (P - 1) / P bytes. This is almost independent of P, where the bytes of gather grow with it. The error of
-the second compression is kept by the owner, in a residual with the numel of its share (Tang et al. 2019,
-DoubleSqueeze). Shares consist of whole records, so the piece for an owner is a slice of the payload.
+It is a compressed reduce-scatter, then a compressed all-gather (cost.py has the bytes). The owner keeps the error of
+the second compression, in a residual with the numel of its share (Tang et al. 2019, DoubleSqueeze). Shares consist of
+whole records, so the piece for an owner is a slice of the payload. Sums are float32 (float64), in the order of ranks.
 
-Without compression in both stages, this is the algorithm dense. Sums are made in float32 (float64 for float64), in the
-order of ranks. The algorithm values is dense for the kept values of ranks that drew the same positions (RandomK).
+Without compression in both stages, this is the algorithm dense; of values that all ranks drew alike (RandomK), values.
 """
 
 from collections.abc import Generator, Sequence
@@ -49,11 +47,8 @@ def reduce_scatter(stage: Stage, cut: Sequence[Span]) -> Generator[Exchange, See
     received = stage.buffer(stage.size, pieces[stage.rank].numel())
     rows = stage.buffers.parts_of(received)
     rows[stage.rank].copy_(pieces[stage.rank])
-    seen = yield Exchange(
-        stage.operation,
-        sends={rank: pieces[rank] for rank in stage.others},
-        receives={rank: rows[rank] for rank in stage.others},
-    )
+    sends, receives = ({rank: each[rank] for rank in stage.others} for each in (pieces, rows))
+    seen = yield Exchange(stage.operation, sends, receives)
 
     start, stop = cut[stage.rank]
     share = first.layout(stop - start, dtype)
@@ -93,16 +88,10 @@ def all_gather(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
 
 
 def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Exchanges:
-    """Send the sum of this rank's share to all ranks, without compression.
-
-    The sum is weighted before it is rounded, so that an average of 16-bit numbers does not overflow. A sum may overflow
-    to Inf, as in torch's all-reduce. NaN at the start of a share means that an input was not finite.
-    """
+    """Send the sum of this rank's share to all ranks, weighted first, so that a 16-bit average does not overflow."""
     dtype, width = stage.tensor.dtype, stage.tensor.itemsize
     everything = stage.buffer(cut[-1][1] * width)
-    sums = stage.buffers.parts_of(
-        everything, lambda whole: whole.split([(stop - start) * width for start, stop in cut])
-    )
+    sums = stage.buffers.parts_of(everything, lambda each: each.split([(stop - start) * width for start, stop in cut]))
     sums[stage.rank].copy_(total.mul_(stage.weight).to(dtype).view(torch.uint8))
     seen = yield from exchange_parts(stage.operation, sums)
     layouts: list[Layout] = [DenseLayout(stop - start, dtype) for start, stop in cut]
@@ -119,9 +108,8 @@ def _all_gather_dense(stage: Stage, cut: Sequence[Span], total: Tensor) -> Excha
 def values(stage: Stage) -> Exchanges:
     """Encode the tensor, and sum the values of all payloads by a dense all-reduce."""
     layout = stage.layout
-    sent = stage.encode(
-        stage.first, stage.tensor, residual=stage.residual, out=stage.buffer(layout.nbytes), key=stage.key
-    )
+    payload = stage.buffer(layout.nbytes)
+    sent = stage.encode(stage.first, stage.tensor, residual=stage.residual, out=payload, key=stage.key)
     kept = read_values(sent.payload, layout.dtype)
     outcome = yield from sharded(
         replace(stage, tensor=kept, residual=None, first=DENSE, second=DENSE, owner_residual=None, weight=1.0)

@@ -1,8 +1,7 @@
 """Common parts of the algorithms: a tensor to reduce over one group, its exchanges, and the outcome.
 
 An algorithm is a generator. It encodes, yields the buffers to send and receive, and continues after their exchange. It
-returns an `Outcome`, and has not changed tensor and residuals by then. So encoding, exchange and application can run in
-different threads: in training the caller encodes, the wire exchanges, and the caller applies the outcome.
+returns an `Outcome`, and has not changed tensor and residuals by then: the caller applies it, the wire exchanges.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -34,20 +33,15 @@ class Exchange(NamedTuple):
 class Outcome(NamedTuple):
     """The result of an algorithm after its last exchange. No residual, moment or output has changed yet."""
 
-    finite: bool
-    """Whether no payload is marked as made from an input that was not finite. It is the same on all ranks."""
+    finite: bool  # no payload is marked as made from an input that was not finite; the same on all ranks
     commit: Callable[[Flat | None, Update | None], None]
     """Function (gradient, update) that updates the residuals and, with an update, the moments."""
-    write: Callable[[Tensor], None]
-    """Function (out) that writes the weighted result into a flat tensor."""
+    write: Callable[[Tensor], None]  # function (out) that writes the weighted result into a flat tensor
     commit_and_write: Callable[[Flat, Update | None, Tensor], None] | None = None
     """Function (gradient, update, out) for both at once, in one pass over memory if a kernel has one."""
 
     def apply(self, gradient: Flat | None, update: Update | None, out: Tensor) -> None:
-        """Update the residuals and the moments, and write the result into `out`, which may be the gradient itself.
-
-        gradient   the encoded tensor or, with an update, the gradient of that update. None: there is no residual.
-        """
+        """Update residuals and moments from what was encoded, and write the result; without residual, from None."""
         if self.commit_and_write is not None and gradient is not None:
             self.commit_and_write(gradient, update, out)
         else:
@@ -56,23 +50,17 @@ class Outcome(NamedTuple):
 
 
 Exchanges = Generator[Exchange, Seen, Outcome]
-"""A running algorithm."""
 
 
 class Buffers:
-    """Memory for payloads. If it is used for many steps, every step gets the same memory.
-
-    On a GPU, encoding may be replayed from a recording (`recording.py`). Then `encoded` returns the objects that were
-    made when the work was recorded.
-    """
+    """Memory for payloads, the same in every step. If a step is replayed on a GPU, so are the objects of `encoded`."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._made: list[CompressedTensor] = []
         self._parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         self._next = self._next_made = 0
-        self.is_replayed = False
-        """Whether a recording has already encoded the payloads of this step."""
+        self.is_replayed = False  # whether a recording has already encoded the payloads of this step
 
     def rewind(self, *, is_replayed: bool = False) -> None:
         """Begin a new step. The next call of `next_buffer` returns the first buffer again."""
@@ -82,7 +70,6 @@ class Buffers:
             self._made = []
 
     def next_buffer(self, shape: tuple[int, ...], device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Return the next uint8 buffer of the step, on the device or in pinned CPU memory."""
         if self._next == len(self._kept):
             self._kept.append(_empty(shape, device, pinned))
         elif self._kept[self._next].shape != shape:
@@ -115,13 +102,11 @@ class Stage:
     """A flat tensor to be summed over the ranks of one group."""
 
     operation: Operation
-    tensor: Tensor
-    """Only encoding reads it. In training, its memory is reused after that."""
+    tensor: Tensor  # Only encoding reads it. In training, its memory is reused after that.
     residual: Tensor | None
     first: Compressor
     second: Compressor
     owner_residual: Tensor | None
-    """Part of the sum over its share that this rank, as the owner, has not sent."""
     key: int | None
     weight: float
     report: Report
@@ -131,22 +116,18 @@ class Stage:
 
     @property
     def rank(self) -> int:
-        """Return this rank in the group."""
         return self.operation.channel.rank
 
     @property
     def size(self) -> int:
-        """Return the number of ranks in the group."""
         return self.operation.channel.size
 
     @property
     def others(self) -> list[int]:
-        """Return all other ranks in the group."""
         return self.operation.channel.others
 
     @property
     def layout(self) -> Layout:
-        """Return the payload layout of the first compressor for the tensor."""
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
     def encode(
@@ -160,10 +141,7 @@ class Stage:
         return made
 
     def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the buffers to send from and to receive in: in pinned memory if `through_host`, else the payloads.
-
-        This rank's payload is copied to pinned memory asynchronously.
-        """
+        """Return the buffers to send from and receive in: the payloads, or pinned memory with a copy of this rank's."""
         if not self.through_host:
             return payloads
         host = self.buffers.parts_of(
@@ -174,11 +152,7 @@ class Stage:
         return host
 
     def fetch(self, payloads: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-        """Queue copies of the other ranks' payloads from the buffers of `on_host` to the GPU.
-
-        This is done as soon as they have arrived, while the backward pass goes on. Copies among the kernels of
-        `optimizer.step()` would delay these, most of all where several processes share the GPU.
-        """
+        """Queue copies of other ranks' payloads to the GPU as they arrive: later, they would delay the optimizer."""
         if host is not payloads:
             torch._foreach_copy_(
                 [payloads[rank] for rank in self.others], [host[rank] for rank in self.others], non_blocking=True
@@ -199,15 +173,11 @@ class Stage:
                 ct.compressor.commit(ct, gradient, residual, finite=True)
 
     def check_finite(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> bool:
-        """Check the payloads of all ranks, and return whether the input of every rank was finite."""
         self.check(payloads, layouts)
         return is_unmarked(payloads, layouts)
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-        """Raise an error that names the rank if a payload is malformed. No tensor or residual has changed by then.
-
-        Payloads of ranks that are threads of this process are not checked, nor is this rank's own payload on a GPU.
-        """
+        """Raise an error that names the rank of a malformed payload; trust those of threads, and this GPU's own."""
         if self.operation.channel.group is None:
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
@@ -227,22 +197,15 @@ class Stage:
                 raise self.operation.malformed(rank, "some values are marked as not finite and others are not")
 
     def buffer(self, *shape: int) -> Tensor:
-        """Return a uint8 tensor from `buffers`, on the device of the tensor."""
         return self.buffers.next_buffer(shape, self.tensor.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in memory from `buffers`.
-
-        The outcome may be applied on another stream, so its memory must not be freed on this one.
-        """
+        """Return uninitialized memory that is not freed while the outcome is applied on another stream."""
         return self.buffer(numel * dtype.itemsize).view(dtype)
 
 
 def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[Exchange, Seen, list[Tensor]]:
-    """Send this rank's part to all ranks, and receive their parts.
-
-    Return the parts of all ranks. If they were staged through pinned memory, these are the pinned copies.
-    """
+    """Send this rank's part to all ranks. Return the parts of all, or their pinned copies if they were staged."""
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
     return [

@@ -1,8 +1,8 @@
 """The key-value store of torch.distributed as a notice board. It is slow, but every live rank can reach it.
 
-The store may die with the rank that runs it, or become unreachable without an error. torch would then wait for an
-answer for ever. So requests are made in a separate thread, and the caller waits a few seconds at most. After that the
-board is empty for this rank, which then detects failures by its connections alone.
+The store may die with the rank that runs it, without an error, and torch would wait for an answer for ever. So requests
+are made in a separate thread, for which the caller waits a few seconds at most. After that the board is empty for this
+rank, which then detects failures by its connections alone.
 """
 
 import queue
@@ -19,7 +19,6 @@ from .forks import in_child
 
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
-"""Seconds to wait for an answer of the store before it counts as lost."""
 
 
 class StoreThread:
@@ -59,28 +58,22 @@ class Board:
     def __init__(self, prefix: str, rank: int | None, store: Any = None, thread: StoreThread | None = None) -> None:
         """Open a board on `store`, by default that of torch.distributed. All keys of this group begin with `prefix`.
 
-        rank     of a group that may be created again with its old name on the same store, which still has the keys of
-                 the first group; None if the prefix is not used twice.
-        thread   the thread that uses the store, if there is one.
+        rank   of a group that may be made again with its old name on a store that still has its keys; else None.
         """
         self._root, self._thread = _client_of_torch() if store is None else (store, thread or StoreThread())
         self._prefix = prefix
         if rank is not None:
             self._prefix += f"/{self._thread.ask(lambda: self._prefixed(f'{prefix}/lives').add(str(rank), 1))}"
         self._store = self._prefixed(f"{self._prefix}/board")
-        self.lost: str | None = None
-        """Reason why the store does not answer any more, or None."""
+        self.lost: str | None = None  # why the store does not answer any more
 
     def below(self, name: str) -> "Board":
-        """Return a board with separate keys on the same store, for a name that is not used twice."""
         return Board(f"{self._prefix}/{name}", None, self._root, self._thread)
 
     def store(self, name: str) -> "PatientStore":
-        """Return a store with separate keys, for use by torch."""
         return PatientStore(self._prefixed(f"{self._prefix}/{name}"), self._thread)
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
         there = self._ask(lambda: self._store.check([key]), False)  # `get` would wait for the key
         text = self._ask(lambda: self._store.get(key), None) if there else None
         return None if text is None else bytes(text).decode(errors="replace")
@@ -91,20 +84,16 @@ class Board:
         self._ask(lambda: (self._store.set(key, text), self._store.check([key])), None)
 
     def write_once(self, key: str, text: str) -> str | None:
-        """Set the text of a key, unless a rank has already set it. Return the text that is there now."""
         found = self._ask(lambda: self._store.compare_set(key, "", text), None)
         return None if found is None else bytes(found).decode(errors="replace")
 
     def count(self, key: str) -> int:
-        """Return the number of calls with this key on all ranks, this call included."""
         return self._ask(lambda: int(self._store.add(key, 1)), 0)
 
     def delete(self, key: str) -> None:
-        """Delete a key."""
         self._ask(lambda: self._store.delete_key(key), None)
 
     def _prefixed(self, prefix: str) -> Any:
-        """Return a view of the same store with prefixed keys."""
         return dist.PrefixStore(prefix, self._root)  # type: ignore[attr-defined]
 
     def _ask(self, request: Callable[[], T], otherwise: T) -> T:
@@ -124,28 +113,22 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
         self._store, self._thread = store, thread
 
     def set(self, key: str, value: bytes) -> None:
-        """Set the value of a key."""
         self._thread.ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._thread.ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key and return the sum."""
         return self._thread.ask(lambda: int(self._store.add(key, amount)))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return self._thread.ask(lambda: bool(self._store.check(keys)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed."""
         return self._thread.ask(lambda: bool(self._store.delete_key(key)))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until all keys exist. Raise RuntimeError after the timeout."""
         end, pause = time.monotonic() + timeout.total_seconds(), 1e-4
         while not self.check(keys):
             if time.monotonic() > end:
@@ -156,8 +139,7 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
 
 
 _LOCK = threading.Lock()
-_client: tuple[object, Any, StoreThread] | None = None
-"""(default group, separate connection to its store, thread of that connection)"""
+_client: tuple[object, Any, StoreThread] | None = None  # (default group, its store, thread)
 
 
 def _drop_client() -> object:
@@ -170,10 +152,9 @@ in_child(_drop_client)
 
 
 def _client_of_torch() -> tuple[Any, StoreThread]:
-    """Return a connection to the store of the default group, and the thread that uses it. All groups share them.
+    """Return a connection to the store of the default group that the program does not use, and its thread.
 
-    The connection is separate, so that threads of thinwire never wait for a request of the program. There is only one,
-    because torch looks up the host name when it connects, which takes seconds if the name service is slow.
+    All groups share it, because torch looks up the host name to connect, which can take seconds.
     """
     global _client
     with _LOCK:

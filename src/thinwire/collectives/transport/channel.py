@@ -35,17 +35,13 @@ class Channel:
         board: Board,
         wire: Wire | None,
     ) -> None:
-        self.group, self.backend = group, backend
-        """`group` is None if the ranks are threads."""
+        self.group, self.backend = group, backend  # no group if the ranks are threads
         self.rank, self.size = rank, len(ranks)
-        self.ranks = ranks
-        """Global rank of each member of the group."""
+        self.ranks = ranks  # global ones
         self.others = [other for other in range(self.size) if other != rank]
-        self.timeout = timeout
-        self.board, self.wire = board, wire
-        """If `wire` is None, exchanges run at once, in the thread and on the stream of the caller."""
-        self.users = itertools.count()
-        """Numbers for synchronizers, in the order in which they first use this channel, the same on all ranks."""
+        self.timeout, self.board = timeout, board
+        self.wire = wire  # without it, exchanges run at once, in the thread and on the stream of the caller
+        self.users = itertools.count()  # numbers for synchronizers, as they first use this channel
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: Connection | None = None
@@ -65,7 +61,6 @@ class Channel:
         self._connection = None
 
     def pause(self, seconds: float) -> None:
-        """Sleep while other ranks make progress."""
         time.sleep(seconds)
 
     def find_silent(self) -> PeerError | None:
@@ -78,12 +73,8 @@ class Channel:
         if self.backend == "nccl":
             return NcclLink(self.ranks, self.rank, timeout)
         # All ranks are about to connect, so this is fast. If a rank dies right now, gloo tries five times.
-        return GlooLink(
-            store=self.board.store(f"link/{number}"),
-            rank=self.rank,
-            size=self.size,
-            timeout=min(timeout, _CONNECT_SECONDS),
-        )
+        store, timeout = self.board.store(f"link/{number}"), min(timeout, _CONNECT_SECONDS)
+        return GlooLink(store=store, rank=self.rank, size=self.size, timeout=timeout)
 
 
 class Connection:
@@ -97,19 +88,14 @@ class Connection:
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._link: Link | None = None
         self.cause: CollectiveError | None = None
-        self.agreed: set[str] = set()
-        """Calls, as JSON, that were compared between ranks or are about to be."""
+        self.agreed: set[str] = set()  # calls, as JSON, that were compared or are about to be
 
     @property
     def connected(self) -> bool:
-        """Return whether the link exists."""
         return self._link is not None
 
     def link(self, deadline: float) -> Link:
-        """Return the link. It is made when every rank is ready, so that no rank waits for one that has already failed.
-
-        Raise RuntimeError if the connections were closed or a rank is not ready.
-        """
+        """Return the link, made when all are ready. Raise RuntimeError if a rank is not, or it was closed."""
         with self._making:
             with self._lock:
                 link, cause = self._link, self.cause
@@ -125,10 +111,7 @@ class Connection:
             return link
 
     def _wait_for_all(self, deadline: float) -> None:
-        """Wait until all ranks are ready to connect. Raise RuntimeError if they are not.
-
-        All ranks take the same decision. They connect if the last rank is ready before the first one gives up.
-        """
+        """Wait until all ranks are ready to connect, or raise RuntimeError; all ranks take the same decision."""
         board, decision, pause = self._channel.board, f"connect/{self.number}", 1e-4
         if board.count(f"ready/{self.number}") == self._channel.size:
             board.write_once(decision, "yes")
@@ -201,7 +184,6 @@ def channel_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> 
 
 
 def _forget_destroyed() -> None:
-    """Close the channels of destroyed groups, with their connections and threads."""
     living = dist.distributed_c10d._world.pg_map
     for key, channel in list(_channels.items()):
         if channel.group not in living:

@@ -13,8 +13,7 @@ class CollectiveError(RuntimeError):
         super().__init__(message)
         self.ranks = tuple(sorted(set(ranks)))
         """Global ranks at fault: late, lost, failed, or called with different arguments."""
-        self.found: CollectiveError | None = None
-        """The same error without the operation and the reporting rank in its message."""
+        self.found: CollectiveError | None = None  # the same, without the operation and the reporting rank
 
 
 class MismatchError(CollectiveError):

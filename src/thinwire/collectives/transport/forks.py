@@ -1,10 +1,9 @@
 """What happens to connections when the process forks, as for the workers of a DataLoader.
 
-They belong to the process that made them. A forked child has copies of all objects, but none of the threads, and shares
-the open sockets and gloo's epoll set with its parent. So the child drops everything that would write to the store,
-close a connection or run at its exit: each module registers how, with `in_child`. Objects of C++ are never freed in the
-child, because their destructors would remove the parent's sockets from the shared epoll set. The child closes its
-copies of the sockets. Otherwise a parent that is killed would look alive to its peers for as long as the child lives.
+A forked child has none of the threads, and shares the open sockets and gloo's epoll set with its parent. So the child
+drops everything that would write to the store, close a connection or run at its exit: each module registers how, with
+`in_child`. Objects of C++ are never freed in the child, because their destructors would remove the parent's sockets
+from the shared epoll set. The child closes its copies of the sockets: a killed parent would look alive otherwise.
 """
 
 import os
@@ -13,8 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _kept: list[object] = []
-_sockets: dict[int, int] = {}
-"""Sockets of gloo's connections: the inode of each file descriptor."""
+_sockets: dict[int, int] = {}  # of gloo's connections: the inode of each file descriptor
 
 
 def in_child(drop: Callable[[], object]) -> None:
@@ -23,11 +21,7 @@ def in_child(drop: Callable[[], object]) -> None:
 
 
 class NewSockets:
-    """A `with` block whose new sockets are closed in forked children.
-
-    Sockets that another thread opens meanwhile are taken for its own. They are closed in children, too, and nowhere
-    else.
-    """
+    """A `with` block whose new sockets, and those that other threads open meanwhile, are closed in forked children."""
 
     def __enter__(self) -> None:
         self._before = _open_sockets()

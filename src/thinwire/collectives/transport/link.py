@@ -1,10 +1,9 @@
 """Point-to-point messages between ranks, on connections that only thinwire uses.
 
-With separate connections, an operation can run in a thread beside the program's own collectives, in any order, and a
-failure does not harm the program's process group. Messages are point to point for two reasons. Each wait in gloo is for
-one peer, so an error can name it. And gloo's messages have a tag: ranks that call with different arguments use
-different tags, so their messages are not matched, where a collective of gloo would abort the process ("Received data
-size doesn't match expected size"). NCCL has no tags, so operations on NCCL are issued in one order.
+So an operation runs in a thread beside the program's own collectives, in any order, and a failure does not harm the
+program's process group. Each wait in gloo is for one peer, so an error can name it. And gloo's messages have a tag,
+which differs between ranks that call with different arguments, where a collective of gloo would abort the process.
+NCCL has no tags, so operations on NCCL are issued in one order.
 """
 
 import contextlib
@@ -25,8 +24,7 @@ from .forks import NewSockets, in_child
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
 
-NEVER_SENT = 2**31 - 1
-"""A tag that no message has."""
+NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 
 class Seen(NamedTuple):
@@ -37,10 +35,7 @@ class Seen(NamedTuple):
 
 
 Wait = Callable[[float, Callable[[int], None]], Seen]
-"""Function (deadline, waits_for) that waits until everything is sent and received.
-
-It calls `waits_for` with each peer that it waits for, and raises `LinkBroken` if a message fails.
-"""
+"""Function (deadline, waits_for) that calls `waits_for` with each peer that it waits for, or raises `LinkBroken`."""
 
 
 class LinkBroken(Exception):
@@ -59,10 +54,7 @@ class Link(ABC):
 
     @abstractmethod
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Start to send and receive all buffers, and return a function that waits for them.
-
-        Raise `LinkBroken` if a peer is gone.
-        """
+        """Start to send and receive, and return a function that waits for it. Raise `LinkBroken` if a peer is gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -85,11 +77,9 @@ class GlooLink(Link):
         with NewSockets():
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         _gloo_groups.add(self._group)
-        self._never_received: list[Wait] = []
-        """Keeps the buffers of `check`, which gloo may still refer to."""
+        self._never_received: list[Wait] = []  # keeps the buffers of `check`, which gloo may still refer to
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Start gloo's sends and receives, and return a function that waits for them."""
         different = {id(buffer): buffer for buffer in sends.values() if buffer.numel()}  # one can be for all peers
         staged = {name: _to_host(buffer) for name, buffer in different.items()}
         outgoing = {peer: staged[id(buffer)] for peer, buffer in sends.items() if buffer.numel()}
@@ -179,7 +169,6 @@ class NcclLink(Link):
         return wait
 
     def close(self) -> None:
-        """Abort the NCCL group of this link."""
         self._group.abort()
 
     def check(self) -> None:

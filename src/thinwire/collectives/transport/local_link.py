@@ -1,12 +1,10 @@
 """Messages between threads of one process, copied directly from the sender's buffer to the receiver's.
 
 Each rank posts its send buffers and its receive buffers. Of two ranks with messages for each other, the later one
-copies them, all in one call. Then both continue. So nothing is copied twice. A buffer is free again after the wait for
-its post, as with gloo.
+copies them, all in one call. A buffer is free again after the wait for its post, as with gloo.
 
-On CUDA, no thread waits for the device. Ranks on the same stream need no synchronization, because work runs in the
-order in which it is queued. Ranks on different streams record an event with their post. The stream of the rank that
-copies waits for this event, and the other rank's stream waits for an event after the copies.
+On CUDA, no thread waits for the device. Ranks on different streams record an event with their post. The stream of the
+rank that copies waits for this event, and the other rank's stream waits for an event after the copies.
 """
 
 import threading
@@ -28,31 +26,24 @@ class Post:
     sends: dict[int, Tensor]
     receives: dict[int, Tensor]
     stream: torch.cuda.Stream | None
-    filled: torch.cuda.Event | None
-    """Event after the last write to the send buffers and the last read of the receive buffers."""
-    waits_for: set[int] = field(default_factory=set)
-    """Peers whose messages to or from this rank have not been copied yet."""
+    filled: torch.cuda.Event | None  # after the last write to `sends` and the last read of `receives`
+    waits_for: set[int]  # peers whose messages to or from this rank have not been copied yet
     copied: list[torch.cuda.Event] = field(default_factory=list)
     """Events on the streams of other ranks, after their copies from and to this rank's buffers."""
     fault: LinkBroken | None = None
 
 
 class Switchboard:
-    """The posts of all ranks, shared by the links of one connection. If one rank closes it, it is closed for all.
-
-    turns   decides which rank may run; by default, every rank may.
-    """
+    """The posts of all ranks, shared by the links of one connection. If one rank closes it, it is closed for all."""
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size = size
         self.turns = turns or Turns(size)
         self.closed_by: int | None = None
         self._lock = threading.Lock()
-        self._posts: dict[tuple[int, int], Post] = {}
-        """Posts by (tag, rank)."""
+        self._posts: dict[tuple[int, int], Post] = {}  # by (tag, rank)
 
     def close(self, rank: int) -> None:
-        """End all messages under way."""
         with self._lock:
             if self.closed_by is None:
                 self.closed_by = rank
@@ -85,7 +76,6 @@ class Switchboard:
         self.turns.changed()
 
     def remove(self, rank: int, tag: int) -> None:
-        """Remove a post."""
         with self._lock:
             self._posts.pop((tag, rank), None)
 
@@ -98,8 +88,15 @@ class LocalLink(Link):
         self._board = board
 
     def post(self, sends: Buffers, receives: Buffers, tag: int) -> Wait:
-        """Add a post to the switchboard, and return a function that waits for its messages."""
-        post = _post(sends, receives)
+        out = {peer: buffer for peer, buffer in sends.items() if buffer.numel()}
+        into = {peer: buffer for peer, buffer in receives.items() if buffer.numel()}
+        stream = filled = None
+        device = next(iter([*out.values(), *into.values()])).device
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            filled = torch.cuda.Event()
+            filled.record(stream)
+        post = Post(sends=out, receives=into, stream=stream, filled=filled, waits_for={*out, *into})
         self._board.post(self.rank, tag, post)
 
         def wait(deadline: float, waits_for: Callable[[int], None]) -> Seen:
@@ -114,11 +111,9 @@ class LocalLink(Link):
         return wait
 
     def close(self) -> None:
-        """Close the switchboard for all ranks."""
         self._board.close(self.rank)
 
     def check(self) -> None:
-        """Raise `LinkBroken` if a rank has closed the switchboard."""
         if self._board.closed_by is not None:
             raise LinkBroken(self._board.closed_by, False, f"rank {self._board.closed_by} closed the connection")
 
@@ -137,18 +132,6 @@ class LocalLink(Link):
         if board.closed_by is not None:
             raise LinkBroken(peer, False, f"rank {board.closed_by} closed the connection")
         raise LinkBroken(peer, True, "no message in time")
-
-
-def _post(sends: Buffers, receives: Buffers) -> Post:
-    out = {peer: buffer for peer, buffer in sends.items() if buffer.numel()}
-    into = {peer: buffer for peer, buffer in receives.items() if buffer.numel()}
-    stream = filled = None
-    device = next(iter([*out.values(), *into.values()])).device
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        filled = torch.cuda.Event()
-        filled.record(stream)
-    return Post(sends=out, receives=into, stream=stream, filled=filled, waits_for={*out, *into})
 
 
 def _fits(source: Tensor | None, target: Tensor | None, receiver: Post, sender: int) -> bool:

@@ -26,10 +26,8 @@ from .link import Buffers, LinkBroken, Seen, Wait
 from .records import Record, difference, rank_list, read_notice, tag_of
 from .watch import PATIENCE_SECONDS, watch
 
-_SLOTS = 4096
-"""Number of `here` keys for each rank. Keys are reused, so that their number does not grow."""
-_LONGEST_PATIENCE_SECONDS = 8.0
-"""Seconds between two looks for closed connections, while ranks wait for a late one."""
+_SLOTS = 4096  # `here` keys of each rank, which are reused
+_LONGEST_PATIENCE_SECONDS = 8.0  # between two looks for closed connections
 
 
 class Operation:
@@ -52,16 +50,10 @@ class Operation:
         self._timeout = self._timeout if timeout is None else timeout
 
     def restart(self) -> None:
-        """Start the timeout again, in an operation of many exchanges."""
         self._deadline = time.monotonic() + self._timeout
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
-        """Set the arguments that must be the same on all ranks.
-
-        call   the arguments by name.
-        text   the same as JSON.
-        draw   a key that must be the same on all ranks too, but may change from call to call; or None.
-        """
+        """Set the arguments that must be the same on all ranks, by name and as JSON, and a key that may change."""
         since = {"connected since operation": self._connection.number}
         self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
         self._first_use = text not in self._connection.agreed
@@ -96,7 +88,6 @@ class Operation:
 
     @property
     def failure(self) -> CollectiveError | None:
-        """Return the error that has ended the connections of this operation; None while they are open."""
         cause = self._connection.cause
         return None if cause is None else self._error(cause)
 
@@ -133,18 +124,17 @@ class Operation:
             raise self._error(self._connection.fail(cause)) from broken
         except RuntimeError as error:  # connecting failed
             known = self._connection.cause or self._connection.reported_error()
-            cause = known or self._lost(PeerError(f"cannot connect: {error}", self._named_by(error)))
-            raise self._error(self._connection.fail(cause)) from error
+            if known is None:  # gloo's message ends with a key, and the key with the peer that it could not connect to
+                key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
+                peers = [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
+                known = self._lost(PeerError(f"cannot connect: {error}", peers))
+            raise self._error(self._connection.fail(known)) from error
 
     def malformed(self, peer: int, reason: str) -> CollectiveError:
         """Return the error for a payload of `peer`, a rank of the group, that no compressor could have made."""
         rank = self.channel.ranks[peer]
         found = PeerError(f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it", [rank])
         return self._error(self._connection.fail(found))
-
-    def finish(self) -> None:
-        """End this operation after its last byte."""
-        watch.end(self)
 
     def give_up(self, error: BaseException) -> CollectiveError:
         """End this operation with an error from this rank or from another group, and notify the other ranks."""
@@ -158,10 +148,7 @@ class Operation:
         return self._error(cause)
 
     def _closed(self) -> CollectiveError | None:
-        """Return an error that names the rank whose connection to this one is closed; None if none is within seconds.
-
-        If a rank has reported another, that one is named: a connection may be closed because of it.
-        """
+        """Return an error that names a rank whose connection is closed, or one that a rank has reported; else None."""
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (cause := self._closed_now()) is None and self._connection.connected and time.monotonic() < end:
             self.channel.pause(0.02)
@@ -176,16 +163,8 @@ class Operation:
                 cause = self._connection.reported_error() or self._failure_of(broken)
         return cause
 
-    def _named_by(self, error: RuntimeError) -> list[int]:
-        """Return the peer that gloo could not connect to. Its message ends with a key, and the key with the rank."""
-        key = re.search(r"keys: \S*/(\d+)\s*$", str(error))
-        return [self.channel.ranks[int(key[1])]] if key and int(key[1]) < self.channel.size else []
-
     def _lost(self, found: CollectiveError) -> CollectiveError:
-        """Return an error that names the ranks without a record after two seconds, or `found` if there are none.
-
-        This is for failures that all ranks see at the same time, so that live ranks write their records.
-        """
+        """Return an error that names ranks without a record, where all live ranks fail and write one; else `found`."""
         self._write_here()
         end = time.monotonic() + 2 * PATIENCE_SECONDS
         while (gone := self._absent()) and time.monotonic() < end and self.channel.board.lost is None:
@@ -292,7 +271,6 @@ class Operation:
         self.channel.board.write(f"here/{self.channel.rank}/{self.number % _SLOTS}", self._record.text)
 
     def _read_here(self, rank: int) -> Record | None:
-        """Return the record of a rank for this operation, or None."""
         text = self.channel.board.read(f"here/{rank}/{self.number % _SLOTS}")
         record = None if text is None else Record.read(text)
         return record if record is not None and record.number == self.number else None

@@ -22,7 +22,6 @@ class Record:
 
     @property
     def text(self) -> str:
-        """Return this record as JSON."""
         return json.dumps([self.number, self.call, self.refused])
 
     @staticmethod
@@ -52,9 +51,7 @@ def read_notice(text: str) -> dict[str, Any] | None:
 def tag_of(number: int, digest: int) -> int:
     """Return the 31-bit tag of a message: 12 bits of the operation's number, 3 for the exchange, 16 of `digest`.
 
-    The 3 bits are 0 here, and set for each exchange. Operations under way at the same time differ in the first part,
-    and exchanges of one operation in the second. Calls with different arguments differ in the third, so their messages
-    are not matched.
+    The 3 bits are set for each exchange. Calls with different arguments differ in the last, and are not matched.
     """
     return number % 4096 << 19 | digest & 0xFFFF
 

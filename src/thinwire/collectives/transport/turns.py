@@ -1,8 +1,7 @@
 """Threads that wait for each other and, if they take turns, run one at a time.
 
-Threads that compete for Python's interpreter lock pass it on every few milliseconds, in any order. Ranks that are
-threads of one process mostly wait for each other, and lose most of their time that way. With turns, one rank runs until
-it has to wait. Then the next rank that is ready runs. The order is the same in every run.
+Ranks that are threads lose most of their time to Python's interpreter lock, which they pass on every few milliseconds.
+With turns, one rank runs until it has to wait, then the next one that is ready, in the same order in every run.
 """
 
 import threading
@@ -16,10 +15,7 @@ class _Waiter:
 
 
 class Turns:
-    """Lets the threads of `size` ranks wait for conditions.
-
-    A rank takes turns between `enter` and `leave`. Other ranks run whenever they are ready.
-    """
+    """Lets the threads of `size` ranks wait. A rank takes turns between `enter` and `leave`; others run when ready."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,16 +23,13 @@ class Turns:
         self._waiters: list[_Waiter] = []
         self._taking_turns: set[int] = set()
         self._turn: int | None = None
-        """Rank whose turn it is, or None."""
 
     def enter(self, rank: int) -> None:
-        """Let a rank take turns from now on, and wait for its first turn."""
         with self._lock:
             self._taking_turns.add(rank)
         self.wait(rank, lambda: True, None)
 
     def leave(self, rank: int) -> None:
-        """Let a rank take no more turns."""
         with self._lock:
             self._taking_turns.discard(rank)
             self._hand_on(rank)
@@ -58,10 +51,7 @@ class Turns:
             self._hand_on(None)
 
     def _hand_on(self, rank: int | None) -> None:
-        """End the turn of `rank`. Wake the next ready rank, and all ready ranks that take no turns.
-
-        The caller holds the lock.
-        """
+        """End the turn of `rank`. Wake the next ready rank, and all that take no turns. The caller has the lock."""
         if self._turn == rank or self._turn not in self._taking_turns:
             self._turn = None
         first = 0 if rank is None else rank + 1

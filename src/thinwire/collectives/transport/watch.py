@@ -2,37 +2,27 @@
 
 import threading
 import time
-from typing import Protocol
+from typing import Any
 
 from .forks import in_child
 
 PATIENCE_SECONDS = 1.0
 
 
-class Watched(Protocol):
-    """An operation that `Watch` can check."""
-
-    def check_others(self) -> None:
-        """Check for errors. This is called repeatedly while the operation takes long."""
-
-    def give_up(self, error: BaseException) -> object:
-        """End the operation with an error. This is called if the program ends first."""
-
-
 class Watch:
-    """Calls `check_others` twice a second on every operation that has been watched for a second or more."""
+    """Calls `check_others` twice a second on every `Operation` that has been watched for a second or more."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget all operations and the thread. A forked child has neither, and must not end those of its parent."""
-        self._since: dict[Watched, float] = {}
+        self._since: dict[Any, float] = {}
         self._thread: threading.Thread | None = None
         self._lock, self._work = threading.Lock(), threading.Event()
         self._program_ended = False
 
-    def begin(self, operation: Watched) -> None:
+    def begin(self, operation: Any) -> None:
         """Start to watch an operation. Raise RuntimeError if the program has ended."""
         self._since[operation] = time.monotonic()
         if self._program_ended:
@@ -43,8 +33,7 @@ class Watch:
                 self._thread.start()
         self._work.set()
 
-    def end(self, operation: Watched) -> None:
-        """Stop watching an operation."""
+    def end(self, operation: Any) -> None:
         self._since.pop(operation, None)
 
     def end_all(self) -> None:
@@ -62,10 +51,7 @@ class Watch:
                 self._check_all()
 
     def _check_all(self) -> None:
-        """Check every operation once.
-
-        This is a separate function, so that no local variable of the thread keeps an operation alive between two calls.
-        """
+        """Check every operation, in a function of its own, whose variables keep none alive between two calls."""
         now = time.monotonic()
         for operation, since in list(self._since.items()):
             if now - since >= PATIENCE_SECONDS:

@@ -2,7 +2,7 @@
 
 It takes reductions in the order in which they are submitted. It posts the first reduction, then all others that have
 been submitted meanwhile, and only then waits for the first. So the latency of the network is paid once, not once for
-each reduction. The thread never waits while it holds a lock that a caller needs. It does not depend on optimizers.
+each reduction.
 """
 
 import threading
@@ -12,30 +12,23 @@ from typing import Protocol
 
 import torch
 
-AT_ONCE = 4
-"""Largest number of operations of one group that are under way at a time. The limit bounds the memory.
-
-Operations whose payload is already encoded are not limited.
-"""
+AT_ONCE = 4  # operations of one group that are under way at a time and not encoded yet, which bounds the memory
 
 
 class WireTask(Protocol):
     """The methods of a `Reduction` that the wire uses."""
 
     encoded: bool
-    """Whether the payload is already encoded. If not, `post` encodes it, which needs memory."""
 
     @property
     def waits_for_all(self) -> bool:
-        """Return whether this reduction waits for all ranks before its first byte."""
+        """Return whether this waits for all ranks before its first byte."""
 
     @property
     def has_two_rounds(self) -> bool:
         """Return whether there are at most two exchanges, so that other reductions may be posted between them.
 
-        Ranks need not have the same reductions under way. A rank that waits for the first exchange of a later reduction
-        has already posted the second exchange of this one. It would not have posted a third one, and the ranks would
-        wait for each other in a circle.
+        With a third one, which a rank that waits for a later reduction has not posted, ranks would wait in a circle.
         """
 
     def post(self) -> bool:
@@ -46,10 +39,7 @@ class WireTask(Protocol):
 
 
 class Wire:
-    """The thread of one group, or of all NCCL groups together.
-
-    ordered   True: one reduction after the other, each from its first byte to its last, as NCCL needs it.
-    """
+    """The thread of one group; or of all NCCL groups, `ordered`: one reduction after the other, as NCCL needs it."""
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
@@ -78,7 +68,6 @@ class Wire:
         self._thread.shutdown(wait=False)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the CUDA stream of this thread for a device, or None if the device is not a GPU."""
         if device.type != "cuda":
             return None
         with self._lock:
@@ -87,7 +76,6 @@ class Wire:
             return self._streams[device]
 
     def _work(self) -> None:
-        """Work on reductions until the queue is empty."""
         under_way: deque[WireTask] = deque()
         while True:
             if self._waiting and self._may_post(self._waiting[0], len(under_way)):
@@ -105,10 +93,7 @@ class Wire:
                         return
 
     def _may_post(self, reduction: WireTask, under_way: int) -> bool:
-        """Return whether a reduction may be posted now.
-
-        A reduction that waits for all ranks is posted alone, because they may wait for another one under way here.
-        """
+        """Return whether a reduction may be posted now: alone, if its other ranks may wait for one under way here."""
         if not under_way:
             return True
         if self._ordered or reduction.waits_for_all:

@@ -64,12 +64,6 @@ def _spread(function: Any, arrays: list[Any], numbers: tuple[Any, ...]) -> None:
 
 
 @kernel
-def momentum_of(own, m, beta1):  # type: ignore[no-untyped-def]
-    """Return the new momentum of one element."""
-    return own + beta1 * m
-
-
-@kernel
 def update_of(own, momentum, v, scale, floor, limit, rate, largest):  # type: ignore[no-untyped-def]
     """Return rate * momentum / (scale sqrt(v) + floor), cut to ±limit before the rate; ±Inf if |own| > largest."""
     update = momentum / (scale * np.sqrt(v) + floor)
@@ -84,7 +78,7 @@ def write_elements(g, m, v, out, beta1, gain, scale, floor, limit, rate, largest
     """Write the update of every element to `out`."""
     for i in range(m.size):
         own = gain * m.dtype.type(widen(g[i]))
-        out[i] = update_of(own, momentum_of(own, m[i], beta1), v[i], scale, floor, limit, rate, largest)
+        out[i] = update_of(own, own + beta1 * m[i], v[i], scale, floor, limit, rate, largest)
 
 
 @kernel
@@ -95,7 +89,7 @@ def advance_elements(  # type: ignore[no-untyped-def]
     for i in range(m.size):
         gradient = m.dtype.type(widen(g[i]))
         own = gain * gradient
-        momentum = momentum_of(own, m[i], beta1)
+        momentum = own + beta1 * m[i]
         if r is not None:
             r[i] += update_of(own, momentum, v[i], scale, floor, limit, rate, largest)
         if beta2 < 1:

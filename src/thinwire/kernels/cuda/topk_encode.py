@@ -20,14 +20,7 @@ reads it, with barriers in between.
 import triton
 import triton.language as tl
 
-from .numbers import (
-    INFINITY_BITS,
-    cut_bfloat16,
-    from_bfloat16,
-    inverse,
-    magnitude_bits,
-    nearest_integer,
-)
+from .numbers import INFINITY_BITS, cut_bfloat16, from_bfloat16, inverse, magnitude_bits, nearest_integer
 from .selection import find_threshold, just_below, largest, reaches, slots_of
 
 _ONE_BIT_EACH = tl.constexpr(0x0102040810204080)

@@ -2,8 +2,7 @@
 
 A value of `bits` bits is a sign (the highest bit) and the index i of a level. It represents ±(low + i * step), where
 `low` and `step` are the record's scales. Scales are stored as bfloat16 and cut towards zero, so that no level exceeds
-the input. With 8 significant bits, i * step is exact in float32, so
-every backend decodes the same bits.
+the input. With 8 significant bits, i * step is exact in float32, so every backend decodes the same bits.
 """
 
 import math
@@ -33,12 +32,11 @@ def is_finite(tensor: Tensor) -> bool:
 def mean_of(magnitudes: Tensor, chosen: Tensor) -> Tensor:
     """Return the means of the chosen elements along the last dimension; 0 where none is chosen.
 
-    The sum is in float64 if the device supports it. There the sum of equal numbers is exact, so that cutting the mean
-    loses nothing, and backends that add in another order get the same result. Halves are added to each other until one
-    number is left, because the order of `Tensor.sum` depends on the device.
+    In float64 the sum of equal numbers is exact, so that cutting the mean loses nothing, and backends that add in
+    another order get the same result. Halves are added to each other until one number is left, because the order of
+    `Tensor.sum` depends on the device.
     """
-    total = torch.where(chosen, magnitudes, 0)
-    total = total if magnitudes.device.type == "mps" else total.to(torch.float64)
+    total = torch.where(chosen, magnitudes, 0).to(torch.float64)
     while (size := total.shape[-1]) > 1:
         half = size // 2
         rest = total[..., 2 * half :]

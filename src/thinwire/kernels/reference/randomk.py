@@ -35,14 +35,10 @@ def encode(tensor: Tensor, residual: Tensor | None, layout: RandomKLayout, paylo
     values = total[positions]
     if residual is None:
         values = values * widths
-    write(values, layout, payload)
-    return True
-
-
-def write(values: Tensor, layout: RandomKLayout, payload: Tensor) -> None:
-    """Write the values to the payload. Values that scaling moves beyond the range of the dtype saturate."""
+    # Values that scaling moves beyond the range of the dtype saturate.
     limit = torch.finfo(layout.dtype).max
     payload.copy_(values.clamp(-limit, limit).to(layout.dtype).view(torch.uint8))
+    return True
 
 
 def commit(tensor: Tensor, residual: Tensor, layout: RandomKLayout, payload: Tensor) -> None:

@@ -25,12 +25,11 @@ import sys
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
-from collections import deque
 from collections.abc import Coroutine
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 FASTEST = 2e9
@@ -43,6 +42,8 @@ _WINDOW_SECONDS, _SMALLEST_WINDOW = 4.0, 4 << 20
 waits, as with TCP's window. Without a rate, so many delays at the highest rate."""
 _BUCKET_SECONDS = 0.004
 """Capacity of the bucket, in seconds of the rate. System timers may be late by one or two milliseconds."""
+_PAUSE_SECONDS = 0.001
+"""Seconds after which a sender looks again whether fewer bytes are on their way."""
 _SMALLEST_PIECE, _LARGEST_PIECE = 2_000, 256_000
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value with which a connection is closed by a reset, without sending the remaining data."""
@@ -76,36 +77,10 @@ class RelayLinks:
             return _address(rank), int(json.loads(words.readline()))
 
 
-class _Delayed:
+class _Delayed(asyncio.Queue[tuple[float, bytes]]):
     """Pieces of one direction of a connection that are on their way, with the times at which they are due."""
 
-    def __init__(self) -> None:
-        self._pieces: deque[tuple[float, bytes]] = deque()
-        self._nbytes = 0
-        self._changed = asyncio.Event()
-
-    async def put(self, data: bytes, due: float, window: int) -> None:
-        """Add a piece, and return when fewer bytes than the window are on their way."""
-        self._pieces.append((due, data))
-        self._nbytes += len(data)
-        self._changed.set()
-        while self._nbytes >= window:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def get(self) -> bytes:
-        """Wait until the first piece is due, and return it."""
-        while not self._pieces:
-            self._changed.clear()
-            await self._changed.wait()
-        due, data = self._pieces[0]
-        left = due - time.monotonic()
-        if left > 0:
-            await asyncio.sleep(left)
-        self._pieces.popleft()
-        self._nbytes -= len(data)
-        self._changed.set()
-        return data
+    nbytes = 0
 
 
 class _TokenBucket:
@@ -137,20 +112,6 @@ class _TokenBucket:
             await asyncio.sleep(-self._level / self._rate)
 
 
-class _Line(NamedTuple):
-    """A forwarded connection."""
-
-    ranks: tuple[int, int]
-    near: StreamWriter
-    far: StreamWriter
-
-    def reset(self) -> None:
-        for writer in (self.near, self.far):
-            if not writer.transport.is_closing():
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                writer.transport.abort()
-
-
 class Relay:
     """Links through a relay. Use it as a context manager.
 
@@ -165,7 +126,6 @@ class Relay:
         self._sent, self._cut = [0] * ranks, set[int]()
         self.shape(rate, round_trip)
         self._ports: dict[tuple[int, int, int], asyncio.Server] = {}
-        self._lines: set[_Line] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="thinwire-relay", daemon=True)
 
@@ -182,10 +142,6 @@ class Relay:
         self._delay = round_trip / 2
         self._window = max(_SMALLEST_WINDOW, int(_WINDOW_SECONDS * self._delay * (rate or FASTEST) / 8))
         self._up, self._down = ([_TokenBucket(rate and rate / 8) for _ in self._sent] for _ in range(2))
-
-    def drop(self, rank: int) -> None:
-        """Reset the connections from and to a rank. Ranks that use them get an error."""
-        self._wait(self._reset(rank))
 
     def cut(self, rank: int) -> None:
         """Let nothing pass from or to a rank from now on. No rank gets an error."""
@@ -219,11 +175,6 @@ class Relay:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    async def _reset(self, rank: int) -> None:
-        for line in self._lines:
-            if rank in line.ranks:
-                line.reset()
-
     async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Answer a request of `RelayLinks.reach`: the port at which a rank reaches a port of another one."""
         with closing(writer):
@@ -241,24 +192,20 @@ class Relay:
         except (OSError, asyncio.CancelledError):  # the target has stopped listening, or the relay is closing
             writer.transport.abort()
             return
-        line = _Line((source, target), writer, far_writer)
-        self._lines.add(line)
-        there, back = _Delayed(), _Delayed()
-        jobs = [
-            self._send(reader, there, source=source),
-            self._deliver(there, far_writer, source=source, target=target),
-            self._send(far_reader, back, source=target),
-            self._deliver(back, writer, source=target, target=source),
-        ]
-        tasks = [asyncio.create_task(job) for job in jobs]
+        tasks = []
+        for end, other, *way in ((reader, far_writer, source, target), (far_reader, writer, target, source)):
+            delayed = _Delayed()
+            jobs = self._send(end, delayed, way[0]), self._deliver(delayed, other, *way)
+            tasks += [asyncio.create_task(job) for job in jobs]
         with suppress(asyncio.CancelledError):  # else asyncio would print the cancellation by `_close`
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if any(task.cancelled() or task.exception() is not None for task in tasks if task.done()):
-            line.reset()  # one end was reset, so the other is too
+        has_failed = any(task.cancelled() or task.exception() is not None for task in tasks if task.done())
         for task in tasks:
             task.cancel()
-        self._lines.discard(line)
         for one in (writer, far_writer):
+            if has_failed and not one.transport.is_closing():  # one end was reset, so the other is too
+                one.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                one.transport.abort()
             one.close()
 
     async def _send(self, reader: StreamReader, delayed: _Delayed, source: int) -> None:
@@ -267,12 +214,17 @@ class Relay:
         while data != b"":
             data = await reader.read(self._up[source].piece)
             await self._up[source].take(len(data))
-            await delayed.put(data, due=time.monotonic() + self._delay, window=self._window)
+            delayed.nbytes += len(data)
+            await delayed.put((time.monotonic() + self._delay, data))
+            while delayed.nbytes >= self._window:
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _deliver(self, delayed: _Delayed, writer: StreamWriter, source: int, target: int) -> None:
         """Pass on what is due, at the rate of the receiver's downlink, until an empty piece ends the connection."""
         while True:
-            data = await delayed.get()
+            due, data = await delayed.get()
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            delayed.nbytes -= len(data)
             if self._cut & {source, target}:
                 await asyncio.Event().wait()  # until the relay closes
             if not data:

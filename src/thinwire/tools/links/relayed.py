@@ -15,14 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import Links
 
-
-def connect_through(links: Links, rank: int) -> None:
-    """Connect all gloo groups that this process creates from now on through a relay, torch's own and thinwire's.
-
-    links   the `RelayLinks` of the relay.
-    """
+def connect_through(links: Any, rank: int) -> None:
+    """Connect all gloo groups that this process creates from now on through the relay of these `RelayLinks`."""
     gloo: Any = dist.ProcessGroupGloo
 
     class RelayedGloo(gloo):  # type: ignore[misc]
@@ -42,7 +37,7 @@ def connect_through(links: Links, rank: int) -> None:
 class _RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
     """The store of a group that is about to connect. The addresses that it returns lead to the relay."""
 
-    def __init__(self, store: Any, links: Links, rank: int) -> None:
+    def __init__(self, store: Any, links: Any, rank: int) -> None:
         super().__init__()
         self._store, self._links, self._rank = store, links, rank
 
@@ -65,7 +60,7 @@ class _RedirectingStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._store.delete_key(key))
 
 
-def redirected(value: bytes, links: Links, source: int) -> bytes:
+def redirected(value: bytes, links: Any, source: int) -> bytes:
     """Return a value with the port in every address of a rank replaced by the port to which `source` connects.
 
     Raises RuntimeError if the value contains no address of a rank.

@@ -8,9 +8,11 @@ With --local-steps, it is torch's optimizer inside `thinwire.LocalSteps`, which 
 With --shard, FSDP shards the model over the ranks of a replica, and the optimizer is always thinwire's.
 """
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -129,19 +131,35 @@ class Learner:
             self._optimizer.synchronize()
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
-        """Return the sum of the losses, the number of correct predictions, and the number of targets.
+        """Return the sum of the losses, the number of correct predictions, and the number of targets."""
+        totals = [0.0, 0.0, 0.0]
+        for batch in batches:
+            found = evaluate_batch(self._whole or self.model, batch, self._device)
+            totals = [total + part for total, part in zip(totals, found, strict=True)]
+        return totals
 
-        All ranks call it, each with batches of its own, and with the running statistics of its own batch norms.
+    @contextmanager
+    def evaluating(self, total: Callable[[list[float]], list[float]]) -> Iterator[None]:
+        """Set the model up for evaluation, with the means over ranks of float buffers, and restore it afterwards.
+
+        total   sums numbers over ranks.
         """
-        model, totals = self._whole or self.model, [0.0, 0.0, 0.0]
         if self._whole is not None:
             self._whole.load_state_dict(self.weights())
-        model.eval()
-        for batch in batches:
-            found = evaluate_batch(model, batch, self._device)
-            totals = [total + part for total, part in zip(totals, found, strict=True)]
-        model.train()
-        return totals
+            self._whole.eval()
+        floats = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        own = [buffer.clone() for buffer in floats]
+        if floats:
+            summed = torch.tensor(total(torch.cat([buffer.flatten().double().cpu() for buffer in floats]).tolist()))
+            for buffer, part in zip(floats, summed.split([buffer.numel() for buffer in floats]), strict=True):
+                buffer.copy_(part.view_as(buffer) / dist.get_world_size())
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+            for buffer, kept in zip(floats, own, strict=True):
+                buffer.copy_(kept)
 
     def weights(self) -> dict[str, Any]:
         """Return the state of the model, of whole tensors; all ranks call this."""
@@ -158,6 +176,15 @@ class Learner:
         """Return the part of a checkpoint that belongs to this rank. Training draws no random numbers of torch's."""
         return {"exchange": self._exchange.state_dict(), "buffers": dict(self.model.named_buffers())}
 
+    def add_common_state(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, with a second state that another number of ranks can load.
+
+        It is that after `synchronize()`: training must not go on from here, or it has other bits. All ranks call this.
+        """
+        own = copy.deepcopy(own)  # synchronize() changes the tensors in it
+        self.synchronize()
+        return {**own, "common": self._optimizer.state_dict(), "world_size": dist.get_world_size()}
+
     def load(self, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
         """Load a checkpoint; raise ValueError if it is that of another model or compressor.
 
@@ -170,7 +197,9 @@ class Learner:
         if not self._is_ours:
             check_saved(shared["optimizer"], self._optimizer)
             self._optimizer.load_state_dict(shared["optimizer"])
-        self._exchange.load_state_dict([state["exchange"] for state in own])
+        size = dist.get_world_size()
+        kind = "exchange" if own[0].get("world_size", size) == size else "common"
+        self._exchange.load_state_dict([state[kind] for state in own])
         for group in self._optimizer.param_groups:  # may differ from the checkpoint's, as lr may
             group["weight_decay"] = self._config.weight_decay
         has_floats = isinstance(self._optimizer, thinwire.LocalSteps)  # in its state

@@ -135,9 +135,10 @@ class Training:
             self._evaluate()  # resumed at the last step
         self._save()
         if not stops:
-            weights = self._learner.weights()
-            if self._place.rank == 0:
-                write_file(self._folder / "weights.pt", weights)
+            with self._learner.evaluating(self._control.total):
+                weights = self._learner.weights()
+                if self._place.rank == 0:
+                    write_file(self._folder / "weights.pt", weights)
         end = self._end("stopped" if stops else "finished", ranks=self._control.gather(self._sent_here()))
         return {**end, **self._score}
 
@@ -221,7 +222,9 @@ class Training:
         self._count_exchange()
         rank, world_size = self._place.rank, self._place.world_size
         own = islice(self._data.validation(_EVALUATION_BATCH), rank, None, world_size)
-        loss, right, count = self._control.total(self._learner.evaluate(own))
+        with self._learner.evaluating(self._control.total):
+            totals = self._learner.evaluate(own)
+        loss, right, count = self._control.total(totals)
         self._score = {"loss": loss / count, "accuracy": right / count}
         self._metrics.write("evaluation", {**self._so_far(), **self._score})
         at = f"step {self._counts.step}/{self._config.steps}"
@@ -230,8 +233,9 @@ class Training:
     def _save(self, *, is_extra: bool = False) -> None:
         """Write a checkpoint, unless there is one of this step or the last loss was not finite.
 
-        With local steps, ranks synchronize first, but not if it is due to a signal: a run without the signal does not
-        synchronize here. Such a checkpoint in the middle of a round is one for the same number of ranks.
+        With local steps, ranks synchronize first: only so can another number of ranks load it. If it is due to a signal
+        (`is_extra`), training stops, and a run without the signal does not synchronize here: such a checkpoint has both
+        states, before it and after it.
         """
         if self._saved == self._counts.step or not math.isfinite(self._last_loss):
             return
@@ -240,6 +244,11 @@ class Training:
             self._learner.synchronize()
         own = self._learner.own_state()
         self._count_exchange()  # own_state() has waited for an exchange that was under way
+        if self._config.local_steps and is_extra:
+            dense = self._counts.bytes_dense
+            own = self._learner.add_common_state(own)
+            self._count_exchange()
+            self._counts.bytes_dense = dense  # these steps count when the resumed run ends the round
         counts = {**vars(self._counts), "seconds": self._seconds()}
         shared = {"counts": counts, "learner": self._learner.shared_state()}
         self._checkpoints.save(self._counts.step, shared, {"learner": own})

@@ -14,6 +14,7 @@ The folder of a run, in `runs/` or where --out says, is locked, so that only one
 import fcntl
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -109,7 +110,10 @@ class Rank:
             say(f"kernels compiled or loaded in {time.perf_counter() - started:.1f} s")
 
     def _show(self, results: list[dict[str, Any]], folder: Path) -> None:
-        report.write([folder], folder / "report.html")
+        try:
+            report.write([folder], folder / "report.html")
+        except (ValueError, OSError) as error:  # training is done, and its files are written
+            print(f"the report could not be made: {error}", file=sys.stderr)
         if results[-1]["reason"] == "finished":
             for name, end in zip((self._config.compressor, "dense"), results, strict=False):
                 print(describe_end(name, end))
