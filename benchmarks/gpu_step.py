@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
-from thinwire.tools.loopback import sent_bytes
 from thinwire.tools.record import Writer, conditions
 from thinwire.tools.train.models import GPTConfig
 
 from .clock import timing
 from .harness import Row, print_table
+from .loopback import sent_bytes
 from .methods import EIGHT_BITS, TOPK, parse
 from .recipe_gpu import multi_process_service
 from .training import Setup, build

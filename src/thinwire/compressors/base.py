@@ -55,7 +55,6 @@ class CompressedTensor:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the payload."""
         return self.compressor.layout(self.numel, self.dtype).with_key(self.key)
 
     @property
@@ -73,7 +72,6 @@ class CompressedTensor:
         return self.numel == 0 or not self.layout.is_marked(self.payload)
 
     def decompress(self, out: Tensor | None = None) -> Tensor:
-        """Return `compressor.decompress(self, out)`."""
         return self.compressor.decompress(self, out)
 
     def to_bytes(self) -> bytes:
@@ -117,8 +115,7 @@ class Compressor(ABC):
     """Base class of the compressors. A subclass is a frozen dataclass with a `_layout` method; `TopK` is an example."""
 
     name: ClassVar[str]
-    sparse: ClassVar[bool] = False
-    """Whether most elements are not sent, but kept in the residual."""
+    sparse: ClassVar[bool] = False  # Whether most elements are not sent, but kept in the residual
     draws: ClassVar[bool] = False
     """Whether `compress` draws random numbers, the same on all ranks, and therefore needs a `key`."""
     stats: Statistics = field(default_factory=Statistics, init=False, compare=False, repr=False)

@@ -24,8 +24,7 @@ from typing import NamedTuple
 MAGIC = b"THNW"
 VERSION = 1
 DTYPES = {1: "float32", 2: "float64", 3: "float16", 4: "bfloat16"}
-MAX_NUMEL = 1 << 48
-"""Largest element count of a frame. No tensor is larger, so a larger count means damaged bytes."""
+MAX_NUMEL = 1 << 48  # Largest element count of a frame. No tensor is larger, so a larger count means damaged bytes
 
 _HEADER = struct.Struct("<4sBBHQQQ")
 _CHECKSUM = struct.Struct("<I")

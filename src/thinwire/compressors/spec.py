@@ -18,8 +18,7 @@ class Named(Protocol):
     name: ClassVar[str]
 
 
-REGISTRY: dict[str, type[Named]] = {}
-"""Registered compressor classes by name."""
+REGISTRY: dict[str, type[Named]] = {}  # Registered compressor classes by name
 
 C = TypeVar("C", bound=Named)
 

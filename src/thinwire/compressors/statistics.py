@@ -34,12 +34,9 @@ class Statistics:
 
     calls: int = 0
     bytes_before: int = 0
-    bytes_sent: int = 0
-    """Bytes of all payloads, without frame headers and without the overhead of a collective."""
-    seconds: float = 0.0
-    """Seconds spent encoding. On a GPU this is the time to launch the kernels."""
-    kernels: dict[str, int] = field(default_factory=dict)
-    """Number of calls for each backend."""
+    bytes_sent: int = 0  # Bytes of all payloads, without frame headers and without the overhead of a collective
+    seconds: float = 0.0  # Seconds spent encoding. On a GPU this is the time to launch the kernels
+    kernels: dict[str, int] = field(default_factory=dict)  # Number of calls for each backend
     _nonfinite: int = 0
     _on_devices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
@@ -77,7 +74,6 @@ class Statistics:
 
 @lru_cache(maxsize=64)
 def _first(device: torch.device) -> Tensor:
-    """Return the index of a counter's only element, as a tensor on the device."""
     return _zero(device)
 
 

@@ -12,10 +12,8 @@ from .spec import Ratio, check_choice, parse_ratio, register_compressor
 
 BITS = (1, 2, 4, 8, 16, 32)
 BITS_OF_A_SUM = {1: 4, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32}
-DENSER = 8
-"""A sum keeps up to this many times the elements of one rank: 512 of 4,096 after 64 did no harm in training."""
-UNION = Fraction(1, 48)
-"""Share of all elements that all ranks together send by default. A sum may always be this dense."""
+DENSER = 8  # A sum keeps up to this many times the elements of one rank: 512 of 4,096 after 64 did no harm in training
+UNION = Fraction(1, 48)  # Share of all elements that all ranks together send by default. A sum may always be this dense
 CHUNKS = (*(1 << exponent for exponent in range(4, 17)), None)
 
 

@@ -65,8 +65,7 @@ _DEVICES: dict[str, str | None] = {"cpu": "cpu", "cuda": "cuda", "reference": No
 
 _LARGEST_CHUNK = 1 << 14
 """Largest chunk of TopK that fits into the registers of one program of `cuda`. Longer ones are not worth a kernel."""
-_LARGEST_BLOCK = 8192
-"""Largest block of Quantize that fits into the registers of one program of `cuda`."""
+_LARGEST_BLOCK = 8192  # Largest block of Quantize that fits into the registers of one program of `cuda`
 _OLDEST_GPU = (8, 0)
 
 _forces: list[tuple[object, str | None]] = []  # by the `with` blocks that are open, in any thread; the last one counts

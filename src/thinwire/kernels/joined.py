@@ -21,7 +21,6 @@ class Joined:
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
 
     def numel(self) -> int:
-        """Return the number of elements of all tensors."""
         return self._ends[-1]
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:

@@ -43,8 +43,7 @@ class Layout(ABC):
 
     numel: int
     dtype: torch.dtype
-    summable: ClassVar[bool] = False
-    """Whether a payload is plain numbers of `dtype`, so that payloads can be added up."""
+    summable: ClassVar[bool] = False  # Whether a payload is plain numbers of `dtype`, so that payloads can be added up
 
     @property
     @abstractmethod
@@ -124,12 +123,10 @@ class DenseLayout(Layout):
 
     @property
     def granule(self) -> int:
-        """Return 1: a tensor can be cut anywhere."""
         return 1
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -176,7 +173,6 @@ class TopKLayout(RecordLayout):
 
     @property
     def granule(self) -> int:
-        """Return the number of elements in a chunk."""
         return self.record.n
 
     @property
@@ -200,15 +196,12 @@ class QuantizeLayout(RecordLayout):
 
     @property
     def granule(self) -> int:
-        """Return the number of elements in a full record."""
         return BLOCKS_PER_RECORD * self.block
 
     def record_nbytes(self, elements: int) -> int:
-        """Return the size in bytes of a record of `elements` elements."""
         return self.scales_nbytes(elements) + bytes_for(elements * self.bits)
 
     def scales_nbytes(self, elements: int) -> int:
-        """Return the size in bytes of the scales in a record of `elements` elements."""
         return 2 * -(-elements // self.block)
 
     @property
@@ -231,10 +224,8 @@ class RandomKLayout(Layout):
     summable = True  # all ranks draw by the same key, and so have the same positions
 
     def with_key(self, key: int) -> "RandomKLayout":
-        """Return the layout whose positions this key draws."""
         return replace(self, key=key)
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the `k` values in bytes."""
         return self.k * self.dtype.itemsize

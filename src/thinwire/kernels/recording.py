@@ -49,7 +49,6 @@ class Recording:
         self._runs = 0
 
     def has(self, key: Hashable) -> bool:
-        """Return whether the work was recorded with this key."""
         return self._graph is not None and key == self._key
 
     def replay(self, key: Hashable) -> bool:

@@ -27,8 +27,7 @@ class AdamUpdate:
     floor: float
     limit: float
     rate: float
-    beta2: float = 1.0
-    """Decay of v in `advance`; 1 leaves v unchanged."""
+    beta2: float = 1.0  # Decay of v in `advance`; 1 leaves v unchanged
     on_device: Tensor | None = None
     """The same numbers in GPU memory, where a recording (`recording.py`) reads those of the current step.
 
@@ -63,8 +62,7 @@ class AdamUpdate:
 class MomentumUpdate:
     """SGD's update: rate b, or rate (d + momentum b) with Nesterov; d = factor g + decay p, b = momentum m + d."""
 
-    m: Tensor | None
-    """The momentum buffer. None if no momentum is kept; `momentum` is 0 then."""
+    m: Tensor | None  # The momentum buffer. None if no momentum is kept; `momentum` is 0 then
     momentum: float
     factor: float = 1.0
     nesterov: bool = False
@@ -117,7 +115,6 @@ class MomentumUpdate:
 
 
 _BLOCK = 1 << 24
-_CPU_BLOCK = 1 << 18
-"""Elements in a block, so that temporary tensors stay small. On a CPU they fit into its cache."""
+_CPU_BLOCK = 1 << 18  # Elements in a block, so that temporary tensors stay small. On a CPU they fit into its cache
 
 Update = AdamUpdate | MomentumUpdate

@@ -71,7 +71,6 @@ class RaiseError(Fault):
     error: Exception | None = None
 
     def strike(self, group: Group, parameters: list[Tensor]) -> NoReturn:
-        """Raise the error."""
         raise self.error or InjectedError(f"injected on rank {self.rank} at step {self.step}")
 
 

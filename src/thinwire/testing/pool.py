@@ -84,8 +84,7 @@ class _Failure(NamedTuple):
 
     reason: str
     trace: str = ""
-    is_consequence: bool = False
-    """Whether the call failed only because another rank failed."""
+    is_consequence: bool = False  # Whether the call failed only because another rank failed
     is_bug: bool = False
 
 
@@ -124,8 +123,7 @@ class Workers:
     What a rank raises is raised here, as a `RankError` with its rank.
     """
 
-    _grace = 3.0
-    """Seconds that other ranks have to answer once one has failed."""
+    _grace = 3.0  # Seconds that other ranks have to answer once one has failed
     _keeps_log = False
     """Whether to keep what a rank writes, for errors, which then are about all ranks that failed. A rank also leaves
     its group when a call fails, so that ranks that wait for it fail at once."""

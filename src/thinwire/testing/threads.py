@@ -12,8 +12,7 @@ from ..collectives import CollectiveError, LocalWorld
 
 T = TypeVar("T")
 
-GRACE = 10.0
-"""Seconds that the other ranks have to end after one has raised."""
+GRACE = 10.0  # Seconds that the other ranks have to end after one has raised
 
 
 def run_threads(

@@ -25,8 +25,7 @@ from .. import __version__
 class Command(NamedTuple):
     """A command: the function to call, and its line in the help."""
 
-    target: str
-    """Function to call, as module:function."""
+    target: str  # Function to call, as module:function
     help: str
 
 

@@ -9,17 +9,14 @@ from typing import NamedTuple
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _NUMBER = r"([-+]?(?:\d+(?:_\d+)*)(?:\.\d+)?(?:e[-+]?\d+)?)"
-SLOWEST, FASTEST = 1e5, 1e12
-"""Bits per second that a link may have."""
-LONGEST_ROUND_TRIP = 2.0
-"""Seconds. A satellite has 0.6."""
+SLOWEST, FASTEST = 1e5, 1e12  # Bits per second that a link may have
+LONGEST_ROUND_TRIP = 2.0  # Seconds. A satellite has 0.6
 
 
 class LinkSpeed(NamedTuple):
     """What a link does to bytes."""
 
-    rate: float
-    """Bits per second, in each direction."""
+    rate: float  # Bits per second, in each direction
     round_trip: float = 0.0
     """Seconds from sending a message to an answer that is sent at once. Half of it passes in each direction."""
 

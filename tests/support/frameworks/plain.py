@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.frameworks.task import OPTIONS, Meter, Net, batches, save, write
+from support.frameworks.task import OPTIONS, Net, batches, save, write
 
 
 def train(rank: int, world_size: int, folder: Path, steps: int) -> None:
@@ -22,7 +22,7 @@ def train(rank: int, world_size: int, folder: Path, steps: int) -> None:
 
 def _train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
     net = Net()
-    ddp, meter = DistributedDataParallel(net), Meter()
+    ddp = DistributedDataParallel(net)
     optimizer = thinwire.AdamW(ddp, **OPTIONS)
     first = 0
     if resume:
@@ -30,18 +30,17 @@ def _train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = steps // 2
-    with meter.running():
-        for step, batch in enumerate(batches(first, steps), first + 1):
-            optimizer.zero_grad()
-            ddp(**batch)["loss"].backward()
-            optimizer.step()
-            if step in (steps // 2, steps):
-                optimizer.consolidate_state_dict()
-                if dist.get_rank() == 0:
-                    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save(state, folder / f"{step}.pt")
+    for step, batch in enumerate(batches(first, steps), first + 1):
+        optimizer.zero_grad()
+        ddp(**batch)["loss"].backward()
+        optimizer.step()
+        if step in (steps // 2, steps):
+            optimizer.consolidate_state_dict()
+            if dist.get_rank() == 0:
+                state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, folder / f"{step}.pt")
     save(folder, "whole-resumed" if resume else "whole", ddp)
-    return {"bytes": optimizer.sync.stats.bytes_sent, "interface_bytes": meter.interface_bytes}
+    return {"bytes": optimizer.sync.stats.bytes_sent}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The training that all programs of this folder do: the same weights, batches and options at every step."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-
-from thinwire.tools import loopback
 
 BATCH = 16
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.0, "warmup_steps": 5}
@@ -59,27 +55,6 @@ def batches(first: int, last: int) -> DataLoader[dict[str, Tensor]]:
     numbers = range(first * ranks + rank, last * ranks, ranks)
     rows = [list(range(number * BATCH, (number + 1) * BATCH)) for number in numbers]
     return DataLoader(Samples(last, ranks), batch_sampler=rows)
-
-
-class Meter:
-    """The bytes of a training, as the optimizer counts them and as the loopback interface does."""
-
-    def __init__(self) -> None:
-        self.interface_bytes = 0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self.begin()
-        yield
-        self.end()
-
-    def begin(self) -> None:
-        dist.barrier()
-        self._before = loopback.sent_bytes()
-
-    def end(self) -> None:
-        dist.barrier()
-        self.interface_bytes = (loopback.sent_bytes() - self._before) // dist.get_world_size()
 
 
 def save(folder: Path, name: str, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
 import thinwire
-from support.frameworks.task import BATCH, OPTIONS, Meter, Net, Samples, batches, save, write
+from support.frameworks.task import BATCH, OPTIONS, Net, Samples, batches, save, write
 
 
 def prepare(accelerator: Accelerator) -> tuple[Any, Any]:
@@ -23,23 +23,22 @@ def prepare(accelerator: Accelerator) -> tuple[Any, Any]:
 def train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     ddp, optimizer = prepare(accelerator)
-    loader, meter = accelerator.prepare(DataLoader(Samples(steps, 2), batch_size=BATCH)), Meter()
+    loader = accelerator.prepare(DataLoader(Samples(steps, 2), batch_size=BATCH))
     first = 0
     if resume:
         first = steps // 2
         accelerator.load_state(folder / str(first))
         loader = accelerator.skip_first_batches(loader, first)
-    with meter.running():
-        for step, batch in enumerate(loader, first + 1):
-            optimizer.zero_grad()
-            accelerator.backward(ddp(**batch)["loss"])
-            optimizer.step()
-            if step in (steps // 2, steps):
-                accelerator.save_state(folder / str(step))
+    for step, batch in enumerate(loader, first + 1):
+        optimizer.zero_grad()
+        accelerator.backward(ddp(**batch)["loss"])
+        optimizer.step()
+        if step in (steps // 2, steps):
+            accelerator.save_state(folder / str(step))
     save(folder, "whole-resumed" if resume else "whole", ddp)
     accelerator.free_memory()
     sent = optimizer.optimizer.sync.stats.bytes_sent
-    return {"bytes": sent, "interface_bytes": meter.interface_bytes}
+    return {"bytes": sent}
 
 
 def accumulate(folder: Path) -> dict[str, Any]:

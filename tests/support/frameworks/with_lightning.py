@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 import thinwire
-from support.frameworks.task import OPTIONS, Meter, Net, batches, loss_of, save, write
+from support.frameworks.task import OPTIONS, Net, batches, loss_of, save, write
 from thinwire.frameworks.lightning import Attach
 
 
@@ -20,7 +20,7 @@ class Module(L.LightningModule):
 
     def __init__(self, steps: int, ours: bool = True) -> None:
         super().__init__()
-        self.half, self.ours, self.meter = steps // 2, ours, Meter()
+        self.half, self.ours = steps // 2, ours
         self.layers = Net().layers  # with the names of `Net`, on which positions that ranks draw depend
         self.losses: list[float] = []
 
@@ -40,12 +40,6 @@ class Module(L.LightningModule):
         if self.ours:
             return thinwire.AdamW(self.parameters(), **OPTIONS)
         return torch.optim.AdamW(self.parameters(), lr=OPTIONS["lr"], weight_decay=0.0)
-
-    def on_train_start(self) -> None:
-        self.meter.begin()
-
-    def on_train_end(self) -> None:
-        self.meter.end()
 
 
 def trainer(**more: Any) -> L.Trainer:
@@ -117,8 +111,8 @@ def scaled(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
-    whole, sent = twice(folder, "whole", steps)
-    result: dict[str, Any] = {"bytes": sent, "interface_bytes": whole.meter.interface_bytes}
+    sent = twice(folder, "whole", steps)[1]
+    result: dict[str, Any] = {"bytes": sent}
     result["attached_bytes"] = twice(folder, "attached", 20, ours=False)[1]
     result |= fit_again(folder)
     accumulated = Module(20)

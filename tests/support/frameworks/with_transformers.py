@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import thinwire
-from support.frameworks.task import BATCH, OPTIONS, Meter, Net, Samples, save, write
+from support.frameworks.task import BATCH, OPTIONS, Net, Samples, save, write
 from thinwire.frameworks.transformers import Trainer
 
 
@@ -22,13 +22,6 @@ class InOrder(Trainer):
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
-
-
-class Metered(TrainerCallback):
-    def __init__(self) -> None:
-        self.meter = Meter()
-        self.on_train_begin = lambda *_, **__: self.meter.begin()
-        self.on_train_end = lambda *_, **__: self.meter.end()
 
 
 def make(folder: Path, steps: int, model: nn.Module, data: Dataset[Any], callbacks: Any = None, **more: Any) -> Trainer:
@@ -131,12 +124,12 @@ def others(folder: Path) -> None:
 
 
 def main(folder: Path, steps: int) -> None:
-    metered, result = Metered(), dict[str, Any]()
-    for trainer, name in zip(twice(folder, steps, 2, [metered]), ("whole", "whole-resumed"), strict=True):
+    result: dict[str, Any] = {}
+    for trainer, name in zip(twice(folder, steps, 2), ("whole", "whole-resumed"), strict=True):
         save(folder, name, trainer.model)
         if name == "whole":
             sent = trainer.optimizer.optimizer.sync.stats.bytes_sent
-            result = {"bytes": sent, "interface_bytes": metered.meter.interface_bytes}
+            result = {"bytes": sent}
     write(folder, result | gpt2(folder) | refused(folder))
 
 

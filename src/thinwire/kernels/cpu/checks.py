@@ -33,8 +33,7 @@ NONE = -1
 INFINITE_SCALE = 0x7F80
 INFINITE, MAGNITUDE = INFINITY_BITS[4], np.int32(0x7FFFFFFF)
 """The bits of infinity as a float32, and the mask of those below the sign. NaN is above infinity."""
-SMALLEST_SHARED = 1 << 19
-"""With fewer numbers to check, waking another thread takes as long as the check: about 0.4 ms."""
+SMALLEST_SHARED = 1 << 19  # With fewer numbers to check, waking another thread takes as long as the check: about 0.4 ms
 
 PREFETCH_RECORDS = 16
 """Quantize: scales are prefetched this many records ahead, because the hardware does not foresee their addresses."""

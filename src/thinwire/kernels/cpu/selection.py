@@ -14,8 +14,7 @@ import numpy as np
 
 from .jit import CACHE_LINE, kernel, lowest_one, magnitude_bits, mask64, prefetch_soon, widen
 
-CROWD = 8
-"""Up to this many times k, candidates are cheaper to search than the chunk."""
+CROWD = 8  # Up to this many times k, candidates are cheaper to search than the chunk
 
 
 @kernel

@@ -13,8 +13,7 @@ import torch
 
 T = TypeVar("T")
 
-SMALLEST_SHARE = 1 << 16
-"""With fewer elements, waking another thread costs more than it saves."""
+SMALLEST_SHARE = 1 << 16  # With fewer elements, waking another thread costs more than it saves
 
 _pool: ThreadPoolExecutor | None = None
 

@@ -12,8 +12,7 @@ from .marks import mark_if
 from .quantize_kernels import decode_blocks, encode_blocks
 from .topk_decode import ADD, KEEP, ZERO
 
-_TILE = 4096
-"""Elements of a program, if a record has as many."""
+_TILE = 4096  # Elements of a program, if a record has as many
 
 
 def encode(tensor: Tensor, residual: Tensor | None, layout: QuantizeLayout, payload: Tensor) -> Tensor:
@@ -63,7 +62,6 @@ def _decode(payloads: Tensor, layout: QuantizeLayout, g: Tensor | None, start: i
 
 
 def _rows(layout: QuantizeLayout) -> int:
-    """Return the number of blocks of a program."""
     return min(BLOCKS_PER_RECORD, max(1, _TILE // layout.block))
 
 

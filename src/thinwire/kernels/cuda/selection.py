@@ -21,8 +21,7 @@ _FIRST_STEP = tl.constexpr(1 << 21)
 _LARGEST_STEP = tl.constexpr(1 << 29)
 _PULL = tl.constexpr(0.7)
 """If a bound does not move twice in a row, the distance of its count to k is multiplied by this (Illinois variant)."""
-_ENOUGH = tl.constexpr(24)
-"""After this many rounds the rest is bisected, for any distribution."""
+_ENOUGH = tl.constexpr(24)  # After this many rounds the rest is bisected, for any distribution
 
 
 @triton.jit

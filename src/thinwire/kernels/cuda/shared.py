@@ -8,8 +8,7 @@ replace them with NumPy.
 import triton
 import triton.language as tl
 
-SHARED_LIMIT = 48 * 1024
-"""Bytes of shared memory that a kernel may declare."""
+SHARED_LIMIT = 48 * 1024  # Bytes of shared memory that a kernel may declare
 
 
 @triton.constexpr_function

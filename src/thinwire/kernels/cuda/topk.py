@@ -21,10 +21,8 @@ _REGISTERS = 128
 _CHUNKS_PER_PROGRAM = 8
 """Chunks of a program, one after the other, if there are enough: one's threshold is the first guess for the next."""
 _PROGRAMS = 2048
-_SUM_WARPS = 4
-"""Warps of `sum_chunks` for a chunk of 4,096."""
-_TILE = 2048
-"""Bits of a bitmap at a time."""
+_SUM_WARPS = 4  # Warps of `sum_chunks` for a chunk of 4,096
+_TILE = 2048  # Bits of a bitmap at a time
 _WIDE_LIMIT = 1 << 26
 """Elements at a time when several payloads are summed into 16 bits, because the sum needs a float32 tensor."""
 

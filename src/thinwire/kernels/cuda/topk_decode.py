@@ -23,8 +23,7 @@ from .numbers import from_bfloat16, read_bfloat16, signed_level
 SIZES = [
     "stride", "payloads", "n", "k", "low_bits", "codes_at", "low_at", "high_at", "nbytes", "weight",
 ]  # fmt: skip
-ZERO, KEEP, ADD = 0, 1, 2
-"""The start of a sum of payloads: 0, out, or out + g."""
+ZERO, KEEP, ADD = 0, 1, 2  # The start of a sum of payloads: 0, out, or out + g
 
 
 @triton.jit

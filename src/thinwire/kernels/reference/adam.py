@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..updates import AdamUpdate
 
-_BLOCK = 1 << 22
-"""Elements in a block. Temporary tensors stay this small."""
+_BLOCK = 1 << 22  # Elements in a block. Temporary tensors stay this small
 
 
 def largest(dtype: torch.dtype) -> float:

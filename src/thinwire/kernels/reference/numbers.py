@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..layout import bytes_for, residual_dtype
 
-MARK = 0x7FC0
-"""A bfloat16 NaN: the scale of a payload whose input was not finite."""
+MARK = 0x7FC0  # A bfloat16 NaN: the scale of a payload whose input was not finite
 SMALLEST_SCALE = 0x0080
 """The smallest normal bfloat16. No scale lies between it and 0, so that 1 / scale is always finite."""
 
@@ -49,8 +48,7 @@ def divided(values: Tensor, by: float) -> Tensor:
     return values / torch.full_like(values, by)
 
 
-_UNPACKED_AT_ONCE = 1 << 15
-"""Numbers that `unpack` handles at a time: bits take 64 times the memory of a payload."""
+_UNPACKED_AT_ONCE = 1 << 15  # Numbers that `unpack` handles at a time: bits take 64 times the memory of a payload
 
 
 # Bit fields ---------------------------------------------------------------------------------------------------------

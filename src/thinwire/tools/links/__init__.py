@@ -3,5 +3,4 @@
 They may have a round-trip time, too: what arrives is then delivered half of it later, in each direction.
 """
 
-LARGEST_WORLD = 64
-"""Largest number of ranks on one machine."""
+LARGEST_WORLD = 64  # Largest number of ranks on one machine

@@ -32,8 +32,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-FASTEST = 2e9
-"""Highest rate in bits per second."""
+FASTEST = 2e9  # Highest rate in bits per second
 _NETWORK = "127.83.0"
 _CONTROL = "127.0.0.1"
 _LIMIT_SECONDS = 30.0
@@ -42,8 +41,7 @@ _WINDOW_SECONDS, _SMALLEST_WINDOW = 4.0, 4 << 20
 waits, as with TCP's window. Without a rate, so many delays at the highest rate."""
 _BUCKET_SECONDS = 0.004
 """Capacity of the bucket, in seconds of the rate. System timers may be late by one or two milliseconds."""
-_PAUSE_SECONDS = 0.001
-"""Seconds after which a sender looks again whether fewer bytes are on their way."""
+_PAUSE_SECONDS = 0.001  # Seconds after which a sender looks again whether fewer bytes are on their way
 _SMALLEST_PIECE, _LARGEST_PIECE = 2_000, 256_000
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER value with which a connection is closed by a reset, without sending the remaining data."""
@@ -53,8 +51,7 @@ _RESET = struct.pack("ii", 1, 0)
 class RelayLinks:
     """The part of a relay that is sent to the process of each rank."""
 
-    control: int
-    """Port at which the relay accepts requests for other ports."""
+    control: int  # Port at which the relay accepts requests for other ports
     ranks: int
 
     def enter(self, rank: int) -> None:
@@ -64,7 +61,6 @@ class RelayLinks:
         connect_through(self, rank)
 
     def address(self, rank: int) -> str:
-        """Return the IP address at which a rank listens."""
         return _address(rank)
 
     def reach(self, source: int, rank: int, port: int) -> tuple[str, int]:
@@ -131,7 +127,6 @@ class Relay:
 
     @property
     def links(self) -> RelayLinks:
-        """Return the part that is sent to the process of each rank."""
         return RelayLinks(self._control.sockets[0].getsockname()[1], len(self._sent))
 
     def shape(self, rate: float | None, round_trip: float = 0.0) -> None:
@@ -148,7 +143,6 @@ class Relay:
         self._cut.add(rank)
 
     def sent_bytes(self) -> list[int]:
-        """Return the bytes sent so far by each rank."""
         return list(self._sent)
 
     def __enter__(self) -> Self:
@@ -163,7 +157,6 @@ class Relay:
         self._loop.close()
 
     def _wait(self, job: Coroutine[Any, Any, T]) -> T:
-        """Run a job in the event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(_LIMIT_SECONDS)
 
     async def _close(self) -> None:

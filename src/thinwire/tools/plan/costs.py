@@ -26,12 +26,9 @@ class Costs(NamedTuple):
     """Seconds per element of a tensor."""
 
     encode: float = 0.0
-    commit: float = 0.0
-    """Second half of compress: write to the residual what is not sent."""
-    write: float = 0.0
-    """Decode one payload into a tensor."""
-    add: float = 0.0
-    """Decode one more payload and add it to that tensor."""
+    commit: float = 0.0  # Second half of compress: write to the residual what is not sent
+    write: float = 0.0  # Decode one payload into a tensor
+    add: float = 0.0  # Decode one more payload and add it to that tensor
 
     def decode(self, payloads: int, density: float = 1.0) -> float:
         """Return the seconds per element to decode `payloads` payloads at once.
@@ -46,8 +43,7 @@ class Costs(NamedTuple):
 class Speeds:
     """Costs of one rank for codec, bytes and messages, while all other ranks of its node work too."""
 
-    origin: str
-    """Where the codec was measured, as text for the user."""
+    origin: str  # Where the codec was measured, as text for the user
     codecs: Mapping[Compressor, Costs]
     operation: float = 4.5e-4
     """Seconds of a compressed exchange that do not depend on other ranks: hand it to the wire, and apply the result."""
@@ -55,8 +51,7 @@ class Speeds:
     message: float = 1.2e-4
     """`transfer` is in seconds per transfer, `message` in seconds per peer of a transfer. Both are the time in which a
     thread sleeps and is woken."""
-    round: float = 2.5e-4
-    """Seconds per message of torch's all-reduce, which waits for the message before it."""
+    round: float = 2.5e-4  # Seconds per message of torch's all-reduce, which waits for the message before it
     ring_byte: float = 0.8e-9
     fp16_byte: float = 1.7e-9
     spread_byte: float = 1.2e-9

@@ -20,11 +20,9 @@ from thinwire.tools.units import format_bytes, format_number, format_seconds
 from .methods import Method
 from .model import Case, Prediction
 
-ROUNDS = (8, 32)
-"""Numbers of steps in a round that are predicted."""
+ROUNDS = (8, 32)  # Numbers of steps in a round that are predicted
 HOPELESS = 2.0
-WORTH = 1.05
-"""A longer round is chosen only if it is faster by this factor: its loss differs more."""
+WORTH = 1.05  # A longer round is chosen only if it is faster by this factor: its loss differs more
 
 
 def predict_local(case: Case, spec: str, given: Compressor) -> list[tuple[int, int, float, float]]:

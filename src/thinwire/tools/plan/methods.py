@@ -20,8 +20,7 @@ from thinwire.compressors import Compressor
 from .costs import Speeds, density
 from .options import Cluster
 
-DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"
-"""DDP's own all-reduce, and DDP with a hook that sends 16 bits."""
+DENSE, BF16, FP16 = "dense", "bf16", "fp16 hook"  # DDP's own all-reduce, and DDP with a hook that sends 16 bits
 HALVES = (BF16, FP16)
 _SPREAD_SHARE = 0.84
 """Bytes per second on a link if each rank sends to several peers, so that several flows share it, relative to one."""
@@ -54,22 +53,17 @@ def methods_for(made: Mapping[str, Compressor], cluster: Cluster, dtype: torch.d
 class Transfer(NamedTuple):
     """Phase in which ranks exchange bytes."""
 
-    busy: float
-    """Seconds in which the wire is busy."""
-    beyond: float
-    """Seconds from then until all has arrived."""
-    handling: float
-    """CPU seconds of each rank."""
+    busy: float  # Seconds in which the wire is busy
+    beyond: float  # Seconds from then until all has arrived
+    handling: float  # CPU seconds of each rank
 
 
 class Exchange(NamedTuple):
     """One exchange: its phases, its bytes, messages and memory, and the work that remains after its phases."""
 
-    phases: tuple[float | Transfer, ...]
-    """Seconds in which the rank computes, or a transfer."""
+    phases: tuple[float | Transfer, ...]  # Seconds in which the rank computes, or a transfer
     cost: cost.Cost
-    apply: float = 0.0
-    """Seconds to write residual and result, after all buckets have been exchanged."""
+    apply: float = 0.0  # Seconds to write residual and result, after all buckets have been exchanged
 
 
 def _transfer(cluster: Cluster, share: float, nbytes: float, rounds: int, handling: float) -> Transfer:

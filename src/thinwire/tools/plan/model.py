@@ -24,10 +24,8 @@ from .costs import Costs, Speeds
 from .methods import Exchange, Method, Transfer, exchange
 from .options import Cluster
 
-_BACKWARD_SHARE = 2 / 3
-"""Share of a step without communication that the backward pass is assumed to take."""
-_MOMENTS = 2
-"""Moments of Adam: torch keeps them in the dtype of the parameters, thinwire in float32."""
+_BACKWARD_SHARE = 2 / 3  # Share of a step without communication that the backward pass is assumed to take
+_MOMENTS = 2  # Moments of Adam: torch keeps them in the dtype of the parameters, thinwire in float32
 _ENDLESS, _DDP_AT_ONCE = 1e18, 2
 """A rate at which bytes take no time, and the number of all-reduces of DDP that run at the same time."""
 PARTS = ("compute", "codec", "bandwidth", "latency", "messages")
@@ -39,17 +37,13 @@ class Prediction:
     """Predicted time, bytes and memory of a step of one rank."""
 
     method: Method
-    algorithm: str
-    """Algorithm by which the largest bucket is reduced."""
+    algorithm: str  # Algorithm by which the largest bucket is reduced
     seconds: float
     sent: float
     messages: int
-    residual: float
-    """Bytes kept from step to step, including the residual of the sums that the rank owns."""
-    buffers: int
-    """Bytes used during the step besides gradients and residual."""
-    fits: bool
-    """Whether the memory of a rank, if it is known, is large enough."""
+    residual: float  # Bytes kept from step to step, including the residual of the sums that the rank owns
+    buffers: int  # Bytes used during the step besides gradients and residual
+    fits: bool  # Whether the memory of a rank, if it is known, is large enough
 
 
 @dataclass(frozen=True)
@@ -58,20 +52,15 @@ class Case:
 
     buckets: tuple[int, ...]
     """Number of elements of each bucket, in the order in which the backward pass completes them."""
-    compute: float
-    """Seconds of a step without communication."""
+    compute: float  # Seconds of a step without communication
     cluster: Cluster
     speeds: Speeds
-    dtype: torch.dtype = torch.float32
-    """dtype of the gradients."""
-    shard: int = 1
-    """Ranks of a replica, each of which holds a share of the model; 1 if it is not sharded."""
-    memory: float | None = None
-    """Bytes of memory of a rank; None if it is not known."""
+    dtype: torch.dtype = torch.float32  # dtype of the gradients
+    shard: int = 1  # Ranks of a replica, each of which holds a share of the model; 1 if it is not sharded
+    memory: float | None = None  # Bytes of memory of a rank; None if it is not known
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements of all buckets."""
         return sum(self.buckets)
 
     def predict(self, method: Method) -> Prediction:

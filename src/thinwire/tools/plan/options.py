@@ -71,12 +71,9 @@ class Cluster:
     """Identical ranks, each with one link to a switch that carries the traffic of all links."""
 
     world: int
-    rate: float
-    """Bits per second of a link, in each direction."""
-    latency: float
-    """Seconds from sending a message to its arrival."""
-    share: float = 0.89
-    """Share of a link's rate that carries payload if each rank sends to one peer. Headers take 6 %."""
+    rate: float  # Bits per second of a link, in each direction
+    latency: float  # Seconds from sending a message to its arrival
+    share: float = 0.89  # Share of a link's rate that carries payload if each rank sends to one peer. Headers take 6 %
     cores: int | None = None
     """CPU cores of a rank, which the model shares with the codec and the handling of bytes. None if the model is on an
     accelerator: the CPU is then free for both, and NCCL reduces dense gradients, with trees where they are faster."""

@@ -17,8 +17,7 @@ from .model import Case, Prediction
 WORTH = 1.05
 """Smallest speed-up that justifies a less simple method: compression costs memory, and the loss must be checked."""
 _FASTEST = 1e13
-_TEXT = ("method", "algorithm", "limited by", "")
-"""Columns that are left-aligned."""
+_TEXT = ("method", "algorithm", "limited by", "")  # Columns that are left-aligned
 
 
 def show(case: Case, made: Mapping[str, Compressor]) -> None:

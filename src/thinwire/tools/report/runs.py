@@ -16,8 +16,7 @@ from thinwire.tools.record import Line, read_lines
 from thinwire.tools.train.view import PHASES
 
 METRICS = "metrics.jsonl"
-DENSE = "dense"
-"""Name of the folder, in that of a run, that holds its dense reference."""
+DENSE = "dense"  # Name of the folder, in that of a run, that holds its dense reference
 _LARGEST, _LARGEST_COUNT = 1e300, 2**53
 """Numbers from here on count as not finite, so that sums of them are finite; steps from here on are refused."""
 
@@ -29,13 +28,10 @@ class Row(NamedTuple):
     seconds: float | None
     bytes_sent: float | None
     bytes_dense: float | None
-    loss: float | None
-    """Loss; None where it was not finite."""
+    loss: float | None  # Loss; None where it was not finite
     accuracy: float | None = None
-    split: tuple[float, ...] | None = None
-    """Seconds per step, in the order of `PHASES`."""
-    events: str = ""
-    """What sent further bytes since the line before, such as "warm-up, refresh"."""
+    split: tuple[float, ...] | None = None  # Seconds per step, in the order of `PHASES`
+    events: str = ""  # What sent further bytes since the line before, such as "warm-up, refresh"
 
 
 class Mark(NamedTuple):
@@ -52,29 +48,24 @@ class Run:
     """A run as its metrics.jsonl describes it."""
 
     name: str
-    conditions: Line = field(default_factory=dict)
-    """Conditions of the latest start or resume."""
-    started: str = ""
-    """Date of the first start."""
+    conditions: Line = field(default_factory=dict)  # Conditions of the latest start or resume
+    started: str = ""  # Date of the first start
     resumes: int = 0
     steps: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
     status: Literal["finished", "stopped", "failed", "unfinished"] = "unfinished"
     """State of the run; "unfinished" if it is still going or was killed."""
-    step: int = 0
-    """Last step that the run has reached."""
+    step: int = 0  # Last step that the run has reached
     seconds: float | None = None
     reduction_after_warmup: float | None = None
     ranks: list[dict[str, float | None]] = field(default_factory=list)
     """What each rank has sent since the start or the last resume, once the run has ended; replica and shard are None if
     the model is not sharded."""
     marks: list[Mark] = field(default_factory=list)
-    choice: str = ""
-    """The compressor that "auto" has chosen, once it is known."""
+    choice: str = ""  # The compressor that "auto" has chosen, once it is known
 
     @property
     def rows(self) -> list[Row]:
-        """All steps, followed by all evaluations."""
         return [*self.steps, *self.evaluations]
 
     @property

@@ -28,8 +28,7 @@ from thinwire.tools.files import replace_text, replacing, sha256_of
 
 from .control import Control
 
-FORMAT = 2
-"""Version of the files. Format 1 also had the options of the run, and states of older optimizers."""
+FORMAT = 2  # Version of the files. Format 1 also had the options of the run, and states of older optimizers
 _MANIFEST, _SHARED = "manifest.json", "model.pt"
 
 State = dict[str, Any]

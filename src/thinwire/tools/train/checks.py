@@ -14,8 +14,7 @@ from .metrics import chosen_sinks
 from .models import model_config
 
 DENSE = "none"
-LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"
-"""What `default` is with --local-steps, for any number of ranks."""
+LOCAL_DEFAULT = "topk:ratio=1/64,bits=2"  # What `default` is with --local-steps, for any number of ranks
 _LEAST = {
     1: ("steps", "batch", "workers", "shard", "keep", "log_every"),
     0: ("warmup_steps", "local_steps", "checkpoint_every", "eval_every", "seed"),

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from thinwire.kernels.reference.numbers import GOLDEN, mix, shift_right
 
 _CPU = torch.device("cpu")
-_VALIDATION_SHARE = 20
-"""One source file in 20, or the last twentieth of a file, is for validation."""
+_VALIDATION_SHARE = 20  # One source file in 20, or the last twentieth of a file, is for validation
 _VALIDATION_WINDOWS = 256
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 

@@ -58,8 +58,7 @@ RETRIES, TIMEOUT = 2, 30.0
 _FIRST_LABELS = {"mnist": "50419213143536172869", "fashion-mnist": "90030272550955791064"}
 """They tell the two data sets apart, whose files have the same names and sizes."""
 
-Parts = dict[str, tuple[Tensor, Tensor]]
-"""The images and labels of "train" and "test"."""
+Parts = dict[str, tuple[Tensor, Tensor]]  # The images and labels of "train" and "test"
 
 
 def find(data: str, folder: Path) -> list[Path]:

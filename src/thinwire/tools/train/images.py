@@ -20,8 +20,7 @@ from .image_files import Parts, read
 from .models import ModelConfig, model_config
 
 _SHIFT = 4
-_TEST_SHARE = 5
-"""One digit in so many is for validation."""
+_TEST_SHARE = 5  # One digit in so many is for validation
 FITTING = {
     "text": "gpt", "digits": "cnn:size=8", "mnist": "cnn:size=28", "fashion-mnist": "cnn:size=28",
     "cifar10": "resnet18",

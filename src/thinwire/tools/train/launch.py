@@ -30,8 +30,7 @@ from .control import fresh_store, pick_backend, pick_device
 from .image_files import download
 from .rank import Rank, on_signals
 
-LIMIT_SECONDS = 600.0
-"""Timeout of an exchange with a rank that does not answer. A rank that died is found at once."""
+LIMIT_SECONDS = 600.0  # Timeout of an exchange with a rank that does not answer. A rank that died is found at once
 _CONSEQUENCE_SECONDS = 2.0
 """Delay before a rank reports the failure of another rank, so that the failed rank can report it first."""
 _BEFORE_GROUP_SECONDS = 10.0

@@ -36,8 +36,7 @@ from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
 
-MOMENTUM = 0.9
-"""Momentum of SGD, both torch's and thinwire's."""
+MOMENTUM = 0.9  # Momentum of SGD, both torch's and thinwire's
 _RAMP, _FLOOR = 0.05, 0.1
 
 

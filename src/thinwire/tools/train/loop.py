@@ -23,15 +23,12 @@ from .learner import Learner, delay, schedule
 from .metrics import Metrics
 from .view import PHASES, describe_step, say
 
-PATIENCE = 20
-"""Number of steps in a row without a finite loss after which training fails."""
+PATIENCE = 20  # Number of steps in a row without a finite loss after which training fails
 _EVALUATION_BATCH = 256
 _SO_FAR = ("step", "bytes_sent", "bytes_dense")
 _SENT = ("bytes_between_nodes", "bytes_inside_nodes", "bytes_dense")
-_MOST_UNDER_WAY = 16
-"""Most messages with losses that are under way, so that a signal is seen soon."""
-_LARGEST = 1 << 53
-"""Bound of the numbers in a checkpoint: of bytes, steps, samples."""
+_MOST_UNDER_WAY = 16  # Most messages with losses that are under way, so that a signal is seen soon
+_LARGEST = 1 << 53  # Bound of the numbers in a checkpoint: of bytes, steps, samples
 
 
 @dataclass
@@ -39,13 +36,11 @@ class Counts:
     """Totals of the whole run, also from before a resume. Checkpoints contain all of them."""
 
     step: int = 0
-    samples: int = 0
-    """Samples consumed by all ranks: the position in the data."""
+    samples: int = 0  # Samples consumed by all ranks: the position in the data
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_dense: int = 0
-    skipped: int = 0
-    """Steps that were skipped because of a NaN or Inf on some rank."""
+    skipped: int = 0  # Steps that were skipped because of a NaN or Inf on some rank
     split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 

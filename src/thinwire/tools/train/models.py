@@ -147,7 +147,6 @@ class CNNConfig(_Config):
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Return the shape of an image."""
         return self.channels, self.size, self.size
 
 

@@ -38,8 +38,7 @@ from .models import model_config
 from .view import compare, describe_end, say
 
 _LOCK_FILE = ".lock"
-_MAY_DIFFER = {"out", "data_dir", "download", "workers", "device"}
-"""Options that may differ between ranks."""
+_MAY_DIFFER = {"out", "data_dir", "download", "workers", "device"}  # Options that may differ between ranks
 _LASTING = ("recipe", "model", "data", "optimizer", "compressor", "warmup_steps", "local_steps", "seed")
 """Options that a resumed run cannot change."""
 
