@@ -35,6 +35,7 @@ test:
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=tests:src $(BIN)/python -m support.budget
 
 types: $(READY)
 	$(BIN)/mypy

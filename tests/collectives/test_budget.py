@@ -16,6 +16,7 @@ from support.oracle import bytes_of, same_bits
 from support.reductions import placed
 from support.slow import slow
 from support.training import SEVERAL, TOPK, Given, assert_same, attached, gradients, policy, raises, weight_bits
+from thinwire import Collective
 from thinwire.testing import RankPool
 
 NUMEL = 300_001
@@ -156,14 +157,15 @@ TRAINED = [
 def train(rank: int, module: Given, kind: str, ddp: bool, compressed: bool, steps: int, max_bytes: Any) -> None:
     """By whatever exchanges its gradients."""
     spec: Any = policy(TOPK) if compressed else "none"
+    collective = Collective(max_bytes=max_bytes)
     model: Any = module
     finish = None
     if kind in ("AdamW", "SGD"):
         model = DistributedDataParallel(module, **SEVERAL) if ddp else module
         given = model if ddp else module.named_parameters()
-        optimizer = getattr(thinwire, kind)(given, lr=0.01, compressor=spec, warmup_steps=1, max_bytes=max_bytes)
+        optimizer = getattr(thinwire, kind)(given, lr=0.01, compressor=spec, warmup_steps=1, collective=collective)
     else:
-        model, _, finish = attached(module, spec, ddp, SEVERAL, max_bytes=max_bytes)
+        model, _, finish = attached(module, spec, ddp, SEVERAL, collective=collective)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         optimizer.zero_grad()

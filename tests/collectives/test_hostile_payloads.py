@@ -108,9 +108,8 @@ def train_one(rank: int, route: Route, target: Target, number: int, to_all: bool
     """(the damages that fit, what is wrong) with that of this number."""
     model = DistributedDataParallel(make_net())
     rules = policy(TOPK_OF_TRAINING, small_compressor=target.small or QUANTIZE)
-    optimizer = thinwire.AdamW(
-        model, lr=1e-2, compressor=rules, warmup_steps=1, algorithm=target.algorithm, timeout=SECONDS
-    )
+    collective = thinwire.Collective(algorithm=target.algorithm, timeout=SECONDS)
+    optimizer = thinwire.AdamW(model, lr=1e-2, compressor=rules, warmup_steps=1, collective=collective)
 
     def step(index: int) -> thinwire.CollectiveError | None:
         try:

@@ -31,7 +31,7 @@ def test_zero_at_first_and_a_view_from_then_on() -> None:
     assert slice_of(vectors, ["a", "b"]).data_ptr() == flat.data_ptr()
     assert "a" in vectors
     assert "d" not in vectors
-    assert list(vectors) == ["a", "b"]
+    assert list(vectors.named()) == ["a", "b"]
 
 
 def test_the_size_of_a_gap_counts() -> None:
@@ -54,7 +54,7 @@ def test_any_companies(companies: list[list[str]]) -> None:
         flat.add_(torch.arange(flat.numel()) + 10.0 * number + 1)
         for name, part in zip(names, flat.split([SIZES[name] for name in names]), strict=True):
             expected[name] = part.clone()
-        for name in vectors:
+        for name in vectors.named():
             assert torch.equal(vectors[name], expected[name]), name
 
 
@@ -78,7 +78,7 @@ def test_load_copies_and_replaces_everything() -> None:
     slice_of(vectors, ["b"]).fill_(1.0)
     vectors.load(saved)
     saved["d"].fill_(9.0)
-    assert sorted(vectors) == ["a", "d"]
+    assert sorted(vectors.named()) == ["a", "d"]
     assert slice_of(vectors, ["a", "d", "b"]).tolist() == [0.0, 1.0, 2.0] + [1.0] * 7 + [0.0]
 
 
@@ -89,7 +89,7 @@ def test_scale_reaches_chosen_names_once() -> None:
     slice_of(vectors, ["b", "d"])
     vectors.load(vectors.named())
     vectors.scale(0.5, lambda name: name != "b")
-    assert {name: set(vectors[name].tolist()) for name in vectors} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
+    assert {name: set(vectors[name].tolist()) for name in vectors.named()} == {"a": {0.5}, "b": {1.0}, "d": {0.5}}
 
 
 def test_threads_may_ask_at_the_same_time() -> None:

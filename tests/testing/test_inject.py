@@ -31,7 +31,8 @@ SPEC = "topk:ratio=1/4,bits=2,chunk=64"
 
 def train(group: LocalGroup | None, rank: int, faults: list[Fault], timeout: float = 30.0) -> list[Any]:
     """Plain loop. Returns, for each step, the gradient's sum or the error's name."""
-    sync = thinwire.Synchronizer(thinwire.Policy(SPEC, min_numel=1), group=group, timeout=timeout)
+    collective = thinwire.Collective(timeout=timeout)
+    sync = thinwire.Synchronizer(thinwire.Policy(SPEC, min_numel=1), group=group, collective=collective)
     model = nn.Linear(64, 4, bias=False)
     found: list[Any] = []
     for step in range(STEPS):

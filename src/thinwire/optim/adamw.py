@@ -132,7 +132,7 @@ class AdamW(CompressedOptimizer):
         grad_scaler: GradScaler | None = None,
         **torch_options: Any,
     ) -> None:
-        check_torch_options(self, {"amsgrad": amsgrad, **torch_options})
+        check_torch_options({"amsgrad": amsgrad, **torch_options})
         if type(refresh_every) is not int or refresh_every < 0:
             raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
         policy = policy_of(compressor, warmup_steps, warmup)

@@ -35,13 +35,13 @@ _REFUSED = {
 }
 
 
-def check_torch_options(optimizer: object, given: Mapping[str, object]) -> None:
+def check_torch_options(given: Mapping[str, object]) -> None:
     """Raise ValueError for an option of torch's optimizer that thinwire's does not have, unless it is off."""
     for name, value in given.items():
         if name in Collective.__dataclass_fields__:
             raise TypeError(f"{name}={value!r}, expected collective=thinwire.Collective({name}={value!r})")
         if name not in {**_REFUSED, "foreach": "", "fused": ""}:
-            raise TypeError(f"{type(optimizer).__name__} has no argument {name!r}")
+            raise TypeError(f"unknown argument {name!r}")
         if value and name in _REFUSED:
             raise ValueError(f"{name}={value!r}, which thinwire does not have: {_REFUSED[name]}")
 

@@ -59,7 +59,7 @@ class SGD(CompressedOptimizer):
         grad_scaler: GradScaler | None = None,
         **torch_options: Any,
     ) -> None:
-        check_torch_options(self, {"dampening": dampening, **torch_options})
+        check_torch_options({"dampening": dampening, **torch_options})
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -66,7 +66,7 @@ def groups_from_torch(state: Mapping[str, Any], here: list[dict[str, Any]], opti
         )
     made = []
     for theirs, ours in zip(saved, here, strict=True):
-        check_torch_options(**{name: theirs.get(name) for name in ("amsgrad", "dampening", "maximize")})
+        check_torch_options({name: theirs.get(name) for name in ("amsgrad", "dampening", "maximize")})
         settings = {name: theirs[name] for name in _SETTINGS[optimizer] if name in theirs}
         if optimizer == "AdamW" and theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
             del settings["weight_decay"]
