@@ -8,9 +8,9 @@ import torch
 from gpu_script import NEEDS_GPU, main
 from test_no_waiting import no_waiting
 
-from thinwire.tools.train.data import Data, Text
+from thinwire.tools.train.data import Text
 from thinwire.tools.train.image_files import CIFAR_FILES, MNIST_FILES, RECORD
-from thinwire.tools.train.images import Images
+from thinwire.tools.train.images import Data, Images
 
 pytestmark = NEEDS_GPU
 
