@@ -8,6 +8,7 @@ as the learning rate, must therefore be read from GPU memory, and tensors must s
 everything else that the work depends on. With another key the work is recorded anew.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -75,10 +76,14 @@ class Recording:
         with torch.cuda.stream(stream):
             # While this thread records, others may wait for the GPU and allocate memory, as the wire does. This is what
             # `torch.cuda.graph` does, but for collecting garbage and giving back memory, which take far longer.
-            graph.capture_begin(pool=self._memory.pool_for(graph), capture_error_mode="thread_local")
+            collects = gc.isenabled()
+            gc.disable()  # the garbage may hold other graphs, and freeing one in this thread ends the capture
             try:
+                graph.capture_begin(pool=self._memory.pool_for(graph), capture_error_mode="thread_local")
                 work()
             finally:
+                if collects:
+                    gc.enable()
                 graph.capture_end()
         graph.replay()  # recording has done nothing so far
         self._graph = graph

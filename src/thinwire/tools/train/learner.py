@@ -125,7 +125,7 @@ class Learner:
             self._optimizer.step()
 
     def synchronize(self) -> None:
-        """With --local-steps, exchange those that were not exchanged yet, so that ranks have the same weights."""
+        """Exchange local steps that were not exchanged yet, if there are any, so that ranks have the same weights."""
         if self._config.local_steps:
             self._optimizer.synchronize()
 
