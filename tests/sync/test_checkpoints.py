@@ -114,8 +114,7 @@ def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: 
     state = torch.load(file_of(folder, rank * 1000 + step))
     kept, run, again = deepcopy(state), Run(**how), Run(**how)
     run.load(state)
-    knows_names = how["ddp"] or how["kind"] != "attach"  # a plain loop learns them at its first step
-    again.load(deepcopy(run.state() if knows_names else state))  # torch's own optimizers share what they loaded
+    again.load(deepcopy(run.state()))  # torch's own optimizers share what they loaded
     assert_same(run.bits(), again.bits(), "a state of a resumed run")
     run.train(rank, step, step + 2)
     if how["kind"] == "attach":  # torch's own SGD goes on with the tensors that it loaded

@@ -163,7 +163,7 @@ class Synchronizer(Ranks):
             "options": self._options(),
             "steps": self.stats.steps,
             "scale": self._scale,
-            "entries": dict(self.numels or {}),
+            "entries": dict(self.numels or self._unchecked or {}),
             "layout": [list(names) for names in self.layout],
             "residuals": self.residuals,
             "owners": self.unsent.owner_states(),
