@@ -252,6 +252,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         ("cnn:size=28", "digits", "use model cnn:size=8, or other data"),
         ("resnet18", "text", "model resnet18 takes 3 x 32 x 32, and text has bytes: use model gpt"),
         ("gpt", "mnist", "model gpt takes bytes, and mnist has 1 x 28 x 28: use model cnn:size=28"),
+        ("cnn:classes=9", "digits", "model cnn: expected classes=10 or more for digits, got 9"),
         ("cnn", "faces", "data 'faces' is unknown, expected one of text, digits, mnist, fashion-mnist, cifar10"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -126,3 +126,5 @@ def check_fit(config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"model {config.name} takes {takes}, and {name} has {has}: use model {FITTING[name]}, or other data"
         )
+    if (classes := getattr(config, "classes", 10)) < 10:
+        raise ValueError(f"model {config.name}: expected classes=10 or more for {name}, got {classes}")
