@@ -201,11 +201,14 @@ def _make(method: Method, setup: Setup, target: object, **more: object) -> Any:
     return _optimizer(method)(target, **{"lr": setup.lr, **momentum, **more, **options})
 
 
+def _collective(method: Method) -> thinwire.Collective:
+    return thinwire.Collective(algorithm=str(method.options.get("algorithm", "auto")))
+
+
 def _with_our_optimizer(method: Method, setup: Setup) -> Training:
     """Build thinwire's optimizer, which exchanges compressed updates."""
     module = DDP(setup.model, **setup.ddp) if setup.group is None else setup.model
-    collective = thinwire.Collective(algorithm=str(method.options.get("algorithm", "auto")))
-    more: dict[str, Any] = {"warmup_steps": setup.warmup_steps, "group": setup.group, "collective": collective}
+    more = {"warmup_steps": setup.warmup_steps, "group": setup.group, "collective": _collective(method)}
     optimizer = _make(method, setup, module, compressor=method.spec, **more)
 
     def send() -> None:
@@ -233,7 +236,7 @@ def _attached(method: Method, setup: Setup, optimizer: Any) -> Training:
     """Build torch's optimizer on gradients that thinwire compresses, or averages as they are between threads."""
     warmup = method.warmup(setup.warmup_steps)
     policy = thinwire.Policy(method.spec or "none", warmup=[(warmup, EIGHT_BITS)] if warmup else [])
-    collective = thinwire.Collective(algorithm=str(method.options.get("algorithm", "auto")))
+    collective = _collective(method)
     if setup.group is None:
         module = DDP(setup.model, **setup.ddp)
         return Training(module, optimizer, thinwire.attach(module, policy, collective=collective))

@@ -21,7 +21,7 @@ import thinwire
 from thinwire.testing import RankPool
 
 LIBRARY = Path(thinwire.__file__).parent
-ARITHMETIC = ("codec", "compressors", "kernels")
+ARITHMETIC = ("compressors", "kernels")
 """Rooms whose files are not counted: the arithmetic of a compressor."""
 STEPS_BEFORE = 5
 

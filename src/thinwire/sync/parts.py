@@ -118,7 +118,6 @@ class StepRecord:
     bytes_dense_between_nodes: int = 0
     closed_at: float = 0.0  # of `time.perf_counter`
     waited: float = 0.0  # seconds for which the caller waited for the exchange
-    labels: list[str] = field(default_factory=list)  # of each operation in `handles`
     slots: list[Slot] = field(default_factory=list)
     packs: set[int] = field(default_factory=set)  # the `id` of each slice of packed parameters
     carried: set[str] = field(default_factory=set)  # parameters whose residuals were sent with their dense gradients

@@ -52,7 +52,6 @@ class Step(StepRecord):
     _sent: list[Sent] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _regrouped: list[Bucket] = field(default_factory=list)
-    _encoded: int = 0  # buckets, one for several that are sent together
     _waiting: list[Bucket] = field(default_factory=list)  # to be sent together
     _packed: list[PackedGradients] = field(default_factory=list)  # to be sent together
     _clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
@@ -117,7 +116,7 @@ class Step(StepRecord):
             self._send_waiting(last)
 
     def _send_waiting(self, last: bool) -> None:
-        waiting, self._waiting, self._encoded = self._waiting, [], self._encoded + 1
+        waiting, self._waiting = self._waiting, []
         self._encode(together(waiting), last)
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
@@ -307,8 +306,6 @@ class Step(StepRecord):
     def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
         reduction = sent.reduction
         self.handles.append(reduction.handle)
-        label = f"bucket {self._encoded}, {sent.gradient.numel():,} elements"
-        self.labels.append("small tensors" if sent.places else label)
         self._sent.append(sent)
         try:
             encode()
