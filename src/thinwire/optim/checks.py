@@ -40,9 +40,11 @@ def check_torch_options(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if name in Collective.__dataclass_fields__:
             raise TypeError(f"{name}={value!r}, expected collective=thinwire.Collective({name}={value!r})")
-        if name not in {**_REFUSED, "foreach": "", "fused": ""}:
+        if name in ("foreach", "fused"):  # other implementations of the same step
+            continue
+        if name not in _REFUSED:
             raise TypeError(f"unknown argument {name!r}")
-        if value and name in _REFUSED:
+        if value:
             raise ValueError(f"{name}={value!r}, which thinwire does not have: {_REFUSED[name]}")
 
 
