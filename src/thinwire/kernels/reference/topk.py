@@ -150,12 +150,20 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
     Bytes that `pack_record` cannot have written may give positions outside the record. A missing position is
     `record.n`.
     """
+    return unpack_positions(packed, record), unpack_values(packed, record)
+
+
+def unpack_values(packed: Tensor, record: TopKRecord) -> Tensor:
+    """Unpack the values of each record."""
     codes = packed[:, record.codes_at : record.low_at]
     if record.bits == 32:
-        values = codes.reshape(-1).clone().view(torch.float32).view(-1, record.k)
-    else:
-        scales = numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2)
-        values = dequantize(scales, numbers.unpack(codes, record.bits, record.k), record.bits)
+        return codes.reshape(-1).clone().view(torch.float32).view(-1, record.k)
+    scales = numbers.unpack(packed[:, : record.codes_at], 16, record.codes_at // 2)
+    return dequantize(scales, numbers.unpack(codes, record.bits, record.k), record.bits)
+
+
+def unpack_positions(packed: Tensor, record: TopKRecord) -> Tensor:
+    """Unpack the positions of each record."""
     low = numbers.unpack(packed[:, record.low_at : record.high_at], record.low_bits, record.k)
     bitmap = numbers.unpack_bits(packed[:, record.high_at :])
     if packed.shape[0] == 1:  # may be a record of the whole tensor, so it takes little memory, and no time to sort
@@ -164,12 +172,11 @@ def unpack_record(packed: Tensor, record: TopKRecord) -> tuple[Tensor, Tensor]:
         positions.sub_(torch.arange(found, device=packed.device)).bitwise_left_shift_(record.low_bits)
         positions.bitwise_or_(low[:, :found])
         missing = positions.new_full((1, record.k - found), record.n)
-        return torch.cat([positions, missing], 1) if found < record.k else positions, values
+        return torch.cat([positions, missing], 1) if found < record.k else positions
     # A stable sort puts the places of the ones first, in their order, whatever their number.
     bitmap, places = bitmap.sort(dim=1, descending=True, stable=True)
     high = places[:, : record.k] - torch.arange(record.k, device=packed.device)
-    positions = (high << record.low_bits) | low
-    return torch.where(bitmap[:, : record.k] == 1, positions, record.n), values
+    return torch.where(bitmap[:, : record.k] == 1, (high << record.low_bits) | low, record.n)
 
 
 def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
@@ -178,10 +185,11 @@ def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
         raise ValueError(f"a record has another number of positions than {record.k}")
     numbers.check_padding(packed[:, record.low_at : record.high_at], record.k * record.low_bits)
     numbers.check_padding(packed[:, record.high_at :], record.k + ((record.n - 1) >> record.low_bits))
-    positions, values = unpack_record(packed, record)
+    positions = unpack_positions(packed, record)
     if bool((positions[:, 1:] <= positions[:, :-1]).any()):
         raise ValueError("positions are not in ascending order")
     if bool((positions[:, -1] >= record.n).any()):
         raise ValueError(f"a position is outside its chunk of {record.n} elements")
+    del positions  # of a record of the whole tensor, they take more memory than the payload
     numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
-    return values
+    return unpack_values(packed, record)
