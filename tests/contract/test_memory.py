@@ -89,7 +89,6 @@ def test_reading_a_frame_takes_memory_in_proportion_to_it(spec: str) -> None:
             with nullcontext() if is_good else pytest.raises(thinwire.FrameError, match="scale"):
                 CompressedTensor.from_bytes(data)
 
-        # What the allocator returns late, or a thread of torch's pool allocates, may be counted once, but not each time.
-        peaks = [peak_memory(read, torch.device("cpu")) for _ in range(4)]
-        peak = None if None in peaks else min(peaks)
-        assert peak is None or peak < factor * len(data), f"{spec}: {peak} bytes for a frame of {len(data)}"
+        # What the allocator returns late may be counted once, but not each time.
+        peaks = [peak_memory(read, torch.device("cpu")) or 0 for _ in range(4)]
+        assert min(peaks) < factor * len(data), f"{spec}: {peaks} bytes for a frame of {len(data)}"
