@@ -171,8 +171,7 @@ def unpack_positions(packed: Tensor, record: TopKRecord) -> Tensor:
         found = positions.shape[1]
         positions.sub_(torch.arange(found, device=packed.device)).bitwise_left_shift_(record.low_bits)
         positions.bitwise_or_(low[:, :found])
-        missing = positions.new_full((1, record.k - found), record.n)
-        return torch.cat([positions, missing], 1) if found < record.k else positions
+        return torch.nn.functional.pad(positions, (0, record.k - found), value=record.n)
     # A stable sort puts the places of the ones first, in their order, whatever their number.
     bitmap, places = bitmap.sort(dim=1, descending=True, stable=True)
     high = places[:, : record.k] - torch.arange(record.k, device=packed.device)
@@ -190,6 +189,6 @@ def check_record(packed: Tensor, record: TopKRecord) -> Tensor:
         raise ValueError("positions are not in ascending order")
     if bool((positions[:, -1] >= record.n).any()):
         raise ValueError(f"a position is outside its chunk of {record.n} elements")
-    del positions  # of a record of the whole tensor, they take more memory than the payload
+    del positions  # of a record of the whole tensor: eight bytes each
     numbers.check_padding(packed[:, record.codes_at : record.low_at], record.k * record.bits)
     return unpack_values(packed, record)
