@@ -78,7 +78,7 @@ class Target(NamedTuple):
 def target_layout(optimizer: thinwire.AdamW, target: Target, owner: int) -> Layout:
     """Of what the last step has sent in this stage."""
     assert optimizer.sync.last_step is not None
-    plans = [slot.request.plan for slot in optimizer.sync.last_step.slots]
+    plans = [slot.request.plan for slot in optimizer.sync.last_step.slots_used]
     fitting = [plan for plan in plans if isinstance(plan.first, thinwire.TopK) is not bool(target.small)]
     plan = max(fitting, key=lambda plan: plan.segments[-1][1])
     numel = plan.segments[-1][1]

@@ -52,7 +52,7 @@ def check(rank: int, kind: str, mesh: Any, fully_shard: Any, options: dict[str, 
         optimizer.step()
         losses.append(float(loss))
     assert sum(losses[-5:]) < sum(losses[:5]), (kind, losses)
-    kernels = {kernel for slot in sync.last_step.slots for kernel in slot.request.plan.first.stats.kernels}
+    kernels = {kernel for slot in sync.last_step.slots_used for kernel in slot.request.plan.first.stats.kernels}
     assert kernels == {"cuda"}, kernels
     for parameter in model.parameters():
         mine: Tensor = parameter.to_local().detach().cpu()

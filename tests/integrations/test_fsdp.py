@@ -213,7 +213,7 @@ def released(rank: int, mesh: Any, kind: str) -> tuple[set[str], bool, bool]:
         sync = optimizer.sync
     for step in range(3):
         take_step(model, optimizer, [rank], step)
-    slots = sync.last_step.slots if kind == "AdamW" else []  # type: ignore[union-attr]
+    slots = sync.last_step.slots_used if kind == "AdamW" else []  # type: ignore[union-attr]
     compressed = {name for slot in slots if slot.slice.compressor.sparse for name in slot.slice.names if name}
     assert all(part.numel() < 4096 for part in local_parts(model).values())
     parameter = next(iter(model.parameters()))

@@ -68,8 +68,8 @@ def wait_between_buckets(sync: Any, is_due: Callable[[], bool]) -> None:
     def send_and_wait(bucket: Any, *, last: bool) -> None:
         send(bucket, last=last)
         deadline = time.monotonic() + 30
-        while is_due() and not waited and sync._step._sent and time.monotonic() < deadline:
-            if any(sent.reduction.failure is not None for sent in sync._step._sent):
+        while is_due() and not waited and sync._step.flights and time.monotonic() < deadline:
+            if any(flight.failure is not None for flight in sync._step.flights):
                 waited.append(True)
             time.sleep(0.01)
 

@@ -232,7 +232,7 @@ def send_after_a_failure(rank: int, world_size: int) -> str:
         add(buckets[0])
         assert failed.wait(SECONDS)
         add(buckets[1])
-        sent = len(sync._step.handles)
+        sent = len(sync._step.reports)
         added.set()
         try:
             sync.finish()
@@ -274,7 +274,7 @@ def go_on_after_a_failure(rank: int, world_size: int) -> list[float]:
     if rank == 1:
         GlooLink.post = breaks  # type: ignore[method-assign]
         add(0)
-        while sync._step._sent[0].reduction.failure is None:
+        while sync._step.flights[0].failure is None:
             time.sleep(0.001)
         add(1)
         add(2)

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire import kernels
-from thinwire.collectives.algorithms import stage
 from thinwire.collectives.local import LocalGroup, LocalWorld
 
 SPEC = "topk:ratio=1/64,bits=2"
 NUMEL = 4300
-stage.SMALL = 0  # one operation at a time, as on a GPU: the interpreter runs no two kernels at once
 
 
 def compressors_count_and_take_back() -> None:

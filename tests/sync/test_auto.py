@@ -12,6 +12,7 @@ from thinwire.collectives import LocalWorld
 from thinwire.compressors import Compressor, format_spec
 from thinwire.sync import trials as trials_module
 from thinwire.sync.auto import GRADIENTS, MARGIN, Choice, decide, updates
+from thinwire.sync.peers import Peers
 from thinwire.sync.trials import BEFORE, STEPS, TURNS, Auto, schedule
 
 UPDATES = updates(2)
@@ -139,7 +140,7 @@ def test_measurements_of_another_world_size_do_not_count() -> None:
 def test_one_rank_measures_nothing() -> None:
     """A process without a group, too."""
     trials = trials_of(UPDATES)
-    trials.choose_if_due(Synchronizer("auto", group=LocalWorld(1).groups[0]), torch.device("cpu"))
+    trials.choose_if_due(Peers(LocalWorld(1).groups[0], None), 0, torch.device("cpu"))
     assert (trials.choice.compressor, trials.choice.step_seconds) == (NONE, [])
     assert "there is one rank" in trials.choice.reason
 

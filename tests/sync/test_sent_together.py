@@ -34,7 +34,7 @@ def train(group: LocalGroup, poisoned: int | None, options: dict[str, Any]) -> t
     moments = [kept for vectors in optimizer._vectors.values() for _, kept in sorted(vectors.named().items())]
     residuals = [kept for _, kept in sorted(optimizer.sync.residuals.items())]
     bits = [bytes_of(tensor.detach()) for tensor in (*model.weights, *moments, *residuals)]
-    return bits, len(optimizer.sync.last_step.handles), optimizer.skipped
+    return bits, len(optimizer.sync.last_step.reports), optimizer.skipped
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor
+from .flight import Flight
 from .groups import Group, channels
 from .handle import Handle
 from .plan import max_bytes as budget
-from .reduction import Reduction
 from .request import make_request
 from .state import ShardState
 from .transport.operation import Operation
@@ -86,20 +86,15 @@ def all_reduce_compressed(
             state=state,
             max_bytes=budget(max_bytes),
         )
-        request.asked_for.check_input(tensor, residual, request.key_of(key, operations[-1].number))
-        reduction = Reduction(
-            request=request,
-            operations=operations,
-            tensor=tensor.detach().view(-1),
-            residual=None if residual is None else residual.detach().view(-1),
-            state=state,
-            key=key,
-            has_future=True,
-        )
-    reduction.run_all(tensor)
+        if key is not None and type(key) is not int:
+            raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
+        request.asked_for.check_input(tensor, residual, operations[-1].number if key is None else key)
+        flat, kept = tensor.detach().view(-1), None if residual is None else residual.detach().view(-1)
+        flight = Flight(request, operations, flat, kept, state=state, key=key, has_future=True)
+    flight.do_all(tensor)
     if not async_op:
-        reduction.handle.wait()
-    return reduction.handle
+        flight.wait()
+    return flight
 
 
 @contextmanager

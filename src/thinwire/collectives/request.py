@@ -36,34 +36,15 @@ class Request:
     asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
     text: str  # `described` as JSON
 
+    algorithm: str  # for reports: that of the plan, with "hierarchical, " in front if there are two stages
+
     @property
     def is_exchanged_at_once(self) -> bool:
         """Return whether there is one exchange of payloads, and nothing is encoded after it."""
-        return self.plan.algorithm == "gather" and len(self.channels) == 1
+        return self.algorithm == "gather"
 
-    @property
-    def goes_through_host(self) -> bool:
-        """Return whether a payload on a GPU is copied to pinned memory once, and sent to all ranks from there."""
-        return self.is_exchanged_at_once and self.channels[0].backend == "gloo"
-
-    @property
-    def algorithm(self) -> str:
-        return ("hierarchical, " if len(self.channels) > 1 else "") + self.plan.algorithm
-
-    def key_of(self, key: int | None, number: int) -> int | None:
-        """Return the key of an operation: from its number if none is given and the compressor draws."""
-        if key is None and self.draws:
-            key = number
-        if key is not None and type(key) is not int:
-            raise ValueError(f"key {key!r}, expected a whole number, such as that of the step")
-        return key
-
-    def owner_residuals(
-        self, state: ShardState | None, dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor | None]:
-        """Return the residual of this rank as an owner, one tensor for each segment; None where none is kept."""
-        if state is None or self.plan.algorithm != "sharded":
-            return [None] * len(self.plan.segments)
+    def owner_residuals(self, state: ShardState, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Return the residual of this rank as an owner in "sharded", one tensor for each segment."""
         *nodes, channel = self.channels
         spans: list[Span] = []
         for start, stop in self.plan.segments:
@@ -150,6 +131,7 @@ def make_request(
         draws=first.draws or sums.draws,
         asked_for=first,
         text=json.dumps(described),
+        algorithm=("hierarchical, " if nodes else "") + chosen,
     )
 
 

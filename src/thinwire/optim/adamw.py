@@ -26,9 +26,8 @@ from ..compressors import compressor as parsed
 from ..kernels.updates import AdamUpdate
 from ..sync.buckets import Slice
 from ..sync.checkpoint import DamagedError
-from ..sync.parts import Rule, Updates
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.step import Step
+from ..sync.step import Rule, Step, Updates
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
 from .families import Family

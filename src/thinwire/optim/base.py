@@ -28,11 +28,10 @@ from ..kernels.layout import residual_dtype
 from ..kernels.recording import Recording
 from ..sync import checkpoint
 from ..sync.buckets import Bucket, shaped
-from ..sync.parts import Rule, Updates
 from ..sync.policy import DENSE, Policy
 from ..sync.residuals import NamedVectors
 from ..sync.shards import local_of
-from ..sync.step import Step
+from ..sync.step import Rule, Step, Updates
 from ..sync.synchronizer import Synchronizer
 from .checks import check_groups, check_number, check_order, check_replicas, dense_policy, warn_of_averaged
 from .families import Families, Family
@@ -302,10 +301,11 @@ class CompressedOptimizer(Optimizer):
             self._apply_slices(sent)
             return
         if self._recording is None:
-            self._recording = self.sync.workspace.new_recording()
+            assert self.sync.recorder is not None
+            self._recording = self.sync.recorder.new_recording()
         started = time.perf_counter()
         if self._recording.run(key, lambda: self._apply_slices(sent)):
-            sent.handles[-1].report.spans.append(Span("decode", started, time.perf_counter()))
+            sent.reports[-1].spans.append(Span("decode", started, time.perf_counter()))
 
     def _recording_key(self, sent: Step) -> Hashable:
         """Return everything that applying this step depends on; None if it cannot be recorded."""
@@ -333,7 +333,9 @@ class CompressedOptimizer(Optimizer):
         if not self.sync.policy.auto or self.sync.choice is not None:
             return
         before = self._sent_as_updates(self.sync.steps - 1)
-        self.sync.assignment.choose_if_due(self.sync, next(p.device for _, p in self.named_parameters()))
+        self.sync.assignment.choose_if_due(
+            self.sync.peers, self.sync.steps, next(p.device for _, p in self.named_parameters())
+        )
         after = set(self._sent_as_updates(self.sync.steps))
         self._to_gradients([name for name in before if name not in after])
 

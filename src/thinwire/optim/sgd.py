@@ -12,8 +12,8 @@ from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
 from ..sync.buckets import Slice, flat
-from ..sync.parts import Rule
 from ..sync.policy import DEFAULT, Policy, Spec
+from ..sync.step import Rule
 from .base import CompressedOptimizer, Piece
 from .checks import check_number, check_torch_options, policy_of
 from .families import Family

@@ -8,9 +8,8 @@ import torch
 from ..compressors import Compressor, NoCompression
 from .auto import Choice
 from .buckets import BucketPlan, Together, plan_bucket
-from .parts import StepRecord
+from .peers import Peers
 from .policy import DENSE, Policy
-from .ranks import Ranks
 
 
 class Assignment:
@@ -25,19 +24,19 @@ class Assignment:
         self._chosen: Compressor | None = None  # in place of the policy's final one in the current step
         self._plans: dict[Hashable, BucketPlan] = {}
 
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
+    def begin(self, peers: Peers, step: int, device: torch.device) -> None:
         """Choose the compressor of the step that begins; the base class does nothing."""
 
-    def plan(self, bucket: Together, step: StepRecord) -> BucketPlan:
-        """Return how a bucket is cut into slices and packed parameters at the current step."""
+    def plan(self, bucket: Together, step: int, mode: Hashable) -> BucketPlan:
+        """Return how a bucket is cut into slices and packed parameters; with another mode, slices are other objects."""
         policy = self.policy
         families = tuple(None if self._families is None else self._families[name] for name in bucket.names)
-        key = bucket.names, families, policy.phase(step.number), step.mode, self.dense
+        key = bucket.names, families, policy.phase(step), mode, self.dense
         made = self._plans.get(key)
         if made is None:
             # A policy goes by the size of the whole parameter, so that it is the same for all shards.
             sized = [(name, self.sizes.get(name, size)) for name, size in zip(bucket.names, bucket.sizes, strict=True)]
-            compressors = [self._compressor_of(name, size, step.number, self._chosen) for name, size in sized]
+            compressors = [self._compressor_of(name, size, step, self._chosen) for name, size in sized]
             small = {
                 name
                 for (name, size), given in zip(sized, compressors, strict=True)
@@ -63,7 +62,7 @@ class Assignment:
         """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
         return False
 
-    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
+    def choose_if_due(self, peers: Peers, step: int, device: torch.device) -> None:
         """Make the choice if the trials are over; the base class does nothing."""
 
     def state_dict(self) -> dict[str, Any]:

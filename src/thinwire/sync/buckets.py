@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor, NoCompression
-from ..kernels.joined import Flat, Joined
+from ..kernels.joined import Flat, Joined, tensors_of
 
 _TAKEN_OUT = 1 << 16
 """A larger packed parameter interrupts a slice: zeros in its place would cost more than a second slice."""
@@ -90,6 +90,24 @@ class Packed(NamedTuple):
     name: str
     start: int
     stop: int
+
+
+class PackedGradients(NamedTuple):
+    """Packed parameters of one bucket that wait to be sent together with those of other buckets."""
+
+    bucket: Together
+    parts: Sequence[Packed]
+    compressor: Compressor
+    copied: Tensor | None  # the gradients, one after the other; None if the bucket still holds them when they are sent
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.bucket.flat.dtype.itemsize
+
+    def pieces(self) -> list[Tensor]:
+        if self.copied is not None:
+            return [self.copied]
+        return [piece for part in self.parts for piece in tensors_of(self.bucket.flat[part.start : part.stop])]
 
 
 class BucketPlan(NamedTuple):

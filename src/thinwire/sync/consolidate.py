@@ -5,14 +5,17 @@ the same bytes as that of the receiving rank becomes the same tensor, which `tor
 """
 
 import io
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..collectives.groups import Group, place
 from ..collectives.stream import stream
+from ..collectives.transport.channel import Channel
 from .ranked import fill, strip
 
 _PIECE = 32 << 20  # bytes of one message
@@ -91,3 +94,46 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+class Saves:
+    """Warns if rank 0 alone calls `state_dict()`, by the notice board of the group, though states differ between ranks.
+
+    At the end of the step after a call, rank 0 sees whether its neighbour has called too: it would have by then.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()  # of this among a channel's synchronizers
+        self._noted: tuple[Channel, str, int] | None = None  # by the last call: a key on the channel's board, and steps
+        self._has_warned = False
+        self.are_noted = False  # since the last check
+
+    def number(self, channels: Sequence[Channel]) -> None:
+        """Number this synchronizer among those of its channels. All ranks call this in the same order."""
+        for channel in channels:
+            if channel not in self._numbers:
+                self._numbers[channel] = next(channel.users)
+
+    def note(self, channels: Sequence[Channel], steps: int) -> None:
+        channel = next((each for each in channels if each.size > 1), None)
+        if channel is None or self._has_warned or (self._noted is not None and self._noted[2] == steps):
+            return
+        self._noted = channel, f"saved/{self._numbers[channel]}", steps
+        self.are_noted = True
+        channel.board.write(f"{self._noted[1]}/{channel.rank}", str(steps))
+
+    def check(self) -> None:
+        """Warn on rank 0, at the end of the step after a call, if its neighbour has not called; once."""
+        self.are_noted = False
+        if self._noted is None or self._noted[0].rank != 0:
+            return
+        channel, key, steps = self._noted
+        theirs = channel.board.read(f"{key}/1")
+        if channel.board.lost is None and (theirs is None or int(theirs) < steps):  # it may have called once more since
+            self._has_warned = True
+            warnings.warn(
+                f"rank {channel.ranks[0]} called state_dict(), and rank {channel.ranks[1]} did not. Residuals and "
+                "momentum differ between ranks: what one rank saves alone cannot be loaded by the others. Call "
+                "consolidate_state_dict() on all ranks before, or save the state_dict() of every rank",
+                stacklevel=4,
+            )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..collectives import Handle, Report
-from .parts import StepRecord
+from .step import Step
 
 
 @dataclass
@@ -49,7 +49,7 @@ class SyncStats:
         """Return the bytes that this rank has sent inside its node, where nothing is compressed."""
         return self.bytes_sent - self.bytes_between_nodes
 
-    def add(self, step: StepRecord, *, warms_up: bool = False) -> None:
+    def add(self, step: Step, *, warms_up: bool = False) -> None:
         """Count a step that was taken or skipped; `warms_up` if it is one of the warm-up."""
         counts = step.finite is not False
         self.steps, self.skipped = self.steps + counts, self.skipped + (not counts)
@@ -57,11 +57,11 @@ class SyncStats:
         self.last_bytes_sent = 0
         self.bytes_dense += step.bytes_dense
         self.bytes_dense_between_nodes += step.bytes_dense_between_nodes
-        for handle in step.handles:
-            self._count(handle.report)
+        for report in step.reports:
+            self._count(report)
         if warms_up:
             self.warmup_bytes_sent, self.warmup_bytes_dense = self.bytes_sent, self.bytes_dense
-        self._add_blocked({**_worked(step.handles, step.closed_at), "exchange": step.waited})
+        self._add_blocked({**_worked(step.reports, step.closed_at), "exchange": step.waited})
 
     def add_averages(self, handles: Sequence[Handle], started: float) -> None:
         """Count operations outside a step, for which the caller has waited since `started`."""
@@ -70,7 +70,7 @@ class SyncStats:
         if self.bytes_dense == self.warmup_bytes_dense:  # averages at the end of the warm-up are a part of it
             self.warmup_bytes_sent = self.bytes_sent
         whole = max((handle.ended or started for handle in handles), default=started) - started
-        worked = _worked(handles, started)
+        worked = _worked([handle.report for handle in handles], started)
         self._add_blocked({**worked, "exchange": max(0.0, whole - sum(worked.values()))})
 
     def _add_blocked(self, seconds: Mapping[str, float]) -> None:
@@ -91,11 +91,11 @@ def _reduction(dense: int, sent: int) -> float:
     return dense / sent if sent else 1.0
 
 
-def _worked(handles: Sequence[Handle], since: float) -> dict[str, float]:
+def _worked(reports: Sequence[Report], since: float) -> dict[str, float]:
     """Return the seconds of computing since a time, by phase; where two operations overlap, the first one counts."""
     worked = dict.fromkeys(("encode", "decode", "update"), 0.0)
     counted = since
-    for start, stop, phase in sorted((s.start, s.stop, s.phase) for handle in handles for s in handle.report.spans):
+    for start, stop, phase in sorted((s.start, s.stop, s.phase) for report in reports for s in report.spans):
         if phase in worked:
             worked[phase] += max(0.0, stop - max(start, counted))
             counted = max(counted, stop)

@@ -10,7 +10,8 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from enum import Enum
 from math import ceil
 
 import torch
@@ -18,22 +19,59 @@ from torch import Tensor
 
 from ..collectives.all_reduce import refusing
 from ..collectives.cost import ring
-from ..collectives.groups import compressing_ranks, place
-from ..collectives.handle import Handle, Report
+from ..collectives.handle import Report
 from ..collectives.plan import ENVIRONMENT_VARIABLE
-from ..collectives.reduction import Reduction
 from ..collectives.transport.operation import Operation
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.joined import Flat, Joined, addresses_of, tensors_of
 from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
-from ..kernels.updates import AdamUpdate, Update
+from ..kernels.updates import Update
 from .assignment import Assignment
-from .buckets import Bucket, Packed, Slice, Together, together
-from .parts import Mode, PackedGradients, Sent, Slot, StepRecord, Updates
-from .ranks import Ranks
+from .buckets import Bucket, Packed, PackedGradients, Slice, Together, together
+from .parcel import Parcel
+from .recorded import Recorder, is_recordable
+from .residuals import NamedVectors
 from .shards import ShardGroup
+from .slots import Slot, Slots
+
+
+class Mode(Enum):
+    """How the gradients of a step are sent."""
+
+    GRADIENTS = "compressed"
+    WARMUP = "compressed, for an optimizer that takes them as they are; only small tensors keep a residual"
+    UPDATES = "as the updates that an optimizer makes of them"
+
+
+Rule = Callable[[Slice, Sequence[Tensor], float], Update]
+"""Makes the update of a slice, from its moments and the factor of its gradient."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The settings of an optimizer for one step.
+
+    warms_up   gradients are sent instead of updates; only packed parameters have a residual then.
+    rules      one rule for each family of parameters, which makes an update from `moments` and the gradient.
+    scale      the factor by which GradScaler has multiplied the loss.
+    max_norm   the norm to which this rank's gradient is clipped.
+    sampled    names of parameters whose gradients are sampled.
+    numbers    a row for each rule in GPU memory, where a recording reads them; it begins with two factors of the
+               gradient.
+    together_bytes   buckets wait until their gradients have this many bytes in total, and are then sent together.
+    """
+
+    warms_up: bool
+    rules: Sequence[Rule]
+    moments: Sequence[NamedVectors]
+    scale: float = 1.0
+    max_norm: float | None = None
+    sampled: frozenset[str] = frozenset()
+    numbers: Tensor | None = None
+    together_bytes: int = 0
+
 
 PACKED_BYTES = 1 << 20
 """Packed parameters of several buckets wait until they have this many bytes in total: each operation has a cost."""
@@ -41,26 +79,57 @@ _SAMPLED_SHARE, _FEWEST_SAMPLES = 128, 256
 """One element in `_SAMPLED_SHARE` is sampled, but at least `_FEWEST_SAMPLES` of a tensor."""
 
 
-@dataclass(kw_only=True)
-class Step(StepRecord):
-    """A step that is under way."""
+class Step:
+    """A step that is under way: its flights, and what it has done so far.
 
-    sync: Ranks
-    assignment: Assignment
-    _encodes_here: bool = False  # a slice was encoded in backward, and not by a replay that the wire starts
-    _held: int = 0  # bytes of payloads until the step ends
-    _sent: list[Sent] = field(default_factory=list)
-    _buckets: list[Bucket] = field(default_factory=list)
-    _regrouped: list[Bucket] = field(default_factory=list)
-    _waiting: list[Bucket] = field(default_factory=list)  # to be sent together
-    _packed: list[PackedGradients] = field(default_factory=list)  # to be sent together
-    _clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
+    number         of steps taken before this one, without skipped steps.
+    updates        the settings of an optimizer; None if gradients are averaged.
+    wanted_layout  the buckets to use, as parameter names, if possible; empty for those that come.
+    is_sent_by_torch   nothing is compressed, and DDP's hook sends the buckets by itself.
+    """
 
-    def __post_init__(self) -> None:
-        _, self._world_size = place(self.sync.group)
-        self._nodes = compressing_ranks(self.sync.group)
-        clips = self.updates is not None and self.updates.max_norm is not None
-        self._collects = clips or bool(self.sync.wanted_layout)  # all buckets before the first is sent
+    def __init__(
+        self,
+        number: int,
+        updates: Updates | None,
+        *,
+        assignment: Assignment,
+        slots: Slots,
+        recorder: Recorder | None,
+        shards: ShardGroup | None,
+        wanted_layout: list[tuple[str, ...]],
+        is_sent_by_torch: bool,
+    ) -> None:
+        self.number, self.updates, self.is_sent_by_torch = number, updates, is_sent_by_torch
+        self.mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
+        self.closed = False  # after the last bucket
+        self.finite: bool | None = None  # every rank's gradient; None until it is known, or if it is not checked
+        self.flights: list[Parcel] = []
+        self.reports: list[Report] = []
+        self.layout: list[tuple[str, ...]] = []  # names in each bucket, as they came
+        self.numels: dict[str, int] = {}
+        self.bytes_dense = self.bytes_dense_between_nodes = 0
+        self.closed_at = self.waited = 0.0  # of `time.perf_counter`; seconds for which the caller waited
+        self.slots_used: list[Slot] = []
+        self.packs: set[int] = set()  # the `id` of each slice of packed parameters
+        self.carried: set[str] = set()  # parameters whose residuals were sent with their dense gradients
+        self.samples: dict[str, Tensor] = {}
+        self._assignment, self._slots, self._recorder, self._shards = assignment, slots, recorder, shards
+        self._wanted_layout = wanted_layout
+        self._world_size, self._nodes = slots.peers.world_size, slots.peers.nodes
+        self._encodes_here = False  # a slice was encoded in backward, and not by a replay that the wire starts
+        self._held = 0  # bytes of payloads until the step ends
+        self._buckets: list[Bucket] = []
+        self._regrouped: list[Bucket] = []
+        self._waiting: list[Bucket] = []  # to be sent together
+        self._packed: list[PackedGradients] = []  # to be sent together
+        self._clip: float | Tensor = 1.0  # factor of the gradients; on a GPU it stays there
+        clips = updates is not None and updates.max_norm is not None
+        self._collects = clips or bool(wanted_layout)  # all buckets before the first is sent
+
+    @property
+    def warms_up(self) -> bool:
+        return self.mode is Mode.WARMUP
 
     # Backward: encode, and hand over to the wire.
 
@@ -87,17 +156,16 @@ class Step(StepRecord):
         sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
         report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
         report.messages = 2 * (self._world_size - 1)
-        self.handles.append(Handle(report))
-        self.handles[-1].complete([])
+        self.reports.append(report)
 
     def _collected(self) -> list[Bucket]:
-        """Compute the clipping factor, and return all buckets: as they came, or regrouped by `sync.wanted_layout`."""
+        """Compute the clipping factor, and return all buckets: as they came, or regrouped by `wanted_layout`."""
         parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
         if self.updates is not None and self.updates.max_norm is not None:
-            self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())], self.sync.shards)
+            self._clip = _clip_to(self.updates, [part for _, part in sorted(parts.items())], self._shards)
             if self.updates.numbers is not None:
                 self.updates.numbers[:, :2].mul_(self._clip)
-        layout = self.sync.wanted_layout
+        layout = self._wanted_layout
         if layout != self.layout and {name for names in layout for name in names} == parts.keys():
             self._regrouped = [
                 Bucket(torch.cat([parts[name] for name in names]), names, tuple(parts[name].numel() for name in names))
@@ -121,7 +189,7 @@ class Step(StepRecord):
 
     def _stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context that uses the side stream, so that the backward pass continues meanwhile."""
-        side = self.sync.workspace.side_stream(device)
+        side = self._slots.side_stream(device)
         if side is None:
             return nullcontext()
         side.wait_stream(torch.cuda.current_stream(device))
@@ -129,7 +197,7 @@ class Step(StepRecord):
 
     @torch.no_grad()
     def _encode(self, bucket: Together, last: bool) -> None:
-        tensor, plan = bucket.flat, self.assignment.plan(bucket, self)
+        tensor, plan = bucket.flat, self._assignment.plan(bucket, self.number, self.mode)
         for compressor, parts in plan.packed.items():
             copied = None
             if self.updates is None and isinstance(tensor, Tensor):  # an optimizer's gradients are not overwritten
@@ -142,20 +210,20 @@ class Step(StepRecord):
             with self._stream(tensor.device):
                 self._send_packed()  # first, because encoding them takes little time
         for slice_ in plan.slices:
-            known = self._sent_before(slice_, tensor)
-            if known is not None:
-                self._send_again(known)
+            gradient = tensor[slice_.start : slice_.stop]
+            if self._is_sent_again(slice_, gradient):
                 continue
             # Encoding takes several kernels and memory that all slices share: no replay may come between them.
             self._encodes_here = True
-            for sent in self._sent:
-                sent.reduction.wait_until_replayed()
+            if self._recorder is not None:
+                self._recorder.wait_for(self.flights)
             with self._stream(tensor.device):
-                self._send_slice(slice_, tensor[slice_.start : slice_.stop])
+                self._send_slice(slice_, gradient)
 
     def _add_residuals(self, gradient: Tensor, parts: Sequence[Packed]) -> None:
         """Add the residuals of parameters that are sent dense, so that nothing is left behind."""
-        unsent, names = self.sync.unsent, {part.name for part in parts if part.name in self.sync.unsent}
+        unsent = self._slots.residuals
+        names = {part.name for part in parts if part.name in unsent}
         unsent.fold(names)
         for part in (part for part in parts if part.name in names):
             gradient[part.start : part.stop].add_(unsent[part.name])
@@ -165,32 +233,21 @@ class Step(StepRecord):
     def _samples(self) -> bool:
         return self.updates is not None and bool(self.updates.sampled)
 
-    def _sent_before(self, slice_: Slice, bucket: Flat) -> Sent | None:
-        """Return how a slice was sent in the last step; None if it cannot be sent in the same way again."""
-        if self.mode is not Mode.UPDATES or self._encodes_here or self._samples:
-            return None
-        return self.sync.workspace.prepared(slice_, bucket, self.sync.channels_of(bucket.device))
-
-    def _send_again(self, known: Sent) -> None:
-        """Send a slice as in the last step: its tensors have not moved, and encoding is a replay."""
-        slot, operations = known.slot, self.sync.number_operations(known.gradient.device)
+    def _is_sent_again(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> bool:
+        """Send a slice as in the last step, if it was recorded, and its tensors have not moved."""
+        if self._recorder is None or self.mode is not Mode.UPDATES or self._encodes_here or self._samples:
+            return False
+        known = self._recorder.known(slice_, gradient, origin)
+        if known is None:
+            return False
+        operations = self._slots.peers.operations(gradient.device)
         if self._refuses(operations):
-            return
+            return True
         with refusing(operations):
-            self._hold(slot)
-        reduction = Reduction(slot.request, operations, known.source, known.residual, None, None, buffers=slot.buffers)
-        side = self.sync.workspace.side_stream(known.gradient.device)
-
-        def encode() -> None:
-            assert slot.recording is not None
-            if side is not None:
-                reduction.encode_on_wire(slot.recording, known.key, side)  # so that backward does not wait for Python
-                return
-            is_replayed = slot.recording.replay(known.key)
-            assert is_replayed
-            reduction.encode(is_replayed=True)
-
-        self._submit(replace(known, reduction=reduction), encode)
+            self._hold(known.slot)
+        parcel, side = self._recorder.again(known, operations), self._slots.side_stream(gradient.device)
+        self._submit(parcel, parcel.depart_now if side is None else lambda: parcel.depart_on_wire(side))
+        return True
 
     def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
         self._sample(slice_, gradient)
@@ -200,25 +257,19 @@ class Step(StepRecord):
             source = gradient
         else:
             dtype = residual_dtype(gradient.dtype) if update is not None else gradient.dtype
-            source = self.sync.workspace.scratch(gradient, dtype)
-        sent = self._begin(slice_, gradient, source=source, update=update)
-        if sent is None:
-            return
-        if self.mode is not Mode.WARMUP and _is_recordable(update):
-            sent.key = self.sync.workspace.addresses(sent)
+            source = self._slots.scratch(gradient, dtype)
 
-        def encode() -> None:
+        def write(parcel: Parcel) -> None:
             if update is not None:
-                with sent.reduction.handle.report.clock("update"):
-                    update.write(self._clipped(sent), source)
+                with parcel.report.clock("update"):
+                    update.write(self._clipped(parcel), source)
             elif self.mode is Mode.WARMUP:
                 assert isinstance(gradient, Tensor)
                 self._as_gradient(source.copy_(gradient))
             if slice_.gaps:  # packed parameters, which are sent separately
                 torch._foreach_zero_([source[begin:end] for begin, end in slice_.gaps])
-            sent.reduction.encode()
 
-        self._encode_and_submit(sent, encode)
+        self._send(slice_, gradient, source, write, update=update)
 
     def _send_packed(self) -> None:
         """Send all packed parameters that wait, in one operation for each dtype, device and compressor."""
@@ -231,101 +282,91 @@ class Step(StepRecord):
             self._send_group(group)
 
     def _send_group(self, group: Sequence[PackedGradients]) -> None:
-        slice_, packed = self.sync.workspace.packed(group)
+        slice_, packed = self._slots.packed(group)
         self.packs.add(id(slice_))
-        origin: tuple[Hashable, ...] | None = None
+        origin: Hashable = None
         if self.mode is Mode.UPDATES and self.updates is not None and not isinstance(self._clip, Tensor):
             origin = *(addresses_of(waiting.bucket.flat) for waiting in group), self._clip, self.updates.scale
-        known = self._sent_before(slice_, packed)
-        if known is not None and known.origin == origin:
-            self._send_again(known)
+        if self._is_sent_again(slice_, packed, origin):
             return
-        places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
-        sent = self._begin(slice_, packed, source=packed, places=places)
-        if sent is None:
-            return
-        if origin is not None:
-            sent.key, sent.origin = (*self.sync.workspace.addresses(sent), *origin), origin
 
-        def encode() -> None:
+        def write(parcel: Parcel) -> None:
             torch.cat([piece for waiting in group for piece in waiting.pieces()], out=packed)
             self._sample(slice_, packed)
             if self.updates is not None:
                 self._as_gradient(packed)
-            sent.reduction.encode()
 
-        self._encode_and_submit(sent, encode)
+        places = [(waiting.bucket.flat, part) for waiting in group for part in waiting.parts]
+        self._send(slice_, packed, packed, write, places=places, origin=origin)
 
-    def _begin(
+    def _send(
         self,
         slice_: Slice,
         gradient: Flat,
-        *,
         source: Tensor,
+        write: Callable[[Parcel], None],
+        *,
         update: Update | None = None,
         places: Sequence[tuple[Flat, Packed]] = (),
-    ) -> Sent | None:
-        """Begin the operation that sends `source`, which is written later; return None if another has failed."""
-        sync, is_dense = self.sync, isinstance(slice_.compressor, NoCompression)
-        keeps = not is_dense and (bool(places) or self.mode is not Mode.WARMUP)
-        residual, state = sync.residual_of(slice_, source) if keeps else (None, None)
-        operations = sync.number_operations(source.device)
+        origin: Hashable = None,
+    ) -> None:
+        """Send `source`, which `write` writes; do nothing if an operation of this step has failed."""
+        keeps = not isinstance(slice_.compressor, NoCompression) and (bool(places) or self.mode is not Mode.WARMUP)
+        operations = self._slots.peers.operations(source.device)
         if self._refuses(operations):
-            return None
+            return
         with refusing(operations):
-            slot = sync.workspace.slot(
-                slice_,
-                source,
-                [operation.channel for operation in operations],
-                state=state,
+            residual, state = self._slots.residual_of(slice_, source) if keeps else (None, None)
+            # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
+            slot = self._slots.of(
+                slice_, source, [operation.channel for operation in operations], state=state,
                 algorithm=self._algorithm(slice_.compressor, source, bool(places)),
-                # In the warm-up owners keep nothing: what a sparse compressor does not send of a sum would be lost.
-                shard_compressor=sync.collective.shard_compressor if keeps and not places else None,
-            )
+                shard_compressor=self._slots.collective.shard_compressor if keeps and not places else None,
+            )  # fmt: skip
             self._hold(slot)
-            key = None
-            if slot.request.draws:
-                key = mix_key(self.number, slice_.seed)
-            reduction = Reduction(slot.request, operations, source, residual, state, key, buffers=slot.buffers)
-        return Sent(slice_, gradient, source, slot, reduction, residual, update=update, places=places)
+            key = mix_key(self.number, slice_.seed) if slot.request.draws else None
+            parcel = Parcel(
+                slot, operations, gradient, source, residual, state=state, key=key, update=update, places=places
+            )
 
-    def _encode_and_submit(self, sent: Sent, encode: Callable[[], None]) -> None:
-        """Encode a slice or replay the recording of it, submit it, and keep how, if the next step can do the same."""
-        recording = sent.slot.recording
+        def encode() -> None:
+            write(parcel)
+            parcel.depart()
 
-        def encode_or_replay() -> None:
-            if recording is None or sent.key is None or self._samples:
-                encode()
-            elif recording.run(sent.key, encode):
-                sent.reduction.encode(is_replayed=True)
+        if self._recorder is None:
+            self._submit(parcel, encode)
+            return
+        recorder = self._recorder
+        if not places and self.mode is not Mode.WARMUP and is_recordable(update):
+            parcel.recorded_by = recorder.addresses(parcel)
+        elif places and origin is not None:
+            parcel.recorded_by, parcel.origin = (*recorder.addresses(parcel), origin), origin
+        self._submit(
+            parcel,
+            lambda: recorder.depart(parcel, encode, replays=not self._samples, keeps=self.mode is Mode.UPDATES),
+        )
 
-        self._submit(sent, encode_or_replay)
-        if self.mode is Mode.UPDATES and sent.key is not None:
-            self.sync.workspace.prepare(sent)
-
-    def _submit(self, sent: Sent, encode: Callable[[], None]) -> None:
-        reduction = sent.reduction
-        self.handles.append(reduction.handle)
-        self._sent.append(sent)
+    def _submit(self, parcel: Parcel, depart: Callable[[], None]) -> None:
+        self.flights.append(parcel)
+        self.reports.append(parcel.report)
         try:
-            encode()
-            reduction.submit()
+            depart()
+            parcel.submit()
         except BaseException as error:
-            reduction.fail(error)  # otherwise a caller would wait for it forever
+            parcel.give_up(error)  # otherwise a caller would wait for it forever
             raise
 
     def _algorithm(self, compressor: Compressor, tensor: Tensor, packs: bool) -> str:
         if not isinstance(compressor, NoCompression):
-            if self.sync.collective.algorithm == "dense":
-                return "dense"
-            return "auto" if packs else self.sync.collective.algorithm
+            given = self._slots.collective.algorithm
+            return "auto" if packs and given != "dense" else given
         # Between two ranks, gather sends as many bytes as dense, in one message; but 16-bit sums would be rounded.
         return "gather" if self._world_size == 2 and tensor.dtype.itemsize >= 4 else "dense"
 
     def _hold(self, slot: Slot) -> None:
-        self.slots.append(slot)
+        self.slots_used.append(slot)
         self._held += slot.request.plan.cost.memory
-        most = self.sync.max_bytes
+        most = self._slots.max_bytes
         if most is not None and self._held > most:
             raise ValueError(
                 f"max_bytes {most:,}, but the payloads of one step, which are held until it ends, need {self._held:,} "
@@ -334,8 +375,7 @@ class Step(StepRecord):
 
     def _refuses(self, operations: Sequence[Operation]) -> bool:
         """Return whether an operation of this step has failed; then refuse these, which are numbered as elsewhere."""
-        failures = (sent.reduction.failure for sent in self._sent)
-        failure = next((found for found in failures if found is not None), None)
+        failure = next((found for parcel in self.flights if (found := parcel.failure) is not None), None)
         if failure is not None:
             for operation in operations:
                 operation.refuse(str(failure))
@@ -352,11 +392,11 @@ class Step(StepRecord):
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
         return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
-    def _clipped(self, sent: Sent) -> Flat:
+    def _clipped(self, parcel: Parcel) -> Flat:
         """Return the gradient, clipped here if the factor is on the GPU and not part of the update's numbers."""
-        if not isinstance(self._clip, Tensor) or _is_recordable(sent.update):
-            return sent.gradient
-        clipped = [tensor.to(self._clip.dtype) * self._clip for tensor in tensors_of(sent.gradient)]
+        if not isinstance(self._clip, Tensor) or is_recordable(parcel.update):
+            return parcel.gradient
+        clipped = [tensor.to(self._clip.dtype) * self._clip for tensor in tensors_of(parcel.gradient)]
         return clipped[0] if len(clipped) == 1 else Joined(clipped)
 
     def _as_gradient(self, copy: Tensor) -> Tensor:
@@ -388,33 +428,27 @@ class Step(StepRecord):
     def wait(self) -> None:
         """Wait until everything is exchanged, and set `finite`, the same on all ranks; raise any error."""
         started = time.perf_counter()
-        for handle in self.handles:
-            handle.wait()
+        for parcel in self.flights:
+            parcel.wait()
         self.waited = time.perf_counter() - started
         if not self.is_sent_by_torch:
-            self.finite = all(handle.report.finite for handle in self.handles)
+            self.finite = all(report.finite for report in self.reports)
         self._join_streams()
 
     def _join_streams(self) -> None:
         """Make the current stream of each device wait for everything that was encoded and exchanged."""
         for device in {bucket.tensor.device for bucket in self._buckets}:
-            side = self.sync.workspace.side_stream(device)
+            side = self._slots.side_stream(device)
             if side is not None:
                 torch.cuda.current_stream(device).wait_stream(side)
-        for sent in self._sent:
-            sent.reduction.join_streams()
+        for parcel in self.flights:
+            parcel.join_streams()
 
     def addresses(self) -> tuple[Hashable, ...] | None:
         """Return everything that applying this step depends on, besides parameters; None if it cannot be recorded."""
         if self.mode is not Mode.UPDATES or self._regrouped:
             return None
-        for sent in self._sent:
-            if sent.slot.recording is None or not sent.slot.request.is_exchanged_at_once:
-                return None
-            if not sent.places and not _is_recordable(sent.update):
-                return None
-        # The key of packed parameters also has the clipping factor, by which applying them does not depend.
-        return tuple(self.sync.workspace.addresses(sent) if sent.places else sent.key for sent in self._sent)
+        return None if self._recorder is None else self._recorder.key_of_landing(self.flights)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -423,12 +457,12 @@ class Step(StepRecord):
             for bucket in self._buckets:
                 bucket.tensor.fill_(torch.nan)
             return
-        for sent in self._sent:
-            sent.reduction.apply(sent.source, None, sent.source)
-        for sent in self._sent:  # after all slices, because packed parameters lie in their gaps
-            if sent.places:
-                averages = sent.source.split(list(sent.slice.sizes))
-                places = [piece for flat, part in sent.places for piece in tensors_of(flat[part.start : part.stop])]
+        for parcel in self.flights:
+            parcel.land(parcel.tensor, parcel.tensor)
+        for parcel in self.flights:  # after all slices, because packed parameters lie in their gaps
+            if parcel.places:
+                averages = parcel.tensor.split(list(parcel.slot.slice.sizes))
+                places = [piece for flat, part in parcel.places for piece in tensors_of(flat[part.start : part.stop])]
                 torch._foreach_copy_(places, list(averages))
         if self._regrouped:
             parts = {name: part for bucket in self._buckets for name, part in bucket.parts().items()}
@@ -439,28 +473,31 @@ class Step(StepRecord):
     @torch.no_grad()
     def averages(self) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
         """Update residuals and moments, and yield averages by slice, in shared memory, and if they are updates."""
-        for sent in self._sent:
-            if sent.places or self.mode is Mode.WARMUP:
-                out = sent.source if sent.places else self.sync.workspace.scratch(sent.gradient, sent.gradient.dtype)
-                sent.reduction.apply(sent.source if sent.places else None, None, out)
+        for parcel in self.flights:
+            if parcel.places:
+                out = parcel.tensor
+                parcel.land(out, out)
+            elif self.mode is Mode.WARMUP:
+                out = self._slots.scratch(parcel.gradient, parcel.gradient.dtype)
+                parcel.land(out)
             else:
-                out = self.sync.workspace.scratch(sent.gradient, residual_dtype(sent.gradient.dtype))
-                sent.reduction.apply(self._clipped(sent), sent.update, out)
-                if sent.residual is not None and sent.slice.gaps:  # gaps have no residual
-                    torch._foreach_zero_([sent.residual[begin:end] for begin, end in sent.slice.gaps])
-            yield sent.update is not None, sent.slice.parts(out)
+                out = self._slots.scratch(parcel.gradient, residual_dtype(parcel.gradient.dtype))
+                parcel.land(out, self._clipped(parcel), parcel.update)
+                if parcel.residual is not None and parcel.slot.slice.gaps:  # gaps have no residual
+                    torch._foreach_zero_([parcel.residual[begin:end] for begin, end in parcel.slot.slice.gaps])
+            yield parcel.update is not None, parcel.slot.slice.parts(out)
 
     def release(self) -> None:
-        self._sent, self._buckets, self._regrouped = [], [], []
+        self.flights, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 
     def abandon(self) -> None:
         """Drop a step that is not applied, after waiting until the wire no longer uses its memory."""
-        for handle in self.handles:
-            handle.wait_quietly()
+        for parcel in self.flights:
+            parcel.wait_quietly()
         self._join_streams()
-        for sent in self._sent:
-            sent.reduction.drop()
+        for parcel in self.flights:
+            parcel.abandon()
         self.release()
 
 
@@ -476,11 +513,6 @@ def _clip_to(updates: Updates, parts: Sequence[Tensor], shards: ShardGroup | Non
         return torch.where(total.isfinite(), (updates.max_norm / (total + 1e-6)).clamp(max=1.0), 1.0).float()
     norm = float(torch.linalg.vector_norm(torch.stack([each.cpu() for each in norms]))) / updates.scale
     return min(1.0, updates.max_norm / (norm + 1e-6)) if norm < float("inf") else 1.0  # the same for any buckets
-
-
-def _is_recordable(update: Update | None) -> bool:
-    """Return whether GPU memory holds all numbers of an update that change from step to step."""
-    return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
 
 
 def is_finite(tensor: Tensor) -> bool:

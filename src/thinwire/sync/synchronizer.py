@@ -5,9 +5,11 @@ together: residuals change only if every bucket is finite on every rank. Otherwi
 step with NaN on every rank, and changes nothing else; thinwire's optimizers skip the step.
 """
 
+import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import sqrt
 from typing import Any
 
 import torch
@@ -18,29 +20,28 @@ from torch.amp.grad_scaler import GradScaler
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.all_reduce import refusing
 from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
-from ..collectives.groups import Group, as_group, compressing_ranks, is_ready
-from ..collectives.plan import given_max_bytes
+from ..collectives.groups import Group, as_group
+from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
-from ..compressors import format_spec
 from . import checkpoint
 from .assignment import Assignment
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
-from .parts import Mode, Updates
+from .peers import Peers
 from .policy import Policy, Spec
-from .ranks import Ranks
+from .recorded import Recorder
 from .residuals import Residuals
 from .shards import ShardGroup, is_sharded
+from .slots import Slots
 from .statistics import SyncStats
-from .step import Step
+from .step import Step, Updates
 from .trials import Auto
-from .workspace import Workspace
 
 SKIPPED_IN_A_ROW = 20  # more of them give a warning
 
 
-class Synchronizer(Ranks):
+class Synchronizer:
     """Averages gradients over the ranks of a group, and keeps what was not sent for the next step.
 
     compressor        a spec such as "topk:ratio=1/64,bits=2", a `Compressor` or a `Policy`. "default" is
@@ -76,11 +77,13 @@ class Synchronizer(Ranks):
         shards: ShardGroup | None = None,
     ) -> None:
         self.group, self.collective, self.error_feedback = as_group(group), collective, error_feedback
-        self.max_bytes, self.timeout, self.shards = given_max_bytes(collective.max_bytes), collective.timeout, shards
-        super().__init__()
+        self.shards = shards
+        if shards is not None:
+            shards.timeout = collective.timeout
+        self._work_with(Residuals())
         self.policy = compressor if isinstance(compressor, Policy) else Policy(compressor)
-        if self.policy.by_ranks and is_ready(self.group):
-            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
+        if self.policy.by_ranks and self.peers.are_known:
+            self.policy = self.policy.for_ranks(self.peers.nodes)
         if error_feedback and families is None:
             self.policy.check_order()
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -91,9 +94,21 @@ class Synchronizer(Ranks):
         self._step: Step | None = None
         self.may_send_by_torch = False  # whether DDP's hook sends steps without compression by itself
         self.last_step: Step | None = None
+        self.wanted_layout: list[tuple[str, ...]] = []
+        """The buckets that the next step uses, if possible, as parameter names: other buckets give other bits.
+
+        DDP rebuilds them after its first step, also in a run that resumes. So a run begins with those of the saved one,
+        and any run keeps those of its first step for the second.
+        """
         self._device = torch.device("cpu")  # of the parameters, for what is sent besides gradients
         self._unchecked: dict[str, int] | None = None  # numels of a loaded checkpoint, to compare with the model
         self.reset()
+
+    def _work_with(self, unsent: Residuals) -> None:
+        self.peers = Peers(self.group, self.collective.timeout)
+        self.recorder: Recorder | None = None  # on a GPU
+        self.slots = Slots(self.peers, self.collective, error_feedback=self.error_feedback)
+        self.unsent = unsent
 
     def reset(self) -> None:
         self.drop()
@@ -102,7 +117,8 @@ class Synchronizer(Ranks):
         self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
         self.finite: bool | None = None
         """Whether the last step was finite on all ranks; None if not checked, as when nothing is compressed."""
-        self.layout, self.wanted_layout, self._fresh, self._loaded = [], [], True, False
+        self.layout: list[tuple[str, ...]] = []  # the buckets of the last step that was not skipped, as parameter names
+        self.wanted_layout, self._fresh, self._loaded = [], True, False
         """`_fresh`: before the first step, also of a checkpoint. `_loaded`: until ranks have compared their steps."""
         self._may_have_residuals = False  # whether some rank may have residuals; the same on all ranks
         self._assignment: Assignment | None = None
@@ -126,6 +142,44 @@ class Synchronizer(Ranks):
         self.finish()
 
     @property
+    def steps(self) -> int:
+        return self.stats.steps
+
+    @property
+    def rank(self) -> int:
+        return self.peers.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.peers.world_size
+
+    @property
+    def unsent(self) -> Residuals:
+        return self.slots.residuals
+
+    @unsent.setter
+    def unsent(self, residuals: Residuals) -> None:
+        self.slots.residuals = residuals
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what this rank has not sent so far, by parameter, as flat views."""
+        return self.unsent.named()
+
+    def residual_norm(self) -> float:
+        """Return the norm of this rank's residuals. If it keeps growing, too little is sent."""
+        return sqrt(sum(float(part.double().square().sum()) for part in self.residuals.values()))
+
+    def average(self, tensors: Iterable[Tensor], compressor: Compressor) -> None:
+        """Average tensors over ranks, in place and without residuals, and count the bytes."""
+        started = time.perf_counter()
+        self.stats.add_averages(self.peers.average(tensors, compressor), started)
+
+    def mean_of(self, tensor: Tensor) -> Tensor:
+        """Return the average of a tensor over ranks, sent dense; its bytes are not counted."""
+        return self.peers.mean_of(tensor)
+
+    @property
     def choice(self) -> Choice | None:
         """Return what "auto" has chosen, and why; None before that, and for other compressors."""
         return None if self._assignment is None else self._assignment.choice
@@ -135,8 +189,8 @@ class Synchronizer(Ranks):
         """Return the assignment of compressors, which is made once the number of ranks is known."""
         if self._assignment is None:
             if self.policy.auto:
-                compressors = GRADIENTS if self._families is None else updates(compressing_ranks(self.group))
-                self._assignment = Auto(self.policy, self._families, compressors)
+                compressors = GRADIENTS if self._families is None else updates(self.peers.nodes)
+                self._assignment = Auto(self.policy, self._families, compressors, self.shards)
             else:
                 self._assignment = Assignment(self.policy, self._families)
         self._assignment.sizes, self._assignment.dense = self._whole_numels, self.dense
@@ -153,8 +207,8 @@ class Synchronizer(Ranks):
         """
         if self._gathered is not None:
             return checkpoint.consolidated(self._gathered, self.rank)
-        if self.stats.steps and self._channels:
-            self._saves.note(next(iter(self._channels.values()))[1], self.stats.steps)
+        if self.stats.steps:
+            self.peers.note_save(self.stats.steps)
         return {
             "format": checkpoint.FORMAT,
             "rank": self.rank,
@@ -183,7 +237,7 @@ class Synchronizer(Ranks):
     def gather(self, state: Mapping[str, Any], to: int, device: torch.device) -> list[dict[str, Any]] | None:
         """Return the states of all ranks by rank, in CPU memory, on rank `to`, and None on the other ranks."""
         try:
-            return gather_states(state, group=self.group, device=device, to=to, timeout=self._timeout_seconds)
+            return gather_states(state, group=self.group, device=device, to=to, timeout=self.peers.timeout_seconds)
         except PeerError as error:
             error.add_note("All ranks call consolidate_state_dict(): it must not stand behind `if rank == 0`.")
             raise
@@ -260,13 +314,13 @@ class Synchronizer(Ranks):
         self.drop()
         self._device = device
         if self.policy.by_ranks and self.policy.ranks is None:
-            self.policy = self.policy.for_ranks(compressing_ranks(self.group))
+            self.policy = self.policy.for_ranks(self.peers.nodes)
             self._assignment = None
         if self._loaded:
             self._compare_steps(device)
         self._follow_scale()
         number = self.stats.steps
-        self.assignment.begin(self, number, device)
+        self.assignment.begin(self.peers, number, device)
         is_sent_by_torch = (
             self.may_send_by_torch
             and self.assignment.is_dense(number)
@@ -275,14 +329,24 @@ class Synchronizer(Ranks):
         )
         if is_sent_by_torch and not (self.last_step and self.last_step.is_sent_by_torch):
             self.mean_of(torch.zeros(1, device=device))  # names ranks that compress, which would wait in vain
-        self.workspace.drop_moved(self.unsent, updates)
-        mode = Mode.GRADIENTS if updates is None else Mode.WARMUP if updates.warms_up else Mode.UPDATES
+        if device.type == "cuda":
+            self.recorder = self.recorder or Recorder(self.slots)
+            moments, numbers = ((), None) if updates is None else (updates.moments, updates.numbers)
+            self.recorder.begin(
+                [
+                    self.unsent.generation,
+                    *(moment.generation for moment in moments),
+                    None if numbers is None else numbers.data_ptr(),
+                ]
+            )
         self._step = Step(
-            sync=self,
+            number,
+            updates,
             assignment=self.assignment,
-            number=number,
-            mode=mode,
-            updates=updates,
+            slots=self.slots,
+            recorder=self.recorder,
+            shards=self.shards,
+            wanted_layout=self.wanted_layout,
             is_sent_by_torch=is_sent_by_torch,
         )
 
@@ -328,7 +392,7 @@ class Synchronizer(Ranks):
             step.abandon()
             raise
         except BaseException:  # Ctrl-C: the wire may still use this memory, so nothing else may
-            self.workspace.clear()
+            self.slots.clear()
             raise
         return step
 
@@ -341,7 +405,7 @@ class Synchronizer(Ranks):
             if self.shards is not None:
                 is_theirs = error is self.shards.raised
                 if is_theirs or not isinstance(error, CollectiveError):  # else all ranks of the group know it
-                    for operation in self.number_operations(device):
+                    for operation in self.peers.operations(device):
                         operation.refuse(str(error))
                 if not is_theirs:
                     self.shards.report(error)
@@ -350,7 +414,7 @@ class Synchronizer(Ranks):
     def count(self, step: Step) -> None:
         """Count a step that was applied or skipped, and release it. Steps are counted only here."""
         self._gathered = None
-        self._saves.check()
+        self.peers.check_saves()
         tries = self.policy.auto and self.choice is None
         self.stats.add(step, warms_up=tries or step.number < self.policy.warmup_steps)
         if step.finite is not False:
@@ -360,7 +424,9 @@ class Synchronizer(Ranks):
         self._warn_of_skipped()
         self.finite, self.last_step = step.finite, step
         step.release()
-        self.workspace.keep_used(step)
+        self.slots.keep(step.slots_used, step.packs)
+        if self.recorder is not None:
+            self.recorder.keep(step.slots_used)
         if step.finite is not False:
             self._may_have_residuals = not self.assignment.is_dense(step.number)
             if step.carried:
@@ -382,7 +448,7 @@ class Synchronizer(Ranks):
             groups = group_parameters(trained)
             self.register_parameters(named)
         except ValueError as error:
-            with suppress(ValueError), refusing(self.number_operations(trained[0][1].device)):
+            with suppress(ValueError), refusing(self.peers.operations(trained[0][1].device)):
                 raise error
             raise
         for index, group in enumerate(groups):
@@ -399,7 +465,7 @@ class Synchronizer(Ranks):
         self.unsent.fold()
         self.unsent.scale(self.world_size / ranks_before, lambda name: True)
         self.policy, self._assignment = self.policy.for_ranks(self.world_size), None
-        self._channels, self.workspace = {}, Workspace(self.group)
+        self._work_with(self.unsent)
 
     # State from step to step.
 
@@ -407,7 +473,7 @@ class Synchronizer(Ranks):
         """Raise ValueError on all ranks if they resume from checkpoints of different steps."""
         steps = torch.zeros(self.world_size, dtype=torch.float64, device=device)
         steps[self.rank] = self.stats.steps
-        all_reduce_compressed(steps, "none", group=self.group, timeout=self.timeout)
+        all_reduce_compressed(steps, "none", group=self.group, timeout=self.collective.timeout)
         if len(set(steps.tolist())) > 1:
             listed = ", ".join(f"rank {rank} at {int(step)}" for rank, step in enumerate(steps.tolist()))
             raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")

@@ -23,8 +23,9 @@ import torch
 from ..compressors import Compressor, format_spec
 from .assignment import Assignment
 from .auto import Choice, decide
+from .peers import Peers
 from .policy import DENSE, Policy
-from .ranks import Ranks
+from .shards import ShardGroup
 
 _log = logging.getLogger("thinwire")
 
@@ -49,37 +50,44 @@ def schedule(compressors: Sequence[Compressor]) -> list[int]:
 class Auto(Assignment):
     """Tries compressors, the densest first, measures their steps, and finally assigns the chosen one."""
 
-    def __init__(self, policy: Policy, families: Mapping[str, int] | None, compressors: Sequence[Compressor]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        families: Mapping[str, int] | None,
+        compressors: Sequence[Compressor],
+        shards: ShardGroup | None = None,
+    ) -> None:
         super().__init__(policy, families)
+        self._shards = shards
         self.compressors, self._schedule = tuple(compressors), schedule(compressors)
         self._start = max(BEFORE, policy.warmup_steps)
         self._turns: dict[int, list[list[float]]] = {}  # seconds of steps, by the number of the compressor
         self._open: tuple[int, float] | None = None  # the step under way, and its start
 
-    def begin(self, sync: Ranks, step: int, device: torch.device) -> None:
-        self.choose_if_due(sync, device)
+    def begin(self, peers: Peers, step: int, device: torch.device) -> None:
+        self.choose_if_due(peers, step, device)
         if device.type == "cuda" and self.choice is None and step > self._start:
             # A time measurement begins or ends here, and a step that skips the wait would seem quick.
             torch.cuda.current_stream(device).synchronize()
         self.begins(step)
         self._choose(self._chosen_at(step))
 
-    def choose_if_due(self, sync: Ranks, device: torch.device) -> None:
+    def choose_if_due(self, peers: Peers, step: int, device: torch.device) -> None:
         """Make the choice if the trials are over, from averaged measurements; with one rank, choose dense at once."""
         specs = list(map(format_spec, self.compressors))
-        if self.choice is not None or (sync.world_size > 1 and sync.steps < self.end):
+        if self.choice is not None or (peers.world_size > 1 and step < self.end):
             return
-        if sync.world_size == 1:
+        if peers.world_size == 1:
             self.choice = Choice(specs, [], specs[0], "nothing is compressed, because there is one rank")
         else:
             seconds = torch.tensor(self.seconds(), dtype=torch.float64)
             # A NaN, for a missing measurement, would void the exchange: 0 is sent, and the share of finite values.
             known = torch.stack([seconds.nan_to_num(), seconds.isfinite().double()]).to(device)
-            sync.average([known], DENSE)
-            mean, share = (known if sync.shards is None else sync.shards.add(known) / sync.shards.size).cpu()
+            known = peers.mean_of(known)
+            mean, share = (known if self._shards is None else self._shards.add(known) / self._shards.size).cpu()
             self.choice = decide(specs, torch.where(share > 0.999, mean, torch.nan).tolist())
         self._plans = {}  # small tensors are not dense any more
-        if sync.rank == 0:
+        if peers.rank == 0:
             _log.info("%s", self.choice.describe())
 
     @property

@@ -1,8 +1,8 @@
 """The thread that sends and receives for a group.
 
-It takes reductions in the order in which they are submitted. It posts the first reduction, then all others that have
+It takes flights in the order in which they are submitted. It posts the first flight, then all others that have
 been submitted meanwhile, and only then waits for the first. So the latency of the network is paid once, not once for
-each reduction.
+each flight.
 """
 
 import threading
@@ -16,7 +16,7 @@ AT_ONCE = 4  # operations of one group that are under way at a time and not enco
 
 
 class WireTask(Protocol):
-    """The methods of a `Reduction` that the wire uses."""
+    """The methods of a `Flight` that the wire uses."""
 
     encoded: bool
 
@@ -26,9 +26,9 @@ class WireTask(Protocol):
 
     @property
     def has_two_rounds(self) -> bool:
-        """Return whether there are at most two exchanges, so that other reductions may be posted between them.
+        """Return whether there are at most two exchanges, so that other flights may be posted between them.
 
-        With a third one, which a rank that waits for a later reduction has not posted, ranks would wait in a circle.
+        With a third one, which a rank that waits for a later flight has not posted, ranks would wait in a circle.
         """
 
     def post(self) -> bool:
@@ -39,7 +39,7 @@ class WireTask(Protocol):
 
 
 class Wire:
-    """The thread of one group; or of all NCCL groups, `ordered`: one reduction after the other, as NCCL needs it."""
+    """The thread of one group; or of all NCCL groups, `ordered`: one flight after the other, as NCCL needs it."""
 
     def __init__(self, *, ordered: bool = False) -> None:
         self._ordered = ordered
@@ -49,20 +49,20 @@ class Wire:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._works = self._closed = False
-        """`_works`: the thread will look at the queue. `_closed`: new reductions are refused."""
+        """`_works`: the thread will look at the queue. `_closed`: new flights are refused."""
 
-    def submit(self, reduction: WireTask) -> None:
-        """Add a reduction to the queue. Raise RuntimeError if the wire is closed or the program ends."""
+    def submit(self, flight: WireTask) -> None:
+        """Add a flight to the queue. Raise RuntimeError if the wire is closed or the program ends."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the process group was destroyed")
             if not self._works:
                 self._thread.submit(self._work)
                 self._works = True
-            self._waiting.append(reduction)
+            self._waiting.append(flight)
 
     def close(self) -> None:
-        """Refuse new reductions. Those already submitted may finish."""
+        """Refuse new flights. Those already submitted may finish."""
         with self._lock:
             self._closed = True
         self._thread.shutdown(wait=False)
@@ -92,10 +92,10 @@ class Wire:
                         self._works = False  # the next `submit` starts the work again
                         return
 
-    def _may_post(self, reduction: WireTask, under_way: int) -> bool:
-        """Return whether a reduction may be posted now: alone, if its other ranks may wait for one under way here."""
+    def _may_post(self, flight: WireTask, under_way: int) -> bool:
+        """Return whether a flight may be posted now: alone, if its other ranks may wait for one under way here."""
         if not under_way:
             return True
-        if self._ordered or reduction.waits_for_all:
+        if self._ordered or flight.waits_for_all:
             return False
-        return reduction.encoded or under_way < AT_ONCE
+        return flight.encoded or under_way < AT_ONCE

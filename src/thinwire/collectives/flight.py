@@ -1,0 +1,256 @@
+"""A flight: one all-reduce under way. An algorithm tells the story (algorithms/leg.py), and a flight carries it out.
+
+    depart          the caller encodes: the story runs to its first exchange     in training: in backward
+    post, collect   the wire sends and receives, until every payload is checked
+    land            the caller changes moments and residual, and writes the sum  in training: in `step()`, all or none
+    abandon         nothing is changed
+
+`all_reduce_compressed` lets the wire do all of it, one segment of the tensor after the other.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.joined import Flat
+from ..kernels.layout import residual_dtype
+from ..kernels.updates import Update
+from .algorithms.gather import gather
+from .algorithms.hierarchical import hierarchical
+from .algorithms.leg import Exchange, Landing, Leg, Story, exchange_parts, land
+from .algorithms.sharded import sharded, values
+from .handle import Handle, Report, Span
+from .request import Request
+from .state import ShardState
+from .transport.errors import CollectiveError
+from .transport.link import Wait
+from .transport.operation import Operation
+
+_ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
+
+
+class Flight(Handle):
+    """One execution of a request, and the handle of it: completed when all is exchanged, or all is done.
+
+    leg   the memory that is used, in training that of the step before; None for memory of its own.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        operations: list[Operation],
+        tensor: Tensor,
+        residual: Tensor | None,
+        *,
+        state: ShardState | None = None,
+        key: int | None = None,
+        leg: Leg | None = None,
+        has_future: bool = False,
+    ) -> None:
+        plan = request.plan
+        report = Report(request.algorithm, plan.reason, segments=len(plan.segments), memory=plan.cost.memory)
+        super().__init__(report, tensor.device if has_future else None)
+        self.request, self.operations = request, operations
+        self.tensor, self.residual, self._leg = tensor, residual, leg
+        self._owner_residuals: Sequence[Tensor | None] = [None] * len(plan.segments)
+        if state is not None and plan.algorithm == "sharded":
+            self._owner_residuals = request.owner_residuals(state, tensor.dtype, tensor.device)
+        self._key = operations[-1].number if key is None and request.draws else key
+        for operation in operations:  # ranks of the last group must draw the same positions
+            draws_alike = request.positions_drawn and operation is operations[-1]
+            operation.describe(request.described, request.text, self._key if draws_alike else None)
+        self.encoded = False
+        self._story: Story | None = None
+        self._asked: Exchange | None = None
+        self._posted: tuple[Wait, float] | None = None
+        self._to_tell: deque[tuple[Story, Landing | None]] = deque()  # if the wire does everything
+        self._landing: Landing | None = None  # of the story that is told, if the wire lands it
+        self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
+        self._wire = operations[-1].channel.wire
+        self.through_host = leg is not None and leg.through_host
+        self.stream = None if self._wire is None or self.through_host else self._wire.stream(tensor.device)
+        """Stream for the work that the wire queues. If payloads go through the host, it is the one that encodes."""
+        self.ready: torch.cuda.Event | None = None  # after the work that makes the payload
+
+    # Called by the caller.
+
+    def depart(self) -> None:
+        """Encode the payload in this thread. Then the tensor's memory may be reused."""
+        self._story = self._told(0, self.tensor)
+        with torch.no_grad():
+            self._asked = self._exchange(next(self._story))
+        self.encoded = True
+
+    def submit(self) -> None:
+        """Submit this flight to the wire. Without a wire, where ranks take turns, carry it out now."""
+        self.mark_ready()
+        if self._wire is not None:
+            self._wire.submit(self)
+        else:
+            under_way = self.post()
+            while under_way:
+                under_way = self.collect()
+
+    def mark_ready(self) -> None:
+        """Let the wire wait for what the caller has queued so far, and free nothing that the caller's stream uses."""
+        if self.stream is not None or self.through_host:
+            current = torch.cuda.current_stream(self.tensor.device)
+            self.ready = torch.cuda.Event(blocking=self.through_host)
+            self.ready.record(current)
+            self.stream = current if self.through_host else self.stream
+
+    def do_all(self, result: Tensor) -> None:
+        """Let the wire do everything. The result is written into `result`, of which this flight has a flat view."""
+        self._result, segments = [result], self.request.plan.segments
+        if len(segments) > 1:  # the residual of the first segment must not change if the last one holds NaN on any rank
+            self._to_tell.append((self._all_finite(), None))
+        for index, (start, stop) in enumerate(segments):
+            segment = self.tensor[start:stop]
+            self._to_tell.append((self._told(index, segment), Landing(segment, source=segment)))
+        if self.stream is not None:
+            for used in (self.tensor, self.residual, *self._owner_residuals):
+                if used is not None:
+                    used.record_stream(self.stream)
+        try:
+            self.submit()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def land(self, out: Tensor, source: Flat | None = None, update: Update | None = None) -> None:
+        """Change moments and residual by what was encoded, and write the weighted sum into `out`."""
+        assert self._story is not None
+        land(self._story, Landing(out, source, update))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the story; what it has not changed stays as it is."""
+        self._story = self._asked = self._posted = None
+        self._to_tell.clear()
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """Return the error that has ended the connections, even if the wire has not reported it yet."""
+        return next((error for operation in self.operations if (error := operation.failure) is not None), None)
+
+    def join_streams(self) -> None:
+        if self.stream is not None and not self.through_host:
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self.stream)
+
+    # Called by the wire.
+
+    @property
+    def waits_for_all(self) -> bool:
+        return any(operation.waits_for_all for operation in self.operations)
+
+    @property
+    def has_two_rounds(self) -> bool:
+        return len(self.operations) == 1 and len(self.request.plan.segments) == 1
+
+    def post(self) -> bool:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self.stream):
+                if self.ready is not None:
+                    self.ready.synchronize() if self.through_host else self.ready.wait()
+                for operation in self.operations:
+                    operation.start()
+                if not self.encoded:
+                    self._begin_next()
+                return self._post()
+        except BaseException as error:
+            return self.give_up(error)
+
+    def collect(self) -> bool:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self.stream):
+                return self._post() if self._resume() or self._begin_next() else self._end()
+        except BaseException as error:
+            return self.give_up(error)
+
+    def _resume(self) -> bool:
+        """Wait for the posted exchange and go on with the story. Return False if it was its last one."""
+        assert self._asked is not None
+        assert self._posted is not None
+        assert self._story is not None
+        asked, (wait, since), self._asked, self._posted = self._asked, self._posted, None, None
+        seen = asked.operation.collect(wait)
+        self.report.spans.append(Span("exchange", since, time.perf_counter()))
+        told = self._story.send(seen)
+        if isinstance(told, Exchange):
+            self._asked = told
+            return True
+        self.report.finite = told
+        if told and self._landing is not None:
+            land(self._story, self._landing)
+        return False
+
+    def _begin_next(self) -> bool:
+        """Begin the next story, in memory of its own. Return False if none is left to tell."""
+        if not self.report.finite or not self._to_tell:
+            return False
+        self._story, self._landing = self._to_tell.popleft()
+        self._asked = self._exchange(next(self._story))
+        return True
+
+    @staticmethod
+    def _exchange(told: Exchange | bool) -> Exchange:
+        assert isinstance(told, Exchange)
+        return told
+
+    def _post(self) -> bool:
+        assert self._asked is not None
+        since = time.perf_counter()
+        self._posted = self._asked.operation.post(self._asked.sends, self._asked.receives), since
+        return True
+
+    def _end(self) -> bool:
+        report, operations = self.report, self.operations
+        if self._result and not report.finite:
+            self.tensor.fill_(torch.nan)
+        report.bytes_sent = sum(operation.bytes_sent for operation in operations)
+        report.bytes_received = sum(operation.bytes_received for operation in operations)
+        report.bytes_between_nodes = operations[-1].bytes_sent
+        report.messages = sum(operation.messages for operation in operations)
+        self.complete(self._result)
+        if self._result:
+            self.abandon()
+        return False
+
+    def give_up(self, error: BaseException) -> bool:
+        """End this flight with an error, and notify the other ranks. Return False."""
+        self.abandon()
+        try:
+            for operation in self.operations:
+                operation.give_up(error)
+        finally:
+            self.fail(error)
+        return False
+
+    # The stories.
+
+    def _told(self, index: int, tensor: Tensor) -> Story:
+        """Return the story of one segment; nothing of it is told yet."""
+        request, (start, stop) = self.request, self.request.plan.segments[index]
+        leg = self._leg or Leg(request.plan.first, request.plan.second, request.weight)
+        leg.operation, leg.tensor, leg.key, leg.report = self.operations[-1], tensor, self._key, self.report
+        leg.residual = None if self.residual is None else self.residual[start:stop]
+        leg.owner_residual = self._owner_residuals[index]
+        leg.begin()
+        algorithm = _ALGORITHMS[request.plan.algorithm]
+        if len(self.operations) == 1:
+            return algorithm(leg)
+        return hierarchical(leg, self.operations[0], algorithm, request.plan.granule)
+
+    def _all_finite(self) -> Generator[Exchange | bool, list[Tensor], None]:
+        """Tell whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
+        parts = [self.tensor] if self.residual is None else [self.tensor, self.residual]
+        bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)
+        for operation in self.operations:
+            size = operation.channel.size
+            bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self.tensor.device)
+            yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
+            bound = float(bounds.sum())
+        yield bound <= torch.finfo(residual_dtype(self.tensor.dtype)).max  # False for NaN

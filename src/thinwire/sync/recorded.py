@@ -1,0 +1,204 @@
+"""CUDA graphs of a step: on a GPU, slices whose memory has not moved are encoded by a replay.
+
+A step launches hundreds of kernels, and each takes Python far longer than the GPU (kernels/recording.py). So the work
+that makes a payload is recorded once it has been the same for a few steps. Then the wire starts the recording, and the
+backward pass does not wait for Python. On a CPU there is no `Recorder`, and nothing else in this package knows of it.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..collectives.algorithms.leg import Leg
+from ..collectives.transport.operation import Operation
+from ..compressors import CompressedTensor, Compressor
+from ..kernels.joined import Flat, addresses_of
+from ..kernels.recording import Recording, RecordingMemory
+from ..kernels.updates import AdamUpdate, Update
+from .buckets import Slice
+from .parcel import Parcel
+from .slots import Slot, Slots
+
+
+def is_recordable(update: Update | None) -> bool:
+    """Return whether GPU memory holds all numbers of an update that change from step to step."""
+    return update is None or (isinstance(update, AdamUpdate) and update.on_device is not None)
+
+
+@dataclass
+class RecordedLeg(Leg):
+    """A leg whose first encoding may have been a replay, which leaves the payload where it was."""
+
+    is_replayed: bool = False
+
+    def begin(self) -> None:
+        self.memory.rewind()
+        del self.made[int(self.is_replayed) :]
+
+    def encode(self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor) -> CompressedTensor:
+        if not self.is_replayed:
+            return super().encode(compressor, tensor, residual, out)
+        ct = self.made[0].ct
+        compressor.stats.add(tensor.nbytes, ct.nbytes, seconds=0.0, finite=True, kernels=ct.kernels)
+        return ct
+
+    def copy_to_host(self, payload: Tensor, host: Tensor) -> None:
+        if not self.is_replayed:
+            super().copy_to_host(payload, host)
+
+
+class Replayed(Parcel):
+    """A parcel like that of the step before: the wire starts the recording that makes its payload."""
+
+    def __init__(self, like: Parcel, operations: list[Operation], recording: Recording) -> None:
+        super().__init__(
+            like.slot, operations, like.gradient, like.tensor, like.residual, update=like.update, places=like.places
+        )
+        self.recorded_by, self.origin, self._recording = like.recorded_by, like.origin, recording
+        self._side: torch.cuda.Stream | None = None
+        self._begun: torch.cuda.Event | None = None  # after the work that the caller has queued
+        self._replayed = threading.Event()
+
+    def depart_on_wire(self, side: torch.cuda.Stream) -> None:
+        """Let the wire start the recording, on the stream `side`."""
+        self._begun, self._side = torch.cuda.Event(), side
+        self._begun.record(torch.cuda.current_stream(self.tensor.device))
+        self.stream = side if self.through_host else self.stream
+        self.encoded = True
+
+    def depart_now(self) -> None:
+        self._replay()
+        self._replayed.set()
+
+    def _replay(self) -> None:
+        if not self._recording.replay(self.recorded_by):
+            raise RuntimeError("the recording has another key than when it was prepared: a bug in thinwire")
+        depart_replayed(self)
+
+    def wait_until_replayed(self) -> None:
+        self._replayed.wait()
+
+    def mark_ready(self) -> None:
+        if self._side is None:
+            super().mark_ready()
+
+    def post(self) -> bool:
+        if self._side is not None:
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._side):
+                    assert self._begun is not None
+                    self._begun.wait()
+                    self._replay()
+                    self.ready = torch.cuda.Event(blocking=self.through_host)
+                    self.ready.record()
+            except BaseException as error:
+                return self.give_up(error)
+            finally:
+                self._replayed.set()
+        return super().post()
+
+    def give_up(self, error: BaseException) -> bool:
+        self._replayed.set()
+        return super().give_up(error)
+
+
+def depart_replayed(parcel: Parcel) -> None:
+    """Tell the story of a parcel whose payload a replay has made."""
+    leg = parcel.slot.leg
+    assert isinstance(leg, RecordedLeg)
+    leg.is_replayed = True
+    try:
+        parcel.depart()
+    finally:
+        leg.is_replayed = False  # a recording holds only the first encoding
+
+
+class Recorder:
+    """The recordings of one synchronizer's slices, and how each was sent in the last step."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._memory = slots, RecordingMemory()
+        slots.leg_kind = RecordedLeg
+        self._recordings: WeakKeyDictionary[Slot, Recording | None] = WeakKeyDictionary()
+        self._known: dict[int, Parcel] = {}  # as sent in the last step, by the `id` of the slice
+        self._known_for: Hashable = None  # generations and addresses of its tensors
+
+    def new_recording(self) -> Recording:
+        return Recording(self._memory)
+
+    def begin(self, where: Sequence[Hashable]) -> None:
+        """Forget how slices were sent if a residual, a moment, a number of a rule or shared memory has moved."""
+        known_for = (*where, self._slots.moves)
+        if known_for != self._known_for:
+            self._known, self._known_for = {}, known_for
+
+    def keep(self, used: Sequence[Slot]) -> None:
+        self._known = {key: parcel for key, parcel in self._known.items() if parcel.slot in used}
+
+    def known(self, slice_: Slice, gradient: Flat, origin: Hashable = None) -> Parcel | None:
+        """Return how a slice was sent in the last step; None if it was not recorded, or if its gradient has moved."""
+        parcel = self._known.get(id(slice_))
+        recording = None if parcel is None else self._recordings.get(parcel.slot)
+        if parcel is None or recording is None or not recording.has(parcel.recorded_by) or parcel.origin != origin:
+            return None
+        is_same = addresses_of(parcel.gradient) == addresses_of(gradient)
+        return (
+            parcel if is_same and parcel.slot.request.channels == self._slots.peers.channels(gradient.device) else None
+        )
+
+    def again(self, parcel: Parcel, operations: list[Operation]) -> Replayed:
+        recording = self._recordings[parcel.slot]
+        assert recording is not None
+        return Replayed(parcel, operations, recording)
+
+    def wait_for(self, parcels: Sequence[Parcel]) -> None:
+        """Wait until the wire has started all recordings of this step."""
+        for parcel in parcels:
+            if isinstance(parcel, Replayed):
+                parcel.wait_until_replayed()
+
+    def depart(self, parcel: Parcel, encode: Callable[[], None], *, replays: bool, keeps: bool) -> None:
+        """Encode, or replay the recording of it if allowed; keep how, if the next step can do the same."""
+        recording = self._recording_of(parcel)
+        if recording is None or parcel.recorded_by is None or not replays:
+            encode()
+        elif recording.run(parcel.recorded_by, encode):
+            depart_replayed(parcel)
+        if keeps and recording is not None and parcel.recorded_by is not None and parcel.request.is_exchanged_at_once:
+            self._known[id(parcel.slot.slice)] = parcel  # keeps the slice alive, so that no other slice gets its id
+
+    def _recording_of(self, parcel: Parcel) -> Recording | None:
+        """Return the recording; None if a draw has a new key at each step, or ranks of a node are waited for."""
+        if parcel.slot not in self._recordings:
+            compressor, source = parcel.slot.slice.compressor, parcel.tensor
+            made = None
+            if source.is_cuda and not compressor.draws and len(parcel.operations) == 1:
+                backend, _ = kernels.select(compressor.layout(source.numel(), source.dtype), source.device)
+                made = self.new_recording() if backend == "cuda" else None  # only these kernels never wait
+            self._recordings[parcel.slot] = made
+        return self._recordings[parcel.slot]
+
+    def addresses(self, parcel: Parcel) -> tuple[Hashable, ...]:
+        """Return the addresses of all that is read or written when a slice is sent; payloads are the slot's."""
+        update, residual = parcel.update, parcel.residual
+        made: list[Hashable] = [parcel.slot.number, addresses_of(parcel.gradient)]
+        made.append(0 if residual is None else residual.data_ptr())
+        if isinstance(update, AdamUpdate) and update.on_device is not None:
+            made += [update.m.data_ptr(), update.v.data_ptr(), update.beta2 < 1, update.on_device.data_ptr()]
+            made.append(self._slots.scratch(parcel.gradient, update.m.dtype).data_ptr())
+        return tuple(made)
+
+    def key_of_landing(self, parcels: Sequence[Parcel]) -> tuple[Hashable, ...] | None:
+        """Return everything that applying a step depends on, besides parameters; None if it cannot be recorded."""
+        for parcel in parcels:
+            if self._recordings.get(parcel.slot) is None or not parcel.request.is_exchanged_at_once:
+                return None
+            if not parcel.places and not is_recordable(parcel.update):
+                return None
+        # The key of packed parameters also has the clipping factor, by which applying them does not depend.
+        return tuple(self.addresses(parcel) if parcel.places else parcel.recorded_by for parcel in parcels)

@@ -1,0 +1,137 @@
+"""What is made once for each slice, and used at every step: its plan of the exchange, and memory.
+
+Checkpoints contain none of it. It can be dropped at any time, and is then made again.
+"""
+
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import ShardState
+from ..collectives.algorithms.leg import Leg
+from ..collectives.collective import Collective
+from ..collectives.local import LocalGroup
+from ..collectives.plan import given_max_bytes
+from ..collectives.request import Request, make_request
+from ..collectives.transport.channel import Channel
+from ..compressors import Compressor
+from ..kernels.joined import Flat
+from .buckets import PackedGradients, Slice
+from .peers import Peers
+from .residuals import Residuals
+
+_NO_LIMIT = 1 << 62
+"""Memory of one operation: all payloads are held until the step ends, so segments would save nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The checked and planned exchange of a slice, and the memory of its payloads."""
+
+    slice: Slice
+    request: Request
+    leg: Leg
+    number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
+
+
+class Slots:
+    """The slots of one synchronizer, memory that they share, and the residuals of what they send.
+
+    max_bytes   limit on the memory for the payloads of one step; None for none.
+    """
+
+    leg_kind = Leg  # on a GPU one that can be replayed (recorded.py)
+
+    def __init__(self, peers: Peers, collective: Collective, *, error_feedback: bool) -> None:
+        self.peers, self.collective, self.error_feedback = peers, collective, error_feedback
+        self.max_bytes = given_max_bytes(collective.max_bytes)
+        self.residuals = Residuals()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self._slots: dict[tuple[Hashable, ...], Slot] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
+        self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
+        self.moves = 0  # how often `scratch` has taken other memory
+
+    def keep(self, used: Collection[Slot], packs: Collection[int]) -> None:
+        """Drop what a step has not used (packs by the `id` of their slices), as after DDP has rebuilt its buckets."""
+        self._slots = {key: slot for key, slot in self._slots.items() if slot in used}
+        self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in packs}
+
+    def of(
+        self,
+        slice_: Slice,
+        source: Tensor,
+        channels: Sequence[Channel],
+        *,
+        state: ShardState | None,
+        algorithm: str,
+        shard_compressor: Compressor | str | None,
+    ) -> Slot:
+        """Return the slot of a slice, which is made when the slice is first seen."""
+        key = (id(slice_), source.dtype, state is not None, algorithm)
+        slot = self._slots.get(key)
+        if slot is None or slot.request.channels != channels:
+            request = make_request(
+                channels,
+                source,
+                slice_.compressor,
+                op=dist.ReduceOp.AVG,
+                algorithm=algorithm,
+                shard_compressor=shard_compressor,
+                has_residual=state is not None,
+                state=state,
+                max_bytes=_NO_LIMIT,
+            )
+            slot = self._slots[key] = Slot(slice_, request, self._leg(request, source))
+        return slot
+
+    def _leg(self, request: Request, source: Tensor) -> Leg:
+        # On a GPU, gloo sends from pinned memory, to which a payload is copied once for all ranks.
+        pins = source.is_cuda and request.is_exchanged_at_once and request.channels[0].backend == "gloo"
+        return self.leg_kind(request.plan.first, request.plan.second, request.weight, through_host=pins)
+
+    def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
+        """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
+        if not self.error_feedback:
+            return None, None
+        state, names, sizes = self.residuals.state(slice_), slice_.names, slice_.sizes
+        return self.residuals.slice(names, sizes=sizes, dtype=tensor.dtype, device=tensor.device), state
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream that encodes in backward; None on a CPU, and for ranks that take turns on a GPU."""
+        if device.type != "cuda" or isinstance(self.peers.group, LocalGroup):
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def packed(self, group: Sequence[PackedGradients]) -> tuple[Slice, Tensor]:
+        """Return the slice of parameters that are packed together, and memory for them; both are kept."""
+        places = tuple(part for waiting in group for part in waiting.parts)
+        like, compressor = group[0].bucket.flat, group[0].compressor
+        names, sizes = tuple(part.name for part in places), tuple(part.stop - part.start for part in places)
+        key = names, sizes, compressor, like.dtype
+        if key not in self._packs:
+            slice_ = Slice(0, sum(sizes), compressor, family=None, names=names, sizes=sizes)
+            self._packs[key] = slice_, torch.empty(slice_.stop, dtype=like.dtype, device=like.device)
+        return self._packs[key]
+
+    def scratch(self, like: Flat, dtype: torch.dtype) -> Tensor:
+        """Return memory with the numel and device of `like`; the next call may return the same memory."""
+        numel, device = like.numel(), like.device
+        views = self._scratch.setdefault((dtype, device), {})
+        if numel not in views:
+            whole = views[max(views)] if views else None
+            if whole is None or whole.numel() < numel:
+                views.clear()
+                self.moves += 1
+                whole = torch.empty(numel, dtype=dtype, device=device)
+            views[numel] = whole[:numel]
+        return views[numel]
