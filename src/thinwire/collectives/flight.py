@@ -130,6 +130,8 @@ class Flight(Handle):
         """Forget the story; what it has not changed stays as it is."""
         self._story = self._asked = self._posted = None
         self._to_tell.clear()
+        if self._leg is not None:
+            self._leg.release()
 
     @property
     def failure(self) -> CollectiveError | None:
@@ -238,7 +240,6 @@ class Flight(Handle):
         leg.operation, leg.tensor, leg.key, leg.report = self.operations[-1], tensor, self._key, self.report
         leg.residual = None if self.residual is None else self.residual[start:stop]
         leg.owner_residual = self._owner_residuals[index]
-        leg.begin()
         algorithm = _ALGORITHMS[request.plan.algorithm]
         if len(self.operations) == 1:
             return algorithm(leg)

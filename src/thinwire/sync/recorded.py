@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..collectives.algorithms.leg import Leg
+from ..collectives.algorithms.leg import Encoded, Leg
 from ..collectives.transport.operation import Operation
 from ..compressors import CompressedTensor, Compressor
 from ..kernels.joined import Flat, addresses_of
@@ -35,16 +35,17 @@ class RecordedLeg(Leg):
     """A leg whose first encoding may have been a replay, which leaves the payload where it was."""
 
     is_replayed: bool = False
-
-    def begin(self) -> None:
-        self.memory.rewind()
-        del self.made[int(self.is_replayed) :]
+    first_made: CompressedTensor | None = None
 
     def encode(self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor) -> CompressedTensor:
         if not self.is_replayed:
-            return super().encode(compressor, tensor, residual, out)
-        ct = self.made[0].ct
+            made = super().encode(compressor, tensor, residual, out)
+            self.first_made = made if len(self.made) == 1 else self.first_made
+            return made
+        ct = self.first_made
+        assert ct is not None
         compressor.stats.add(tensor.nbytes, ct.nbytes, seconds=0.0, finite=True, kernels=ct.kernels)
+        self.made.append(Encoded(ct, tensor, residual))
         return ct
 
     def copy_to_host(self, payload: Tensor, host: Tensor) -> None:

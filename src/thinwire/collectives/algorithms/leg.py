@@ -116,10 +116,11 @@ class Leg:
     def layout(self) -> Layout:
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
-    def begin(self) -> None:
-        """Begin a story in the memory of the one before."""
+    def release(self) -> None:
+        """Keep the memory for the next story, and nothing of this one."""
         self.memory.rewind()
         self.made.clear()
+        self.tensor, self.residual, self.owner_residual = None, None, None  # type: ignore[assignment]
 
     def encode(self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor) -> CompressedTensor:
         """Encode into `out`, and count it in the compressor's statistics. The residual is only read."""
