@@ -1,7 +1,5 @@
 """`all_reduce_compressed`, the main function of this package."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from .handle import Handle
 from .plan import max_bytes as budget
 from .request import make_request
 from .state import ShardState
-from .transport.operation import Operation
+from .transport.operation import Operation, check_timeout, refusing
 
 
 def all_reduce_compressed(
@@ -95,24 +93,3 @@ def all_reduce_compressed(
     if not async_op:
         flight.wait()
     return flight
-
-
-@contextmanager
-def refusing(operations: Sequence[Operation]) -> Iterator[None]:
-    """Notify the other ranks if the `with` block raises an error, so that they do not wait for this rank."""
-    try:
-        yield
-    except Exception as error:
-        for operation in operations:
-            operation.refuse(str(error))
-        raise
-
-
-def check_timeout(timeout: float | timedelta | None) -> float | None:
-    """Return a timeout in seconds, or None. Raise ValueError unless it is above 0 and finite."""
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-        raise ValueError(f"timeout {timeout!r}, expected seconds above 0, or a timedelta")
-    return seconds

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 from ..compressors import Compressor
 from ..compressors import compressor as parsed
-from .all_reduce import check_timeout
 from .plan import ALGORITHMS, given_max_bytes
+from .transport.operation import check_timeout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,6 +237,7 @@ class Flight(Handle):
         """Return the story of one segment; nothing of it is told yet."""
         request, (start, stop) = self.request, self.request.plan.segments[index]
         leg = self._leg or Leg(request.plan.first, request.plan.second, request.weight)
+        leg.release()
         leg.operation, leg.tensor, leg.key, leg.report = self.operations[-1], tensor, self._key, self.report
         leg.residual = None if self.residual is None else self.residual[start:stop]
         leg.owner_residual = self._owner_residuals[index]

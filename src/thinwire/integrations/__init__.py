@@ -1,4 +1,4 @@
 """Adapters between a `Synchronizer` and sources of gradients, such as DDP."""
 
-from .ddp import attach as attach
+from .attach import attach as attach
 from .ddp import register_ddp_hook as register_ddp_hook

@@ -24,14 +24,9 @@ from ..collectives.groups import Group, as_group
 from ..sync.buckets import Bucket, flatten, group_parameters
 from ..sync.shards import ShardGroup, is_sharded, local_of
 from ..sync.synchronizer import Synchronizer
+from .ddp import after_backward
 
 _SAMPLES = 1024  # elements of a bucket, to see whether gradients were changed after they were sent
-
-
-def after_backward(action: Callable[[], None]) -> None:
-    """Run an action after all that DDP or FSDP does after backward: a callback queued by a callback comes last."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(action))
 
 
 def check_module(module: nn.Module) -> None:

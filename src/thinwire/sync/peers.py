@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import Handle, all_reduce_compressed
-from ..collectives.all_reduce import check_timeout
 from ..collectives.groups import Group, channels, check_kind, compressing_ranks, is_ready, place
 from ..collectives.transport.channel import Channel
-from ..collectives.transport.operation import Operation
+from ..collectives.transport.operation import Operation, check_timeout
 from ..compressors import Compressor
 from .consolidate import Saves
 

@@ -21,8 +21,7 @@ from ..kernels.joined import Flat, addresses_of
 from ..kernels.recording import Recording, RecordingMemory
 from ..kernels.updates import AdamUpdate, Update
 from .buckets import Slice
-from .parcel import Parcel
-from .slots import Slot, Slots
+from .slots import Parcel, Slot, Slots
 
 
 def is_recordable(update: Update | None) -> bool:
@@ -35,15 +34,11 @@ class RecordedLeg(Leg):
     """A leg whose first encoding may have been a replay, which leaves the payload where it was."""
 
     is_replayed: bool = False
-    first_made: CompressedTensor | None = None
 
     def encode(self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor) -> CompressedTensor:
         if not self.is_replayed:
-            made = super().encode(compressor, tensor, residual, out)
-            self.first_made = made if len(self.made) == 1 else self.first_made
-            return made
-        ct = self.first_made
-        assert ct is not None
+            return super().encode(compressor, tensor, residual, out)
+        ct = self.known[0]
         compressor.stats.add(tensor.nbytes, ct.nbytes, seconds=0.0, finite=True, kernels=ct.kernels)
         self.made.append(Encoded(ct, tensor, residual))
         return ct

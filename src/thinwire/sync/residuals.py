@@ -116,6 +116,7 @@ class Residuals(NamedVectors):
         """Add the residuals of states to the vectors, and drop the states: those with one of these names, or all."""
         for key in [key for key in self._states if names is None or any(name in names for name, _ in key)]:
             _, state = self._states.pop(key)
+            self.generation = next(_generations)
             for name, begin, part in _pieces(key, state):
                 self[name][begin : begin + part.numel()].add_(part)
 

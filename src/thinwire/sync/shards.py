@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import all_reduce_compressed
-from ..collectives.all_reduce import check_timeout
 from ..collectives.groups import channels, place
-from ..collectives.transport.operation import Operation
+from ..collectives.transport.operation import Operation, check_timeout
 
 
 def is_sharded(tensor: object) -> bool:

@@ -14,15 +14,18 @@ from torch import Tensor
 from ..collectives import ShardState
 from ..collectives.algorithms.leg import Leg
 from ..collectives.collective import Collective
+from ..collectives.flight import Flight
 from ..collectives.local import LocalGroup
 from ..collectives.plan import given_max_bytes
 from ..collectives.request import Request, make_request
 from ..collectives.transport.channel import Channel
+from ..collectives.transport.operation import Operation
 from ..compressors import Compressor
 from ..kernels.joined import Flat
-from .buckets import PackedGradients, Slice
+from ..kernels.updates import Update
+from .buckets import Packed, PackedGradients, Slice
 from .peers import Peers
-from .residuals import Residuals
+from .residuals import NamedVectors, Residuals
 
 _NO_LIMIT = 1 << 62
 """Memory of one operation: all payloads are held until the step ends, so segments would save nothing."""
@@ -36,6 +39,34 @@ class Slot:
     request: Request
     leg: Leg
     number: int = field(default_factory=itertools.count().__next__)  # of no other slot, for keys of recordings
+
+
+class Parcel(Flight):
+    """A slice that is being sent.
+
+    gradient  a slice of the bucket; for packed parameters, a copy of their gradients.
+    source    what is encoded: the gradient itself, or its copy or update in other memory.
+    places    of packed parameters, in the bucket's gradient.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        operations: list[Operation],
+        gradient: Flat,
+        source: Tensor,
+        residual: Tensor | None,
+        *,
+        state: ShardState | None = None,
+        key: int | None = None,
+        update: Update | None = None,
+        places: Sequence[tuple[Flat, Packed]] = (),
+    ) -> None:
+        super().__init__(slot.request, operations, source, residual, state=state, key=key, leg=slot.leg)
+        self.slot, self.gradient, self.update, self.places = slot, gradient, update, places
+        # For recordings (recorded.py): everything that encoding depends on, and where packed gradients come from.
+        self.recorded_by: Hashable = None
+        self.origin: Hashable = None
 
 
 class Slots:
@@ -57,12 +88,17 @@ class Slots:
         self._slots: dict[tuple[Hashable, ...], Slot] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}  # views by numel
         self._packs: dict[Hashable, tuple[Slice, Tensor]] = {}  # and memory for their gradients
+        self._states: dict[int, tuple[int, ShardState]] = {}  # by the `id` of a slice; and the residuals' generation
+        self._vectors: dict[tuple[int, int, torch.dtype], tuple[int, Tensor]] = {}  # and the generation of each
         self.moves = 0  # how often `scratch` has taken other memory
 
     def keep(self, used: Collection[Slot], packs: Collection[int]) -> None:
         """Drop what a step has not used (packs by the `id` of their slices), as after DDP has rebuilt its buckets."""
         self._slots = {key: slot for key, slot in self._slots.items() if slot in used}
         self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in packs}
+        slices = {id(slot.slice) for slot in used}
+        self._states = {key: known for key, known in self._states.items() if key in slices}
+        self._vectors = {key: known for key, known in self._vectors.items() if key[0] in slices}
 
     def of(
         self,
@@ -101,8 +137,21 @@ class Slots:
         """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""
         if not self.error_feedback:
             return None, None
-        state, names, sizes = self.residuals.state(slice_), slice_.names, slice_.sizes
-        return self.residuals.slice(names, sizes=sizes, dtype=tensor.dtype, device=tensor.device), state
+        known = self._states.get(id(slice_))
+        if known is None or known[0] != self.residuals.generation:
+            state = self.residuals.state(slice_)
+            self.vector_of(slice_, self.residuals, tensor)
+            known = self._states[id(slice_)] = self.residuals.generation, state
+        return self.vector_of(slice_, self.residuals, tensor), known[1]
+
+    def vector_of(self, slice_: Slice, vectors: NamedVectors, like: Flat) -> Tensor:
+        """Return the residual or a moment of a slice, looked up again only if a vector has moved."""
+        key = id(slice_), id(vectors), like.dtype
+        known = self._vectors.get(key)
+        if known is None or known[0] != vectors.generation:
+            made = vectors.slice(slice_.names, sizes=slice_.sizes, dtype=like.dtype, device=like.device)
+            known = self._vectors[key] = vectors.generation, made
+        return known[1]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the stream that encodes in backward; None on a CPU, and for ranks that take turns on a GPU."""

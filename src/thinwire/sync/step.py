@@ -17,11 +17,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..collectives.all_reduce import refusing
 from ..collectives.cost import ring
 from ..collectives.handle import Report
 from ..collectives.plan import ENVIRONMENT_VARIABLE
-from ..collectives.transport.operation import Operation
+from ..collectives.transport.operation import Operation, refusing
 from ..compressors import Compressor, NoCompression
 from ..compressors.spec import mix_key
 from ..kernels.joined import Flat, Joined, addresses_of, tensors_of
@@ -30,11 +29,10 @@ from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import Update
 from .assignment import Assignment
 from .buckets import Bucket, Packed, PackedGradients, Slice, Together, together
-from .parcel import Parcel
 from .recorded import Recorder, is_recordable
 from .residuals import NamedVectors
 from .shards import ShardGroup
-from .slots import Slot, Slots
+from .slots import Parcel, Slot, Slots
 
 
 class Mode(Enum):
@@ -385,10 +383,7 @@ class Step:
 
     def _update(self, slice_: Slice, gradient: Flat) -> Update:
         assert self.updates is not None
-        moments = [
-            vectors.slice(slice_.names, sizes=slice_.sizes, dtype=gradient.dtype, device=gradient.device)
-            for vectors in self.updates.moments
-        ]
+        moments = [self._slots.vector_of(slice_, vectors, gradient) for vectors in self.updates.moments]
         clip = 1.0 if isinstance(self._clip, Tensor) else self._clip
         return self.updates.rules[slice_.family](slice_, moments, clip / self.updates.scale)  # type: ignore[call-overload,no-any-return]
 
@@ -488,6 +483,8 @@ class Step:
             yield parcel.update is not None, parcel.slot.slice.parts(out)
 
     def release(self) -> None:
+        for parcel in self.flights:
+            parcel.abandon()  # unless it has landed, nothing has changed
         self.flights, self._buckets, self._regrouped = [], [], []
         self._waiting, self._packed = [], []
 
@@ -496,8 +493,6 @@ class Step:
         for parcel in self.flights:
             parcel.wait_quietly()
         self._join_streams()
-        for parcel in self.flights:
-            parcel.abandon()
         self.release()
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
-from ..collectives.all_reduce import refusing
 from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.groups import Group, as_group
+from ..collectives.transport.operation import refusing
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from . import checkpoint

@@ -90,6 +90,8 @@ class Leg:
     memory: Memory = field(default_factory=Memory)
     made: list[Encoded] = field(default_factory=list)
     """All that this leg, and the legs inside it, have encoded; what was encoded first is what the caller gave."""
+    known: dict[int, CompressedTensor] = field(default_factory=dict)
+    """The same of the flight before, by place: the objects are used again."""
 
     # Of the flight that uses this leg now.
     operation: Operation = None  # type: ignore[assignment]
@@ -124,9 +126,15 @@ class Leg:
 
     def encode(self, compressor: Compressor, tensor: Tensor, residual: Tensor | None, out: Tensor) -> CompressedTensor:
         """Encode into `out`, and count it in the compressor's statistics. The residual is only read."""
+        ct = self.known.get(len(self.made))
         with self.report.clock("encode"):
-            ct = compressor.encode(tensor, residual, key=self.key, out=out, counted=True)
+            if ct is not None and ct.compressor is compressor and ct.payload is out and ct.numel == tensor.numel():
+                compressor.encode_again(ct, tensor, residual)
+            else:
+                ct = compressor.encode(tensor, residual, key=self.key, out=out, counted=True)
         self.made.append(Encoded(ct, tensor, residual))
+        if not compressor.draws:
+            self.known[len(self.made) - 1] = ct
         return ct
 
     def on_host(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:

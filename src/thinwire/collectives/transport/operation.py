@@ -16,14 +16,16 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from .channel import Channel
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import Buffers, LinkBroken, Seen, Wait
-from .records import Record, difference, rank_list, read_notice, tag_of
+from .records import Record, difference, rank_list, read_notice
 from .watch import PATIENCE_SECONDS, watch
 
 _SLOTS = 4096  # `here` keys of each rank, which are reused
@@ -37,7 +39,9 @@ class Operation:
         self.channel, self.name = channel, name
         self.number, self._connection = channel.next()
         self._timeout = channel.timeout
-        self._record = Record(self.number)
+        self._call: dict[str, Any] = {}
+        self._draw: int | None = None
+        self._refused: str | None = None
         self._first_use, self._tag = False, 0
         self._deadline = 0.0
         self._exchanges = itertools.count()
@@ -54,18 +58,18 @@ class Operation:
 
     def describe(self, call: dict[str, Any], text: str, draw: int | None) -> None:
         """Set the arguments that must be the same on all ranks, by name and as JSON, and a key that may change."""
-        since = {"connected since operation": self._connection.number}
-        self._record = Record(self.number, {**call, **({} if draw is None else {"key": draw}), **since})
+        self._call, self._draw = call, draw
         self._first_use = text not in self._connection.agreed
         self._connection.agreed.add(text)
-        self._tag = tag_of(
-            self.number, zlib.crc32(f"{draw} {self._connection.number}".encode(), zlib.crc32(text.encode()))
-        )
+        # 12 bits of the number, 3 for each exchange, 16 by the arguments: calls that differ are not matched.
+        digest = zlib.crc32(f"{draw} {self._connection.number}".encode(), zlib.crc32(text.encode()))
+        self._tag = self.number % 4096 << 19 | digest & 0xFFFF
 
     def refuse(self, reason: str) -> None:
         """Notify the other ranks that this rank does not take part, with the reason."""
         if self.channel.size > 1:
-            self._record = Record(self.number, refused=reason)
+            self._refused = reason
+            self.__dict__.pop("_record", None)
             self._arrive()
             self._connection.fail(MismatchError(f"the call was refused by rank {self._me}: {reason}", [self._me]))
 
@@ -278,6 +282,35 @@ class Operation:
     def _set_peer(self, peer: int) -> None:
         self._waits_for = peer
 
+    @cached_property
+    def _record(self) -> Record:
+        """What this rank writes on the board, if it comes to that."""
+        if self._refused is not None or not self._call:
+            return Record(self.number, refused=self._refused)
+        since = {"connected since operation": self._connection.number}
+        return Record(self.number, {**self._call, **({} if self._draw is None else {"key": self._draw}), **since})
+
     @property
     def _me(self) -> int:
         return self.channel.ranks[self.channel.rank]
+
+
+@contextmanager
+def refusing(operations: Sequence[Operation]) -> Iterator[None]:
+    """Notify the other ranks if the `with` block raises an error, so that they do not wait for this rank."""
+    try:
+        yield
+    except Exception as error:
+        for operation in operations:
+            operation.refuse(str(error))
+        raise
+
+
+def check_timeout(timeout: float | timedelta | None) -> float | None:
+    """Return a timeout in seconds, or None. Raise ValueError unless it is above 0 and finite."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout {timeout!r}, expected seconds above 0, or a timedelta")
+    return seconds

@@ -48,14 +48,6 @@ def read_notice(text: str) -> dict[str, Any] | None:
     return found if fits and all(type(rank) is int for rank in found["ranks"]) else None
 
 
-def tag_of(number: int, digest: int) -> int:
-    """Return the 31-bit tag of a message: 12 bits of the operation's number, 3 for the exchange, 16 of `digest`.
-
-    The 3 bits are set for each exchange. Calls with different arguments differ in the last, and are not matched.
-    """
-    return number % 4096 << 19 | digest & 0xFFFF
-
-
 def difference(records: Mapping[int, Record]) -> MismatchError:
     """Return an error that lists the arguments that differ, and the ranks that called with each of them.
 

@@ -50,12 +50,12 @@ def readable(payload: Tensor) -> Any:
 
 def check_part(
     find: Callable[[int, int], int], part: Part, numbers_per_row: int, check: Callable[[Tensor, L], None],
-    payload: Tensor, layout: L, alone: L,
+    payload: Tensor, layout: L, alone: Callable[[], L],
 ) -> None:  # fmt: skip
     """Raise the ValueError of the reference's `check` if `find(first, last)` finds a bad record in this part.
 
-    `alone` is the layout of one record, for which the error is raised, or for the whole payload if this record alone is
-    valid. Several threads look if there is enough work.
+    `alone` makes the layout of one record, for which the error is raised, or for the whole payload if this record is
+    valid alone. Several threads look if there is enough work.
     """
     if part.rows * numbers_per_row < SMALLEST_SHARED:
         bad = find(0, part.rows)
@@ -64,9 +64,10 @@ def check_part(
         bad = next((row for row in found if row != NONE), NONE)
     if bad == NONE:
         return
-    at = part.nbytes.start + bad * alone.nbytes
+    record = alone()
+    at = part.nbytes.start + bad * record.nbytes
     try:
-        check(payload[at : at + alone.nbytes], alone)
+        check(payload[at : at + record.nbytes], record)
     except ValueError as error:
         raise ValueError(f"record {part.elements.start // layout.granule + bad}: {error}") from None
     check(payload, layout)

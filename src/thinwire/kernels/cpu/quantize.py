@@ -97,7 +97,7 @@ def check(payload: Tensor, layout: QuantizeLayout) -> None:
     for elements, part in layout.parts(layout.numel):
         nbytes, blocks, code_bits = layout.record_nbytes(elements), -(-elements // layout.block), elements * layout.bits
         find = partial(checks.bad_quantize_record, data, part.nbytes.start, nbytes, blocks, code_bits, largest, marked)
-        alone = replace(layout, numel=elements)
+        alone = partial(replace, layout, numel=elements)
         checks.check_part(find, part, blocks, reference.check, payload=payload, layout=layout, alone=alone)
 
 

@@ -111,7 +111,7 @@ def check(payload: Tensor, layout: TopKLayout) -> None:
     marked = layout.is_marked(payload)
     for record, part in layout.parts(layout.numel):
         find = partial(checks.bad_topk_record, data, part.nbytes.start, record, marked)
-        alone = TopKLayout(record.n, layout.dtype, rows=1, record=record, tail=None)
+        alone = partial(TopKLayout, record.n, layout.dtype, rows=1, record=record, tail=None)
         checks.check_part(find, part, record.k, reference.check, payload=payload, layout=layout, alone=alone)
 
 
