@@ -19,6 +19,7 @@ from .compressors import compressor as compressor
 from .compressors import format_spec as format_spec
 from .compressors import register_compressor as register_compressor
 from .compressors import registered as registered
+from .compressors.by_ranks import default_compressor as default_compressor
 from .compressors.frame import FrameError as FrameError
 from .compressors.statistics import Statistics as Statistics
 from .integrations import attach as attach
@@ -26,7 +27,6 @@ from .optim import SGD as SGD
 from .optim import AdamW as AdamW
 from .optim import LocalSteps as LocalSteps
 from .sync.policy import Policy as Policy
-from .sync.policy import default_compressor as default_compressor
 from .sync.policy import ramp as ramp
 from .sync.ranked import load_per_rank as load_per_rank
 from .sync.ranked import per_rank as per_rank

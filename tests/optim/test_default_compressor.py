@@ -7,9 +7,8 @@ from torch import Tensor
 
 import thinwire
 from support.training import Given, average, gradients, identical, residuals, take, weight_bits
-from thinwire import Collective, format_spec
+from thinwire import Collective, default_compressor, format_spec
 from thinwire.collectives import cost
-from thinwire.sync.policy import default_compressor
 from thinwire.testing import RankPool
 
 SIZES = (40_000, 10, 9000, 300)

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from ..compressors import Compressor, NoCompression, Quantize
-from .policy import default_compressor
+from ..compressors.by_ranks import default_compressor
 
 GRADIENTS: tuple[Compressor, ...] = (NoCompression(), Quantize(bits=8))
 """Compressors that are tried for gradients, the densest first; not top-k, which ruins Adam."""

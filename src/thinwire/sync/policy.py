@@ -1,22 +1,24 @@
-"""The policy: which parameters are compressed, by which compressor, and from which step on."""
+"""How each parameter is sent at each step: the policy says it, and its assignment for the buckets of a run."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
-from math import ceil
+from typing import Any
+
+import torch
 
 from ..compressors import Compressor, NoCompression, TopK, format_spec
 from ..compressors import compressor as parsed
-from ..compressors.topk import UNION
+from ..compressors.by_ranks import default_compressor, halvings
+from .auto import Choice
+from .buckets import BucketPlan, Together, plan_bucket
+from .peers import Peers
 
 DENSE = NoCompression()
 AUTO, DEFAULT = "auto", "default"
 """Take the place of a spec: chosen by measurement, or `default_compressor` for the number of ranks."""
-LARGEST_DEFAULT_CHUNK = 1 << 14  # from which the GPU kernels select in one pass
-FIRST_RATIO, _FIRST_STEPS = Fraction(1, 96), 128
-"""Ratio of each rank under "default" in the first steps; twice as many follow with half the ratio, and so on."""
 
 Spec = Compressor | str
 Warmup = Sequence[tuple[int, Spec]]
@@ -166,42 +168,6 @@ class Policy:
         }
 
 
-def default_compressor(ranks: int, step: int | None = None) -> TopK:
-    """Return the default compressor of thinwire's optimizers: with more ranks, each rank sends fewer elements.
-
-    The weights change by the union of the elements that all ranks send. It is one element in 48 for any number of
-    ranks, so each rank can send less. The chunk grows with the number of ranks, so that as many elements share the
-    scales of a chunk.
-
-    But with a ratio of 1/n an element of a rank waits for n steps, which is too long at the start of training. So at
-    `step`, counted from the end of the warm-up, each rank begins with one element in 96, and halves that after 128
-    steps, after 256 more, and so on, down to its final ratio, which None stands for.
-
-    >>> for ranks in (2, 4, 8, 32):
-    ...     print(format_spec(default_compressor(ranks)), *(default_compressor(ranks, s).ratio for s in (0, 128, 384)))
-    topk:ratio=1/96,bits=2,chunk=4096 1/96 1/96 1/96
-    topk:ratio=1/192,bits=2,chunk=8192 1/96 1/192 1/192
-    topk:ratio=1/384,bits=2,chunk=16384 1/96 1/192 1/384
-    topk:ratio=1/1536,bits=2,chunk=16384 1/96 1/192 1/384
-    """
-    ranks = max(2, ranks)
-    chunk = min(LARGEST_DEFAULT_CHUNK, 2048 << (ranks - 1).bit_length())
-    least = UNION / ranks
-    ratio = least if step is None else max(least, FIRST_RATIO / 2 ** halvings(ranks, step))
-    return TopK(ratio=ratio, bits=2, chunk=chunk)
-
-
-def halvings(ranks: int, step: int) -> int:
-    """Return how often the first ratio of the default compressor has been halved, at a step after the warm-up.
-
-    >>> [halvings(8, step) for step in (0, 127, 128, 383, 384, 10_000)], halvings(2, 10_000)
-    ([0, 0, 1, 1, 2, 2], 0)
-    """
-    until_now = (step // _FIRST_STEPS + 1).bit_length() - 1
-    in_all = ceil(FIRST_RATIO * max(2, ranks) / UNION - 1).bit_length()
-    return min(until_now, in_all)
-
-
 def ramp(final: Spec, steps: int, start: object = "1/4") -> list[tuple[int, Compressor]]:
     """Return a warm-up whose ratio is halved from `start` to that of `final`, in `steps` steps in total.
 
@@ -247,3 +213,70 @@ def _patterns(name: str, given: Sequence[str]) -> tuple[str, ...]:
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class Assignment:
+    """Assigns the compressors of the policy. With `families`, by parameter, it is that of an optimizer."""
+
+    choice: Choice | None = None
+
+    def __init__(self, policy: Policy, families: Mapping[str, int] | None) -> None:
+        self.policy, self._families = policy, families
+        self.sizes: Mapping[str, int] = {}  # numels of known parameters, over all shards
+        self.dense: frozenset[str] = frozenset()
+        self._chosen: Compressor | None = None  # in place of the policy's final one in the current step
+        self._plans: dict[Hashable, BucketPlan] = {}
+
+    def begin(self, peers: Peers, step: int, device: torch.device) -> None:
+        """Choose the compressor of the step that begins; the base class does nothing."""
+
+    def plan(self, bucket: Together, step: int, mode: Hashable) -> BucketPlan:
+        """Return how a bucket is cut into slices and packed parameters; with another mode, slices are other objects."""
+        policy = self.policy
+        families = tuple(None if self._families is None else self._families[name] for name in bucket.names)
+        key = bucket.names, families, policy.phase(step), mode, self.dense
+        made = self._plans.get(key)
+        if made is None:
+            # A policy goes by the size of the whole parameter, so that it is the same for all shards.
+            sized = [(name, self.sizes.get(name, size)) for name, size in zip(bucket.names, bucket.sizes, strict=True)]
+            compressors = [self._compressor_of(name, size, step, self._chosen) for name, size in sized]
+            small = {
+                name
+                for (name, size), given in zip(sized, compressors, strict=True)
+                if policy.is_small(name, size) and (self._families is not None or given != policy.final)
+            }
+            made = self._plans[key] = plan_bucket(
+                bucket.names, sizes=bucket.sizes, compressors=compressors, families=families, small=small
+            )
+        return made
+
+    def is_dense(self, step: int) -> bool:
+        return self.policy.is_dense(step, self._chosen)
+
+    def sends_dense(self, name: str, numel: int, step: int) -> bool:
+        return isinstance(self._compressor_of(name, numel, step, self._chosen_at(step)), NoCompression)
+
+    def _compressor_of(self, name: str, numel: int, step: int, chosen: Compressor | None) -> Compressor:
+        if name in self.dense:
+            return DENSE
+        return self.policy.compressor_of(name, numel=numel, step=step, chosen=chosen)
+
+    def tries_gradients(self, step: int) -> bool:
+        """Return whether this step is a trial in which an optimizer sends gradients instead of updates."""
+        return False
+
+    def choose_if_due(self, peers: Peers, step: int, device: torch.device) -> None:
+        """Make the choice if the trials are over; the base class does nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_world: bool) -> None:
+        self._plans = {}
+
+    def _chosen_at(self, step: int) -> Compressor | None:
+        return self._chosen
+
+    def _choose(self, chosen: Compressor | None) -> None:
+        if chosen != self._chosen:
+            self._chosen, self._plans = chosen, {}

@@ -27,8 +27,8 @@ from ..kernels.joined import Flat, Joined, addresses_of, tensors_of
 from ..kernels.layout import RandomKLayout, residual_dtype
 from ..kernels.reference.randomk import positions_and_widths
 from ..kernels.updates import Update
-from .assignment import Assignment
 from .buckets import Bucket, Packed, PackedGradients, Slice, Together, together
+from .policy import Assignment
 from .recorded import Recorder, is_recordable
 from .residuals import NamedVectors
 from .shards import ShardGroup

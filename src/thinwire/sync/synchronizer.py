@@ -24,12 +24,11 @@ from ..collectives.transport.operation import refusing
 from ..compressors import Compressor, format_spec
 from ..compressors import compressor as parsed
 from . import checkpoint
-from .assignment import Assignment
 from .auto import GRADIENTS, Choice, updates
 from .buckets import Bucket, flatten, group_parameters, plain_name
 from .consolidate import gather_states
 from .peers import Peers
-from .policy import Policy, Spec
+from .policy import Assignment, Policy, Spec
 from .recorded import Recorder
 from .residuals import Residuals
 from .shards import ShardGroup, is_sharded

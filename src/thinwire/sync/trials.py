@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from ..compressors import Compressor, format_spec
-from .assignment import Assignment
 from .auto import Choice, decide
 from .peers import Peers
-from .policy import DENSE, Policy
+from .policy import DENSE, Assignment, Policy
 from .shards import ShardGroup
 
 _log = logging.getLogger("thinwire")

@@ -24,9 +24,9 @@ from support.training_runs import (
     train,
     weights,
 )
+from thinwire import default_compressor
 from thinwire.collectives.cost import ring
 from thinwire.compressors import format_spec
-from thinwire.sync.policy import default_compressor
 from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.command import Options
