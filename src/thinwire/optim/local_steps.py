@@ -35,9 +35,9 @@ from ..sync.policy import Policy, Spec
 from ..sync.shards import is_sharded
 from ..sync.step import Step, is_finite
 from ..sync.synchronizer import Synchronizer
-from .base import CompressedOptimizer
-from .checks import check_number, check_replicas, dense_policy
+from .base import CompressedOptimizer, dense_policy
 from .fragments import Fragment, Named, Part, split
+from .guard import check_number, check_replicas
 from .membership import Membership
 from .parameters import ddp_of
 
