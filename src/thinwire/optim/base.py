@@ -8,6 +8,7 @@ rank's gradient was not finite.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -173,9 +174,8 @@ class CompressedOptimizer(Optimizer):
     def _updates(self, device: torch.device) -> Updates:
         """Return the settings of the step that begins."""
         parameters, scaler, rules = self._parameters, self.sync.grad_scaler, self._rules.values()
-        given = parameters.given
-        trained = {name for name, p in given.items() if p.requires_grad} if self.ddp is None else self._exchanged
-        parameters.absent = given.keys() - trained
+        trained = {name for name, p in parameters.given.items() if p.requires_grad}
+        parameters.absent = parameters.given.keys() - (trained if self.ddp is None else self._exchanged)
         sampled = frozenset[str]().union(*[rule.upkeep.begin() for rule in rules])
         families = [(self._rule_of_group[family.group], family) for family in parameters.families.all]
         numbers = [rule.numbers(family, self.param_groups[family.group]) for rule, family in families]
@@ -235,18 +235,12 @@ class CompressedOptimizer(Optimizer):
         return self.sync.collect()
 
     def _apply(self, sent: Step) -> None:
-        parameters, groups = self._parameters, self.param_groups
-        of_families = [(family, groups[family.group]) for family in parameters.families.all]
-        numbers = StepNumbers(
-            steps=[family.steps + 1 for family, _ in of_families],
-            lr=[float(group["lr"]) for _, group in of_families],
-            keep=[1 - float(group["lr"]) * group.get("weight_decay", 0.0) for _, group in of_families],
-            rates={
-                name: rule.rate(group, name)
-                for rule, group in zip(self._rule_of_group, groups, strict=True)
-                for name in group["param_names"]
-            },
-        )
+        of_groups = list(zip(self._rule_of_group, self.param_groups, strict=True))
+        rates = {name: rule.rate(group, name) for rule, group in of_groups for name in group["param_names"]}
+        families = [(family.steps, self.param_groups[family.group]) for family in self._parameters.families.all]
+        lr = [float(group["lr"]) for _, group in families]
+        keep = [1 - one * group.get("weight_decay", 0.0) for one, (_, group) in zip(lr, families, strict=True)]
+        numbers = StepNumbers([steps + 1 for steps, _ in families], lr, keep, rates)
         if sent.updates is None or sent.updates.numbers is None:
             self._apply_slices(sent, numbers)
         else:
@@ -266,27 +260,26 @@ class CompressedOptimizer(Optimizer):
 
     def _pieces(self, parts: Iterable[tuple[str, Tensor]], numbers: StepNumbers) -> Iterator[tuple[Rule, Piece]]:
         families, given, tensors = self._parameters.families, self._parameters.given, self._parameters.tensors
-        unfinished: dict[int, Piece] = {}
-        elements = dict.fromkeys(range(len(families.all)), 0)
+        unfinished: dict[int, tuple[Rule, Piece]] = {}
+        elements: Counter[int] = Counter()
         for name, part in parts:
             if given[name].grad is None and not bool(part.any()):  # no rank has used it
                 continue
             number = families.number_of[name]
-            group = families.all[number].group
             if number not in unfinished:
-                of_family = numbers.steps[number], numbers.lr[number], numbers.keep[number]
-                unfinished[number] = Piece(self.param_groups[group], *of_family, [], [], [], [])
-            piece = unfinished[number]
+                group, (steps, lr, keep) = families.all[number].group, (column[number] for column in numbers[:3])
+                piece = Piece(self.param_groups[group], steps, lr, keep, [], [], [], [])
+                unfinished[number] = self._rule_of_group[group], piece
+            piece = unfinished[number][1]
             piece.names.append(name)
             piece.parameters.append(tensors[name])
             piece.tensors.append(shaped(part, tensors[name]))
             piece.rates.append(numbers.rates[name])
             elements[number] += part.numel()
             if elements[number] >= _AT_ONCE:
-                elements[number] = 0
-                yield self._rule_of_group[group], unfinished.pop(number)
-        for number, piece in unfinished.items():
-            yield self._rule_of_group[families.all[number].group], piece
+                del elements[number]
+                yield unfinished.pop(number)
+        yield from unfinished.values()
 
     def _finish(self, sent: Step) -> None:
         """Finish a step that was taken and counted: what follows may be sent in another way."""

@@ -22,7 +22,7 @@ from ..sync.residuals import NamedVectors
 from ..sync.synchronizer import Synchronizer
 
 
-@dataclass
+@dataclass(eq=False)
 class Family:
     """The steps that the parameters of a family have taken."""
 

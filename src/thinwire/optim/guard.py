@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.collective import Collective
 from ..compressors import NoCompression, format_spec
 from ..compressors import compressor as parsed
+from ..integrations.ddp_models import count_ddp, ddp_of
 from ..integrations.fsdp import ShardedParameters
 from ..sync.buckets import Bucket
 from ..sync.policy import Policy
 from ..sync.shards import local_of
 from ..sync.synchronizer import Synchronizer
 from .fragments import Named
-from .parameters import count_ddp, ddp_of
 
 _LARGEST = 1e18  # larger whole numbers are none that torch takes
 

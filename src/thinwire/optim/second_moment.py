@@ -60,16 +60,15 @@ class SecondMoments(Upkeep):
         """Choose what is sent dense; return the compressed parameters of this step if c is measured after it."""
         self.parameters.families.leave_out(self.parameters.absent)
         self._choose_dense()
-        sync, sent = self.parameters.sync, self.parameters.sent_as_updates
+        sync, of, sent = self.parameters.sync, self.parameters.families.of, self.parameters.sent_as_updates
         if not self.refresh_every or sync.world_size == 1:
             return frozenset()
         if self.parameters.warms_up(sync.steps):
             return frozenset(sent(sync.steps + 1, self.groups))  # those that are compressed at the next step
-        number_of, after = self.parameters.families.number_of, dict(self._present(1))
-        due = {number for number, steps in after.items() if self._measures_next or self._is_refresh(steps)}
-        ends = {number for number, steps in after.items() if steps == self._own_warmup}
-        sampled = {name for name in sent(sync.steps, self.groups) if number_of[name] in due} if due else set()
-        return frozenset(sampled | {name for name in sync.dense if number_of[name] in ends})
+        due = {f for f in self._present() if self._measures_next or self._is_refresh(f.steps + 1)}
+        ends = {f for f in self._present() if f.steps + 1 == self._own_warmup}
+        sampled = {name for name in sent(sync.steps, self.groups) if of(name) in due} if due else set()
+        return frozenset(sampled | {name for name in sync.dense if of(name) in ends})
 
     def finish(self, step: Step) -> None:
         sync, families = self.parameters.sync, self.parameters.families
@@ -81,9 +80,9 @@ class SecondMoments(Upkeep):
         self._choose_dense()
         if was_dense - sync.dense and not self.parameters.warms_up(sync.steps):
             self.to_updates(was_dense - sync.dense)
-        due = {number for number, steps in self._present() if self._is_refresh(steps)}
+        due = {family for family in self._present() if self._is_refresh(family.steps)}
         if due and not step.warms_up:
-            self._refresh([v for name, v in self._compressed() if families.number_of[name] in due])
+            self._refresh([v for name, v in self._compressed() if families.of(name) in due])
 
     def forget(self, names: Collection[str]) -> None:
         for name in names:
@@ -122,42 +121,31 @@ class SecondMoments(Upkeep):
 
     def begin_from_torch(self, steps: Mapping[str, int]) -> None:
         self.parameters.families.reset(steps)
-        for family in self._families():
+        for family in self._all():
             beta1, beta2 = self.parameters.groups[family.group]["betas"]
             family.weights = 1 - beta1**family.steps, 1 - beta2**family.steps
         self.scales, self._found, self._measures_next = {}, {}, False
 
-    def _families(self) -> Iterator[Family]:
-        return (family for family in self.parameters.families.all if family.group in self.groups)
+    def _all(self) -> list[Family]:
+        return [family for family in self.parameters.families.all if family.group in self.groups]
 
-    def _present(self, more: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield the number and the steps, and `more` of them, of each family in the step under way."""
-        families = self.parameters.families
-        for number in families.present:
-            if families.all[number].group in self.groups:
-                yield number, families.all[number].steps + more
+    def _present(self) -> list[Family]:
+        present, every = self.parameters.families.present, self.parameters.families.all
+        return [family for number, family in enumerate(every) if number in present and family.group in self.groups]
 
     def _choose_dense(self) -> None:
         """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
         parameters, sync = self.parameters, self.parameters.sync
-        early = any(family.steps < self._own_warmup for family in self._families())
-        if not early or parameters.warms_up(sync.steps):
-            sync.dense = frozenset()
-            return
-        of, is_small = parameters.families.of, sync.policy.is_small
-        sync.dense = frozenset(
-            name
-            for name, p in parameters.given.items()
-            if of(name).steps < self._own_warmup and of(name).group in self.groups and not is_small(name, p.numel())
-        )
+        early, sync.dense = {family for family in self._all() if family.steps < self._own_warmup}, frozenset()
+        if early and not parameters.warms_up(sync.steps):
+            of, is_small, given = parameters.families.of, sync.policy.is_small, parameters.given.items()
+            sync.dense = frozenset(name for name, p in given if of(name) in early and not is_small(name, p.numel()))
 
     def _follow_weights(self, step: Step) -> None:
         """Follow the weights of gradients in moments: at constant betas 1 - beta ** steps, by which Adam divides."""
-        families = self.parameters.families
         by_gradients = step.warms_up or not self.parameters.sent_as_updates(step.number, self.groups)
-        for number, steps_before in self._present(-1):
-            family = families.all[number]
-            as_gradients = by_gradients or steps_before < self._own_warmup
+        for family in self._present():
+            as_gradients = by_gradients or family.steps <= self._own_warmup  # this step is counted
             beta1, beta2 = self.parameters.groups[family.group]["betas" if as_gradients else "compressed_betas"]
             first, second = family.weights
             followed = as_gradients or self.refresh_every > 0

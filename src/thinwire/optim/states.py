@@ -134,6 +134,7 @@ def is_from_torch(state: State) -> bool:
 
 def for_torch(parameters: Parameters, rules: Sequence[Rule], optimizer: str) -> dict[str, Any]:
     """Return a state for torch's optimizer of the same name, the same on all ranks. All ranks call this."""
+    _check_twin(rules, optimizer)
     sync, numbers = parameters.sync, {name: number for number, name in enumerate(parameters.given)}
     apart = set(parameters.sent_as_updates(sync.steps))
     state: dict[int, dict[str, Tensor]] = {}
@@ -158,6 +159,11 @@ def for_torch(parameters: Parameters, rules: Sequence[Rule], optimizer: str) -> 
     return {"state": state, "param_groups": groups}
 
 
+def _check_twin(rules: Iterable[Rule], optimizer: str) -> None:
+    if not all(rule.settings for rule in rules):
+        raise ValueError(f"torch has no optimizer like thinwire.{optimizer}, whose states could be exchanged with it")
+
+
 def read_from_torch(
     state: State, parameters: Parameters, rules: Sequence[Rule], optimizer: str
 ) -> tuple[Loaded, dict[str, int]]:
@@ -174,6 +180,7 @@ def _groups_from_torch(
     state: State, here: list[dict[str, Any]], rules: Sequence[Rule], optimizer: str
 ) -> list[dict[str, Any]]:
     """Return parameter groups with the settings of a torch state, and thinwire's own; raise ValueError for others."""
+    _check_twin(rules, optimizer)
     saved = state["param_groups"]
     of_kind = {rule.settings[0] for rule in rules}
     is_other = any(not isinstance(group, Mapping) or not of_kind <= group.keys() for group in saved)
