@@ -151,7 +151,8 @@ def rank_main(rank: int) -> None:
         slots = training.sync.last_step.slots_used
         assert {kernel for slot in slots for kernel in slot.request.plan.first.stats.kernels} == {"cuda"}, kind
         if kind.startswith("AdamW"):
-            recordings = [training.optimizer._recording, *(training.sync.recorder._recordings[slot] for slot in slots)]
+            recorder, landing = training.sync.recorder, training.optimizer._recorder.recording
+            recordings = [landing, *(recorder._recordings[slot] for slot in slots)]
             packs_clipped = "clipped" in kind  # by a factor that is in other memory at every step
             assert sum(one is None or one._graph is None for one in recordings) <= packs_clipped, kind
         found = training.parameters()

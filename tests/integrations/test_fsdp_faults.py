@@ -31,7 +31,9 @@ from thinwire.testing import LOST, RankPool, store_barrier
 
 def state_bits(model: nn.Module, optimizer: Any) -> dict[Any, bytes]:
     kept = optimizer.state_dict()["state"]
-    moments = {(number, kind): bytes_of(one[kind]) for number, one in kept.items() for kind in optimizer.moments}
+    moments = {
+        (number, kind): bytes_of(one[kind]) for number, one in kept.items() for kind in optimizer._parameters.vectors
+    }
     return {**local_bits(model), **sync_bits(optimizer.sync), **moments}
 
 

@@ -10,7 +10,7 @@ import thinwire
 from support.group import run_group
 from support.oracle import bytes_of
 from support.training import Given, gradients, loss_of, make_net, policy, seeded, take
-from thinwire.optim.adamw import _AT_ONCE
+from thinwire.optim.second_moment import _AT_ONCE
 
 TOPK = "topk:ratio=1/16,bits=4,chunk=512"
 
@@ -49,7 +49,7 @@ def of_many_tensors(rank: int, world_size: int, group: Any = None) -> list[dict[
     for step in range(1, 17):
         take(optimizer, model(gradients(model, rank, step)))
         if step >= 15:
-            seconds = optimizer._vectors["exp_avg_sq"].named()
+            seconds = optimizer._parameters.vectors["exp_avg_sq"].named()
             assert len(seconds) == len(model.weights) > 2 * _AT_ONCE
             found.append({name: bytes_of(v) for name, v in seconds.items()})
     return found
@@ -72,13 +72,13 @@ def resume_frozen(rank: int, world_size: int, group: Any = None) -> tuple[bytes,
     (model, optimizer), (other, resumed) = runs
     for step in range(24):
         if step == 4:
-            frozen = optimizer._vectors["exp_avg_sq"]["weights.0"].clone()
+            frozen = optimizer._parameters.vectors["exp_avg_sq"]["weights.0"].clone()
         if step == 20:
             other.load_state_dict(model.state_dict())
             resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, its_optimizer in runs if step >= 20 else runs[:1]:
             take(its_optimizer, each(gradients(each, rank, step)))
-    assert torch.equal(frozen, optimizer._vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
+    assert torch.equal(frozen, optimizer._parameters.vectors["exp_avg_sq"]["weights.0"]), "without refresh they stay"
     return tuple(b"".join(bytes_of(weight.detach()) for weight in each.weights) for each, _ in runs)  # type: ignore
 
 

@@ -10,7 +10,7 @@ from support.oracle import bytes_of
 from support.training import Given
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
-from thinwire.optim import adamw
+from thinwire.optim import base
 from thinwire.sync import buckets
 from thinwire.testing import run_threads
 
@@ -31,7 +31,8 @@ def train(group: LocalGroup, poisoned: int | None, options: dict[str, Any]) -> t
             gradients[3][17] = torch.nan
         model(gradients).backward()
         optimizer.step()
-    moments = [kept for vectors in optimizer._vectors.values() for _, kept in sorted(vectors.named().items())]
+    every = optimizer._parameters.vectors.values()
+    moments = [kept for vectors in every for _, kept in sorted(vectors.named().items())]
     residuals = [kept for _, kept in sorted(optimizer.sync.residuals.items())]
     bits = [bytes_of(tensor.detach()) for tensor in (*model.weights, *moments, *residuals)]
     return bits, len(optimizer.sync.last_step.reports), optimizer.skipped
@@ -47,11 +48,11 @@ def test_bits_are_those_of_one_bucket(
 ) -> None:
     whole = run_threads(train, 2, poisoned, options)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
-    monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 0)
+    monkeypatch.setitem(base.TOGETHER_BYTES, "cpu", 0)
     alone = run_threads(train, 2, poisoned, options)
-    monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(base.TOGETHER_BYTES, "cpu", 1 << 20)
     together = run_threads(train, 2, poisoned, options)
-    monkeypatch.setitem(adamw.TOGETHER_BYTES, "cpu", 40_000)
+    monkeypatch.setitem(base.TOGETHER_BYTES, "cpu", 40_000)
     assert alone[0][1] > run_threads(train, 2, poisoned, options)[0][1] > together[0][1]
     for mine, one_bucket, several in zip(together, whole, alone, strict=True):
         assert mine == one_bucket

@@ -132,10 +132,10 @@ def adam(device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType
 def adam_by_numbers(device: torch.device) -> ModuleType | None:
     """Return the kernels of `adam` if they can read their numbers from GPU memory, as a recording needs, else None.
 
-    They have two more functions, numbers_of and step_by_numbers.
+    They have one more function, numbers_of, and their `step` takes numbers in tensors.
     """
     kernel = adam(device)
-    return kernel if device.type == "cuda" and hasattr(kernel, "step_by_numbers") else None
+    return kernel if device.type == "cuda" and hasattr(kernel, "numbers_of") else None
 
 
 def check(payload: Tensor, layout: Layout) -> None:

@@ -6,13 +6,23 @@ has a NaN, therefore changes nothing. `advance` updates the moments, and is call
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import adam
 from .joined import Flat, Joined
+
+
+class Update(Protocol):
+    """What every update does. Where a gradient is not finite, or so large that nothing can be made of it, nor is it."""
+
+    def write(self, gradient: Flat, out: Tensor) -> None:
+        """Write the update to `out`; the gradient and the moments are only read."""
+
+    def advance(self, gradient: Flat, residual: Tensor | None) -> None:
+        """Advance the moments, and add the update to the residual with the same bits that `write` wrote."""
 
 
 @dataclass(frozen=True)
@@ -116,5 +126,3 @@ class MomentumUpdate:
 
 _BLOCK = 1 << 24
 _CPU_BLOCK = 1 << 18  # Elements in a block, so that temporary tensors stay small. On a CPU they fit into its cache
-
-Update = AdamUpdate | MomentumUpdate

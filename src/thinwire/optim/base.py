@@ -1,17 +1,18 @@
 """Base of the optimizers: local momentum, updates sent instead of gradients, and steps that may be skipped.
 
-After the warm-up, each rank sends its update, made from its own gradients. In the warm-up, and always for small
-tensors, it sends the gradient, and `step` does the same as torch's optimizer of that name.
+After the warm-up, each rank sends its update, made from its own gradients by a rule (`rule.py`). In the warm-up, and
+always for small tensors, it sends the gradient, and `step` does the same as torch's optimizer of that name.
 
 The backward pass sends, and changes nothing. `step` waits for the exchange, and applies all of it, or nothing if a
 rank's gradient was not finite.
 """
 
-import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,55 +21,51 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..collectives.groups import group_of_one
-from ..collectives.handle import Span
 from ..compressors import compressor as parsed
 from ..integrations import register_ddp_hook
 from ..integrations.fsdp import BackwardPass, sharded_parameters
 from ..kernels.layout import residual_dtype
-from ..kernels.recording import Recording
+from ..kernels.updates import Update
 from ..sync import checkpoint
-from ..sync.buckets import Bucket, shaped
-from ..sync.policy import DENSE, Policy
-from ..sync.residuals import NamedVectors
-from ..sync.shards import local_of
-from ..sync.step import Rule, Step, Updates
+from ..sync.buckets import Bucket, Slice, shaped
+from ..sync.policy import DENSE, Policy, Spec
+from ..sync.step import Step, Updates
 from ..sync.synchronizer import Synchronizer
-from .checks import check_groups, check_number, check_order, check_replicas, dense_policy, warn_of_averaged
-from .families import Families, Family
-from .guard import GradientGuard
-from .parameters import Params, count_ddp, ddp_of, find_parameters
-from .torch_states import groups_for_torch, groups_from_torch, is_from_torch
+from . import states
+from .families import Families, Parameters
+from .guard import Guard, check_norm, check_order
+from .parameters import Params, find_parameters
+from .recorded import Recorder
+from .rule import Piece, Rule, StepNumbers
 
 _AT_ONCE = 1 << 20  # elements that take their step together, so that there is no second copy of a model
-
-
-class Piece(NamedTuple):
-    """Some parameters of one family, and a tensor for each of them: its averaged gradient or update."""
-
-    family: int
-    names: list[str]
-    parameters: list[Tensor]
-    tensors: list[Tensor]
+TOGETHER_BYTES = {"cuda": 100 << 20}
+"""Smaller buckets are sent together: each operation takes time of the CPU that launches the backward pass."""
 
 
 class CompressedOptimizer(Optimizer):
-    """Base class of `AdamW` and `SGD`."""
+    """Base class of `AdamW` and `SGD`.
 
-    moments: tuple[str, ...]  # names of the vectors kept for every parameter, as in torch; the local ones come first
-    local_moments: tuple[str, ...]  # those that differ between ranks
+    rule    the rule of all parameters; or several by name, from which the option "rule" of a parameter group chooses.
+    policy  how parameters are sent, as `policy_of` makes it.
+    others  as for `AdamW`, and `Synchronizer`.
+    """
+
     _step_supports_amp_scaling = True  # so that GradScaler does not change `.grad`, which is sent before
 
     def __init__(
         self,
         params: Params,
         defaults: dict[str, Any],
+        rule: Rule | Mapping[str, Rule],
         policy: Policy,
         *,
-        ddp: DistributedDataParallel | None,
-        max_grad_norm: float | None,
+        ddp: DistributedDataParallel | None = None,
+        max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
         check_order(policy)
+        self._rules, self._rule_of_group = rule if isinstance(rule, Mapping) else {"": rule}, list[Rule]()
         groups, ddp = find_parameters(params, ddp)
         super().__init__(groups, defaults)
         for group in self.param_groups:
@@ -80,24 +77,24 @@ class CompressedOptimizer(Optimizer):
         self._ddp = None if ddp is None else weakref.ref(ddp)  # weak: DDP holds this optimizer, as its hook
         if ddp is not None and options.get("group") is None:
             options["group"] = ddp.process_group
-        if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm {max_grad_norm!r}, expected a number above 0, or None")
+        check_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
-        self._families = Families([group["param_names"] for group in self.param_groups])
-        self._given = dict(self.named_parameters())
-        self._exchanged = {name for name, parameter in self._given.items() if parameter.requires_grad}  # by DDP
-        self._sharded = sharded_parameters(self._given, options.get("group"))
-        self._parameters: Mapping[str, Tensor] = self._given if self._sharded is None else self._sharded.tensors
+        given = dict(self.named_parameters())
+        self._exchanged = {name for name, parameter in given.items() if parameter.requires_grad}  # by DDP
+        self._sharded = sharded_parameters(given, options.get("group"))
+        tensors = given if self._sharded is None else self._sharded.tensors
+        families = Families([group["param_names"] for group in self.param_groups])
         shards = None if self._sharded is None else self._sharded.group
-        self.sync = Synchronizer(policy, families=self._families.number_of, shards=shards, **options)
-        self._vectors = {kind: NamedVectors() for kind in self.moments}
-        self._gradients_in_phase: dict[Hashable, set[str]] = {}
+        self.sync = Synchronizer(policy, families=families.number_of, shards=shards, **options)
+        kinds = [rule.moments for rule in self._rule_of_group]
+        self._parameters = Parameters(self, self.sync, families, given=given, tensors=tensors, kinds=kinds)
+        for rule in self._rules.values():
+            rule.bind(self._parameters, {n for n, own in enumerate(self._rule_of_group) if own is rule})
         self._count = 0  # of steps taken
-        self._guard = GradientGuard(self._given, type(self).__name__)
-        self._searched: int | None = None  # the `count_ddp` at which the parameters were last searched in DDP models
+        self._guard = Guard(type(self).__name__, self.sync, given, self._sharded)
         self._gathered: list[dict[str, Any]] | None = None  # after `consolidate_state_dict`, until the next step
-        self._recording: Recording | None = None  # of the GPU work of `step`
-        self.sync.register_parameters(self._parameters.items())
+        self._recorder = Recorder(self._parameters, self._rule_of_group)
+        self.sync.register_parameters(tensors.items())
         self._backward: BackwardPass | None = None  # of a sharded model, which sends the buckets
         if self._sharded is not None and not self._sharded.is_offloaded:
             self._backward = BackwardPass(self._sharded, self)
@@ -107,6 +104,10 @@ class CompressedOptimizer(Optimizer):
     @property
     def ddp(self) -> DistributedDataParallel | None:
         return None if self._ddp is None else self._ddp()
+
+    @property
+    def skipped(self) -> int:
+        return self.sync.stats.skipped
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a thinwire.{type(self).__name__} cannot be copied or pickled: save its state_dict()")
@@ -119,12 +120,19 @@ class CompressedOptimizer(Optimizer):
         if hasattr(self, "sync"):
             raise ValueError("parameter groups cannot be added after construction: make a new optimizer with all")
         super().add_param_group(param_group)
-        self._check_settings(self.param_groups[-1])
+        group = self.param_groups[-1]
+        chosen = group.get("rule", next(iter(self._rules)))
+        if chosen not in self._rules:
+            raise ValueError(f"rule {chosen!r} of a parameter group, expected one of {', '.join(self._rules)}")
+        self._rules[chosen].check(group)
+        self._rule_of_group.append(self._rules[chosen])
+
+    # The backward pass: send.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch does, and drop a step that was sent but not applied."""
         super().zero_grad(set_to_none)
-        self._forget_sent()
+        self._guard.forget()
         self.sync.drop()
         if self._backward is not None:
             self._backward.reset()
@@ -138,39 +146,18 @@ class CompressedOptimizer(Optimizer):
             groups = self._sharded.groups()
             for number, names in enumerate(groups, start=1):
                 self.add_bucket(self._sharded.bucket(names), first=number == 1, last=number == len(groups))
-            self.watch_gradients()
-            return
-        named = list(self.named_parameters())
-        made = count_ddp()  # to search takes long, so only after another one was made
-        if self._searched != made and ddp_of([p for _, p in named]) is not None:
-            raise RuntimeError(
-                "the model was wrapped in DistributedDataParallel after this optimizer was made, so DDP has sent the "
-                f"gradients too, dense: make thinwire.{type(self).__name__} after DistributedDataParallel(model)"
-            )
-        self._searched = made
-        if self._is_first_exchange:
-            check_replicas(self.sync, named)
-            warn_of_averaged(self.sync, named, type(self).__name__)
-        for bucket, first, last in self.sync.buckets_of(named):
-            self.add_bucket(bucket, first=first, last=last)
+        else:
+            named = list(self.named_parameters())
+            self._guard.check_plain(named)
+            for bucket, first, last in self.sync.buckets_of(named):
+                self.add_bucket(bucket, first=first, last=last)
         self.watch_gradients()
-
-    def _forget_sent(self) -> None:
-        self._guard.forget()
-        if self._sharded is not None:
-            self._sharded.forget_buckets()
-
-    @property
-    def _is_first_exchange(self) -> bool:
-        return self.sync.steps == 0 and self.sync.stats.skipped == 0 and self.sync.world_size > 1
 
     def add_bucket(self, bucket: Bucket, *, first: bool, last: bool) -> None:
         """Send one bucket of gradients, which are only read."""
-        self._check_frozen(bucket)
+        self._guard.check_bucket(bucket)
         if first:
-            self._check_begin()
-            if self._sharded is not None and self._is_first_exchange:
-                check_replicas(self.sync, list(self._parameters.items()))
+            self._guard.check_begin(self.ddp, is_alone=self._is_alone)
             self.sync.begin(bucket.tensor.device, self._updates(bucket.tensor.device))
         self.sync.send(bucket, last=last)
 
@@ -183,6 +170,33 @@ class CompressedOptimizer(Optimizer):
             raise error
         self.watch_gradients()
 
+    def _updates(self, device: torch.device) -> Updates:
+        """Return the settings of the step that begins."""
+        parameters, scaler, rules = self._parameters, self.sync.grad_scaler, self._rules.values()
+        trained = {name for name, p in parameters.given.items() if p.requires_grad}
+        parameters.absent = parameters.given.keys() - (trained if self.ddp is None else self._exchanged)
+        sampled = frozenset[str]().union(*[rule.upkeep.begin() for rule in rules])
+        families = [(self._rule_of_group[family.group], family) for family in parameters.families.all]
+        numbers = [rule.numbers(family, self.param_groups[family.group]) for rule, family in families]
+        made = Updates(
+            warms_up=parameters.warms_up(self.sync.steps),
+            rules=[self._maker(rule, given) for (rule, _), given in zip(families, numbers, strict=True)],
+            moments=list(parameters.vectors.values()),
+            scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
+            # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
+            max_norm=None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
+            sampled=sampled,
+            together_bytes=TOGETHER_BYTES.get(device.type, 0) if all(rule.takes_joined for rule in rules) else 0,
+        )
+        return self._recorder.with_numbers(made, numbers, device) if device.type == "cuda" else made
+
+    def _maker(self, rule: Rule, numbers: Mapping[str, Any]) -> Callable[[Slice, Any, float], Update]:
+        """Return the function that makes updates of slices; of all moments, a rule gets its own."""
+        own = [place for place, kind in enumerate(self._parameters.vectors) if kind in rule.moments]
+        return lambda slice_, moments, factor: rule.update(slice_, [moments[n] for n in own], factor, **numbers)
+
+    # The step: wait, then apply all of it or nothing.
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step; if a rank's gradient was not finite, nothing changes on any rank."""
@@ -192,196 +206,111 @@ class CompressedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            with self.sync.reporting(next(iter(self._parameters.values())).device):
+            with self.sync.reporting(self._parameters.device):
                 sent = self._collect()
         except BaseException:
-            self._remove_scaler_attributes()
+            for name in ("grad_scale", "found_inf"):  # GradScaler removes them after a step; its next would use them
+                self.__dict__.pop(name, None)
             raise
         if sent.finite:
             self._count += 1
             self._apply(sent)
         self.sync.count(sent)
         if sent.finite:
-            self._after_step(sent)
-            self._follow_choice()
-        else:
-            self._report_to_scaler()
+            self._finish(sent)
+        elif hasattr(self, "grad_scale") and self.sync.grad_scaler is not None:
+            for found in self.sync.grad_scaler._found_inf_per_device(self).values():
+                found.fill_(1.0)  # so that the GradScaler of every rank chooses the same scale
         return loss
-
-    def _updates(self, device: torch.device) -> Updates:
-        scaler, number = self.sync.grad_scaler, self.sync.steps
-        warms_up = self._warms_up(number)
-        return Updates(
-            warms_up=warms_up,
-            rules=[self._rule(family) for family in self._families.all],
-            moments=list(self._vectors.values()),
-            scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0,
-            # If the gradients of P ranks have independent noise, the norm of their average is smaller by sqrt(P).
-            max_norm=None if self.max_grad_norm is None else self.max_grad_norm * self.sync.world_size**0.5,
-            sampled=self._sampled_names(number, warms_up),
-        )
-
-    def _sampled_names(self, number: int, warms_up: bool) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def skipped(self) -> int:
-        return self.sync.stats.skipped
-
-    # Defined by subclasses.
-
-    @abstractmethod
-    def _check_settings(self, given: Mapping[str, Any]) -> None:
-        """Raise ValueError for a setting of a parameter group that cannot be."""
-
-    @abstractmethod
-    def _rule(self, family: Family) -> Rule:
-        """Return the rule by which the step that begins makes updates from gradients of a family."""
-
-    @abstractmethod
-    def _step_by_gradients(self, piece: Piece) -> None:
-        """Take the step of torch's optimizer; gradients have the dtype of the moments."""
-
-    @abstractmethod
-    def _step_by_updates(self, piece: Piece) -> None:
-        """Apply the averaged updates, and everything else that a step does to a parameter."""
-
-    def _rate_of(self, group: dict[str, Any], name: str) -> float:
-        return float(group["reference_lr"])
-
-    def _to_updates(self, names: Collection[str]) -> None:
-        """Convert the moments of parameters that are sent as updates from now on."""
-
-    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        """Convert averaged moments of a parameter that is sent as updates to those of torch's optimizer, in place."""
-
-    def _begin_from_torch(self, steps: Mapping[str, int]) -> None:
-        """Prepare for the first step with moments of torch's optimizer; `steps` were taken by each parameter."""
-
-    def _steps_of(self, name: str) -> int:
-        return self._count
-
-    def _after_step(self, sent: Step) -> None:
-        """Finish a step that was taken; this is called after the step was counted."""
-        if sent.warms_up and not self._warms_up(self.sync.steps):
-            self._to_updates(self._sent_as_updates(self.sync.steps))
-
-    def _warms_up(self, step: int) -> bool:
-        """Return whether a step is that of torch's optimizer: in the warm-up until it is sparse, and in some trials."""
-        policy = self.sync.policy
-        phase = policy.phase(step)
-        if phase >= len(policy.warmup):
-            return self.sync.assignment.tries_gradients(step)
-        return not parsed(policy.warmup[phase][1]).sparse
-
-    # The parts of a step.
 
     def _collect(self) -> Step:
         """Wait until the step is exchanged on all ranks, and return it; nothing has changed so far."""
-        self._check_scaler()
+        self._guard.check_scaler(self)
         if not self.sync.is_pending:
-            if self.ddp is not None:
-                raise RuntimeError(f"no gradients were exchanged since the last step: {self._why_not_exchanged()}")
-            if self._backward is not None:
-                raise RuntimeError(
-                    "no gradients were exchanged since the last step: the last backward pass before step() must be the "
-                    "sharded model's, after set_requires_gradient_sync(True). get_optimizer_state_dict and "
-                    "set_optimizer_state_dict would lose residuals, and are not for this optimizer: save "
-                    "thinwire.per_rank(optimizer), and load thinwire.load_per_rank(..., owner=optimizer)"
-                )
+            self._guard.check_sent(by_ddp=self.ddp is not None, by_fsdp=self._backward is not None)
             self.exchange()
-        self._check_gradients()
-        self._forget_sent()
+        self._guard.check_gradients(is_checked_by_scaler=getattr(self, "grad_scale", None) is not None)
+        self._guard.forget()
         return self.sync.collect()
 
     def _apply(self, sent: Step) -> None:
-        """Apply a step; on a GPU by a recording, once the work has been the same for a few steps."""
-        key = self._recording_key(sent)
-        if key is None:
-            self._apply_slices(sent)
-            return
-        if self._recording is None:
-            assert self.sync.recorder is not None
-            self._recording = self.sync.recorder.new_recording()
-        started = time.perf_counter()
-        if self._recording.run(key, lambda: self._apply_slices(sent)):
-            sent.reports[-1].spans.append(Span("decode", started, time.perf_counter()))
+        of_groups = list(zip(self._rule_of_group, self.param_groups, strict=True))
+        rates = {name: rule.rate(group, name) for rule, group in of_groups for name in group["param_names"]}
+        families = [(family.steps, self.param_groups[family.group]) for family in self._parameters.families.all]
+        lr = [float(group["lr"]) for _, group in families]
+        keep = [1 - one * group.get("weight_decay", 0.0) for one, (_, group) in zip(lr, families, strict=True)]
+        numbers = StepNumbers([steps + 1 for steps, _ in families], lr, keep, rates)
+        if sent.updates is None or sent.updates.numbers is None:
+            self._apply_slices(sent, numbers)
+        else:
+            self._recorder.run(sent, numbers, partial(self._apply_slices, sent))
 
-    def _recording_key(self, sent: Step) -> Hashable:
-        """Return everything that applying this step depends on; None if it cannot be recorded."""
-        return None
-
-    def _apply_slices(self, sent: Step) -> None:
+    def _apply_slices(self, sent: Step, numbers: StepNumbers) -> None:
         """Apply the slices one after the other, because their averages use the same memory."""
         assert sent.updates is not None
         unscale = 1.0 / sent.updates.scale
         for is_update, parts in sent.averages():
-            named = (
-                (name, self._parameters[name], shaped(part, self._parameters[name]))
-                for name, part in parts
-                if self._given[name].grad is not None or bool(part.any())  # otherwise no rank has used it
-            )
-            for piece in _pieces(named, self._families.number_of):
+            for rule, piece in self._pieces(parts, numbers):
                 if is_update:
-                    self._step_by_updates(piece)
+                    rule.step_by_updates(piece)
                 else:
                     gradients = [_unscaled(part, unscale) for part in piece.tensors]
-                    self._step_by_gradients(piece._replace(tensors=gradients))
+                    rule.step_by_gradients(piece._replace(tensors=gradients))
 
-    def _follow_choice(self) -> None:
-        """Make the choice of "auto" if it is due: parameters may be dense from now on that were sent as updates."""
-        if not self.sync.policy.auto or self.sync.choice is not None:
+    def _pieces(self, parts: Iterable[tuple[str, Tensor]], numbers: StepNumbers) -> Iterator[tuple[Rule, Piece]]:
+        families, given, tensors = self._parameters.families, self._parameters.given, self._parameters.tensors
+        unfinished: dict[int, tuple[Rule, Piece]] = {}
+        elements: Counter[int] = Counter()
+        for name, part in parts:
+            if given[name].grad is None and not bool(part.any()):  # no rank has used it
+                continue
+            number = families.number_of[name]
+            if number not in unfinished:
+                group, (steps, lr, keep) = families.all[number].group, (column[number] for column in numbers[:3])
+                piece = Piece(self.param_groups[group], steps, lr, keep, [], [], [], [])
+                unfinished[number] = self._rule_of_group[group], piece
+            piece = unfinished[number][1]
+            piece.names.append(name)
+            piece.parameters.append(tensors[name])
+            piece.tensors.append(shaped(part, tensors[name]))
+            piece.rates.append(numbers.rates[name])
+            elements[number] += part.numel()
+            if elements[number] >= _AT_ONCE:
+                del elements[number]
+                yield unfinished.pop(number)
+        yield from unfinished.values()
+
+    def _finish(self, sent: Step) -> None:
+        """Finish a step that was taken and counted: what follows may be sent in another way."""
+        parameters, sync, rules = self._parameters, self.sync, self._rules.values()
+        for number in parameters.families.present:
+            parameters.families.all[number].steps += 1
+        for rule in rules:
+            rule.upkeep.finish(sent)
+            if sent.warms_up and not parameters.warms_up(sync.steps):
+                rule.to_updates(parameters.sent_as_updates(sync.steps, rule.groups))
+        if not sync.policy.auto or sync.choice is not None:
             return
-        before = self._sent_as_updates(self.sync.steps - 1)
-        self.sync.assignment.choose_if_due(
-            self.sync.peers, self.sync.steps, next(p.device for _, p in self.named_parameters())
-        )
-        after = set(self._sent_as_updates(self.sync.steps))
+        before = parameters.sent_as_updates(sync.steps - 1)
+        sync.assignment.choose_if_due(sync.peers, sync.steps, parameters.device)
+        after = set(parameters.sent_as_updates(sync.steps))
         self._to_gradients([name for name in before if name not in after])
 
-    def _sent_as_updates(self, step: int) -> list[str]:
-        """Return the names of parameters whose updates are sent at a step."""
-        if self._warms_up(step):
-            return []
-        by_gradient = self._sent_as_gradients(step)
-        return [name for name, _ in self.named_parameters() if name not in by_gradient]
-
-    def _sent_as_gradients(self, step: int) -> set[str]:
-        """Return the parameters whose gradients are sent, beside updates of others; kept by phase."""
-        policy = self.sync.policy
-        key = policy.phase(step), self.sync.dense
-        if policy.auto or key not in self._gradients_in_phase:
-            sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
-            sizes = [(name, p.numel()) for name, p in self.named_parameters()]
-            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
-            self._gradients_in_phase[key] = found
-        return self._gradients_in_phase[key]
-
-    def _to_gradients(self, names: Sequence[str]) -> None:
+    def _to_gradients(self, names: list[str]) -> None:
         """Apply the residuals of all ranks, and average their moments, in the unit of torch's. All ranks call this."""
         residuals = self.sync.unsent.pop(names)
         for name in names:
-            parameter, group = self._parameters[name], self._group_of(self._families.number_of[name])
+            parameter, family = self._parameters.tensors[name], self._parameters.families.of(name)
+            rule = self._rule_of_group[family.group]
             if name in residuals:
                 self.sync.average([residuals[name]], DENSE)
                 update = shaped(residuals[name], parameter).to(parameter.dtype)
-                parameter.add_(update, alpha=-self._rate_of(group, name))
-            moments = {kind: vectors[name] for kind, vectors in self._vectors.items() if name in vectors}
+                parameter.add_(update, alpha=-rule.rate(self.param_groups[family.group], name))
+            moments = self._parameters.moments_of(name)
             self.sync.average(moments.values(), DENSE)
             if moments:
-                self._to_torch(name, moments)
-
-    def _group_of(self, family: int) -> dict[str, Any]:
-        return self.param_groups[self._families.all[family].group]
-
-    def _rate(self, group: dict[str, Any]) -> float:
-        return float(group["lr"]) / float(group["reference_lr"])
-
-    def _moment(self, kind: str, name: str, parameter: Tensor) -> Tensor:
-        vectors = self._vectors[kind]
-        if name not in vectors:
-            vectors.slice([name], sizes=[parameter.numel()], dtype=parameter.dtype, device=parameter.device)
-        return shaped(vectors[name], parameter)
+                rule.to_torch(name, moments)
+            rule.upkeep.forget([name])
 
     # States: saved as torch does, consolidated, and loaded from thinwire's or torch's optimizer.
 
@@ -394,14 +323,11 @@ class CompressedOptimizer(Optimizer):
         if self._gathered is not None:
             complete = checkpoint.consolidated(self._gathered, self.sync.rank)
             return {**complete, "param_groups": super().state_dict()["param_groups"]}  # a scheduler may have stepped
-        for name, parameter in self.named_parameters():  # as torch does: views in the shapes of the parameters
-            like = self._parameters[name]
-            kept = {kind: shaped(vectors[name], like) for kind, vectors in self._vectors.items() if name in vectors}
-            if kept:
-                self.state[parameter] = {"step": torch.tensor(float(self._steps_of(name))), **kept}
+        self.state.update(states.kept_by_torch(self._parameters))
         packed = super().state_dict()
         self.state.clear()  # otherwise it would keep vectors that have moved
-        return {**packed, "thinwire": {**self.sync.state_dict(), **self._own_state()}}
+        own = states.own_state(self._parameters, self._rules.values(), type(self).__name__, self._count)
+        return {**packed, "thinwire": own}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Send the states of all ranks to rank `to`, whose next `state_dict()` then has all of them, in CPU memory.
@@ -422,35 +348,7 @@ class CompressedOptimizer(Optimizer):
 
         Moments that differ between ranks are averaged, dense, and in the unit of torch's. Residuals are left out.
         """
-        numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
-        apart = set(self._sent_as_updates(self.sync.steps))
-        state: dict[int, dict[str, Tensor]] = {}
-        for name in self._parameters:
-            own = {kind: vectors[name] for kind, vectors in self._vectors.items() if name in vectors}
-            if not own:
-                continue
-            moments = {kind: self.sync.mean_of(m) if name in apart else m.clone() for kind, m in own.items()}
-            if name in apart:
-                self._to_torch(name, moments)
-            shapes = {kind: shaped(moment, self._parameters[name]) for kind, moment in moments.items()}
-            if self.sync.shards is not None:
-                shapes = {kind: self.sync.shards.distributed(name, moment) for kind, moment in shapes.items()}
-            state[numbers[name]] = {"step": torch.tensor(float(self._steps_of(name))), **shapes}
-        return {"state": state, "param_groups": groups_for_torch(self.param_groups, type(self).__name__)}
-
-    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
-        groups = groups_from_torch(state_dict, self.param_groups, type(self).__name__)
-        loaded = {kind: self._vectors_in(state_dict, kind) for kind in self.moments}
-        numbers = [number for group in groups for number in group["params"]]
-        kept = {name: state_dict["state"].get(number, {}) for name, number in zip(self._given, numbers, strict=True)}
-        steps = {name: int(moments["step"]) for name, moments in kept.items() if "step" in moments}
-        self.sync.reset()
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self._gathered, self._count = None, max(steps.values(), default=0)
-        self._vectors = {kind: NamedVectors(vectors) for kind, vectors in loaded.items()}
-        self._begin_from_torch(steps)
-        if not self._warms_up(0):
-            self._to_updates(self._sent_as_updates(0))
+        return states.for_torch(self._parameters, self._rule_of_group, type(self).__name__)
 
     def load_state_dict(self, state_dict: checkpoint.States, *, strict: bool = True) -> None:
         """Load the state of this rank, a consolidated state, or a list of the states of all ranks.
@@ -459,183 +357,46 @@ class CompressedOptimizer(Optimizer):
         parameters in the same order, is taken too: training goes on with its moments, and with the warm-up. With
         `strict=False`, ranks whose states are missing lose residuals and momenta, and a warning names them.
         """
-        if isinstance(state_dict, Mapping) and is_from_torch(state_dict):
-            self._load_torch_state(state_dict)
-            return
-        states = checkpoint.as_list(state_dict)
-        for state in states:
-            if not isinstance(state, Mapping) or "thinwire" not in state or "param_groups" not in state:
-                raise ValueError(f"not a state of thinwire.{type(self).__name__}: it has no key 'thinwire'")
-        sync_states = [state["thinwire"] for state in states]
-        choice = checkpoint.choose(sync_states, self.sync.rank, self.sync.world_size, strict=strict)
-        by_rank = {int(state["thinwire"]["rank"]): state for state in states}
-        alike = by_rank[int(choice.alike["rank"])]
-        if alike["thinwire"].get("optimizer") != type(self).__name__:
-            raise ValueError(
-                f"state of thinwire.{alike['thinwire'].get('optimizer')}, expected thinwire.{type(self).__name__}"
-            )
-        taken = [by_rank[int(state["rank"])] for state in choice.taken]
-        if not isinstance(apart := choice.alike.get("local"), list):
-            raise checkpoint.DamagedError("'local' is no list in a saved state: the checkpoint is damaged")
-        loaded: dict[str, NamedVectors] = {}
-        with checkpoint.reading():
-            check_groups(alike["param_groups"], self.param_groups)
-            try:
-                for group in alike["param_groups"]:
-                    self._check_settings(group)
-                    check_number("reference_lr", group["reference_lr"])
-                    if not group["reference_lr"]:
-                        raise ValueError("reference_lr 0, expected a number above 0")
-                count = int(alike["thinwire"]["count"])
-                take_own_state = self._parse_own_state(alike["thinwire"])
-            except checkpoint.DamagedError:
-                raise
-            except ValueError as error:
-                raise checkpoint.DamagedError(f"{error}, in a saved state: the checkpoint is damaged") from error
-            for kind in self.moments:
-                vectors = self._vectors_in(alike, kind)
-                if kind in self.local_moments:
-                    local = checkpoint.merge(choice, [self._vectors_in(state, kind) for state in taken])
-                    for name in apart:  # a frozen parameter has none
-                        if name in local:
-                            vectors[name] = local[name]
-                        elif name in vectors:
-                            vectors[name] = torch.zeros_like(vectors[name])
-                loaded[kind] = NamedVectors(vectors)
-        self.sync.load_state_dict(sync_states, choice=choice)  # checks everything before it changes anything
-        super().load_state_dict({"state": {}, "param_groups": alike["param_groups"]})
-        self._vectors, self._gathered, self._count = loaded, None, count
-        take_own_state()
+        parameters, rules, kind = self._parameters, self._rule_of_group, type(self).__name__
+        steps: dict[str, int] | None = None  # that each parameter has taken, if the state is torch's
+        if isinstance(state_dict, Mapping) and states.is_from_torch(state_dict):
+            loaded, steps = states.read_from_torch(state_dict, parameters, rules, kind)
+            self.sync.reset()
+        else:
+            given = states.states_of(state_dict, kind)
+            own = [state["thinwire"] for state in given]
+            choice = checkpoint.choose(own, self.sync.rank, self.sync.world_size, strict=strict)
+            loaded = states.read(given, choice, parameters, rules, kind)
+            self.sync.load_state_dict(own, choice=choice)  # checks everything before it changes anything
+        super().load_state_dict({"state": {}, "param_groups": loaded.groups})
+        parameters.load_moments(loaded.moments)
+        self._gathered, self._count = None, loaded.steps
+        for family in parameters.families.all:
+            family.steps = loaded.steps
+        for take in loaded.take:
+            take()
+        for rule in self._rules.values() if steps is not None else ():
+            rule.upkeep.begin_from_torch(steps or {})
+            if not parameters.warms_up(0):
+                rule.to_updates(parameters.sent_as_updates(0, rule.groups))
 
-    def _own_state(self) -> dict[str, Any]:
-        last = self._sent_as_updates(self.sync.steps - 1) if self.sync.steps else []
-        after = set(self._sent_as_updates(self.sync.steps))
-        local = [name for name in last if name in after]
-        return {"optimizer": type(self).__name__, "count": self._count, "local": local}
 
-    def _parse_own_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check what a subclass has saved besides, and return a function that takes it over."""
-        return lambda: None
+def policy_of(compressor: Spec | Policy, warmup_steps: int, warmup: Spec) -> Policy:
+    """Return a policy with the optimizer's warm-up, unless it has its own. Raise ValueError for steps below 0."""
+    if type(warmup_steps) is not int or warmup_steps < 0:
+        raise ValueError(f"warmup_steps {warmup_steps!r}, expected a whole number, 0 or more")
+    phases = ((warmup_steps, parsed(warmup)),) if warmup_steps else ()
+    if not isinstance(compressor, Policy):
+        return Policy(compressor, warmup=phases)
+    return compressor if compressor.warmup else replace(compressor, warmup=phases)
 
-    def _vectors_in(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-        """Return a moment in a saved state by name: flat, on the parameter's device and in the order of its memory."""
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        made = {}
-        for number, (name, parameter) in zip(numbers, self._parameters.items(), strict=True):
-            kept = state["state"].get(number, {}).get(kind)
-            if kept is not None:
-                kept = local_of(kept)
-                if not isinstance(kept, Tensor) or kept.shape != parameter.shape:
-                    found = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
-                    raise ValueError(
-                        f"{kind} of parameter {name!r} is {found} in the state, expected {list(parameter.shape)}: it "
-                        "belongs to another model, or its parameters came in another order"
-                    )
-                wide = residual_dtype(parameter.dtype)
-                made[name] = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-                shaped(made[name], parameter).copy_(kept)
-        return made
 
-    # Checks for mistakes that would stay unnoticed.
-
-    def _check_begin(self) -> None:
-        if getattr(getattr(self.ddp, "_join_config", None), "enable", False):
-            raise RuntimeError(
-                f"ddp.join() with thinwire.{type(self).__name__}: a rank that has no more data could not step "
-                "with the others; give all ranks as many batches, or use thinwire.attach"
-            )
-        if self._is_alone and dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed was initialised after this optimizer was made, for a process without others: make "
-                f"thinwire.{type(self).__name__} after init_process_group"
-            )
-        if self.sync.is_pending:
-            raise RuntimeError(
-                "a second exchange before step(): the gradients of the first were sent; exchange once per step, with "
-                "DDP by no_sync() around forward and backward for all but the last, with FSDP by "
-                "set_requires_gradient_sync(False); checkpoint() needs use_reentrant=False with FSDP"
-            )
-
-    def _why_not_exchanged(self) -> str:
-        """Return why DDP has not sent all gradients, as far as they tell: it waits for those that are missing."""
-        missing = [name for name in self._given if name in self._exchanged and self._given[name].grad is None]
-        if not missing or len(missing) == len(self._exchanged):
-            return (
-                "the last backward pass before step() must be the DDP model's, and neither it nor its forward pass "
-                "under no_sync()"
-            )
-        frozen = [name for name in missing if not self._given[name].requires_grad]
-        named = ", ".join(map(repr, (frozen or missing)[:3])) + (" and more" if len(frozen or missing) > 3 else "")
-        if frozen:
-            return f"DDP waits for {named}, frozen after DistributedDataParallel(...) was made: freeze before that"
-        return (
-            f"DDP waits for the gradient of {named}, which this backward pass did not use: give "
-            "DistributedDataParallel find_unused_parameters=True, or freeze what is not used before it is made"
-        )
-
-    def _check_frozen(self, bucket: Bucket) -> None:
-        """Raise RuntimeError if DDP sends zeros for a frozen parameter, which momentum would still move."""
-        frozen = next((name for name in bucket.names if not self._given[name].requires_grad), None)
-        if frozen is not None:
-            self.sync.drop()
-            raise RuntimeError(
-                f"parameter {frozen!r} was frozen after DistributedDataParallel(...) was made, which goes on to "
-                "exchange it: freeze it before that, or save the state, make DDP and the optimizer anew, and load it"
-            )
-
-    def _check_gradients(self) -> None:
-        """Raise RuntimeError if gradients have changed since they were sent, because the step would be wrong."""
-        is_checked_by_scaler = getattr(self, "grad_scale", None) is not None
-        fault = self._guard.find_fault(self.sync.pending_names, is_checked_by_scaler=is_checked_by_scaler)
-        if fault is None and self._sharded is not None and (changed := self._sharded.changed()) is not None:
-            fault = self._guard.changed(repr(changed))
-        if fault is not None:
-            self._guard.forget()
-            self.sync.drop()
-            raise RuntimeError(fault)
-
-    def _check_scaler(self) -> None:
-        if not hasattr(self, "grad_scale"):  # GradScaler sets it while it calls step
-            return
-        if self.sync.grad_scaler is None:
-            raise ValueError("a GradScaler calls step(); give it to the optimizer too: grad_scaler=scaler")
-        if self.grad_scale is None:
-            self.sync.drop()
-            raise ValueError(
-                "scaler.unscale_(optimizer) was called, but the gradients were sent before that; leave it out, and to "
-                "clip give the optimizer max_grad_norm"
-            )
-
-    def _remove_scaler_attributes(self) -> None:
-        # GradScaler does so after a step; its next step would use them.
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(self, name):
-                delattr(self, name)
-
-    def _report_to_scaler(self) -> None:
-        """Report to the GradScaler that a rank's gradient was not finite, so that all ranks choose the same scale."""
-        scaler = self.sync.grad_scaler
-        if hasattr(self, "grad_scale") and scaler is not None:
-            for found in scaler._found_inf_per_device(self).values():
-                found.fill_(1.0)
+def dense_policy(policy: Policy) -> Policy:
+    """Return a policy that compresses nothing, for a process without others."""
+    none: dict[str, Any] = {"compressor": "none", "small_compressor": "none", "overrides": {}, "warmup": ()}
+    return replace(policy, **none)
 
 
 def _unscaled(gradient: Tensor, factor: float) -> Tensor:
     wide = residual_dtype(gradient.dtype)
     return gradient if factor == 1.0 and gradient.dtype == wide else gradient.to(wide).mul_(factor)
-
-
-def _pieces(named: Iterable[tuple[str, Tensor, Tensor]], families: Mapping[str, int]) -> Iterator[Piece]:
-    unfinished: dict[int, Piece] = {}
-    elements = dict.fromkeys(families.values(), 0)
-    for name, parameter, tensor in named:
-        number = families[name]
-        piece = unfinished.setdefault(number, Piece(number, names=[], parameters=[], tensors=[]))
-        piece.names.append(name)
-        piece.parameters.append(parameter)
-        piece.tensors.append(tensor)
-        elements[number] += tensor.numel()
-        if elements[number] >= _AT_ONCE:
-            elements[number] = 0
-            yield unfinished.pop(number)
-    yield from unfinished.values()

@@ -1,18 +1,28 @@
-"""Families: the parameters of one parameter group that have taken part in the same steps.
+"""The parameters of an optimizer: their families, their moments, and how each is sent at a step.
 
-Adam's bias corrections depend on how many steps a parameter has taken. If one of a group is frozen or unfrozen, the
-group is split. Families are never compressed together.
+A family is the parameters of one parameter group that have taken part in the same steps. Adam's bias corrections depend
+on how many steps a parameter has taken, so if one of a group is frozen or unfrozen, the group is split. Families are
+never compressed together.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..compressors import compressor as parsed
+from ..sync.buckets import shaped
 from ..sync.checkpoint import DamagedError
+from ..sync.residuals import NamedVectors
+from ..sync.synchronizer import Synchronizer
 
 
-@dataclass
+@dataclass(eq=False)
 class Family:
     """The steps that the parameters of a family have taken."""
 
@@ -97,3 +107,104 @@ class Families:
     def take(self, other: "Families") -> None:
         self.all, self._absent = other.all, None
         self.number_of.update(other.number_of)
+
+
+class MomentVectors(NamedVectors):
+    """The moments of one kind, for the parameters whose rule keeps them; empty for all others."""
+
+    def __init__(self, names: Collection[str], parts: Mapping[str, Tensor]) -> None:
+        super().__init__(parts)
+        self._names = names
+
+    def slice(
+        self, names: Sequence[str | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if names[0] not in self._names:  # a slice is of one family, and begins with a parameter
+            return torch.empty(0, dtype=dtype, device=device)
+        return super().slice(names, sizes, dtype, device)
+
+
+class Parameters:
+    """The parameters of an optimizer, by name in the order of its groups.
+
+    given     as the user gave them.
+    tensors   plain tensors in the same memory: of a sharded parameter, the shard of this rank.
+    kinds     the moments that each parameter group keeps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sync: Synchronizer,
+        families: Families,
+        *,
+        given: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        kinds: Sequence[Sequence[str]],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)  # whose `param_groups` torch replaces when it loads a state
+        self.sync, self.families, self.given, self.tensors = sync, families, given, tensors
+        self.absent: set[str] = set()  # those that take no part in the step under way
+        self._names: dict[str, set[str]] = {kind: set() for group in kinds for kind in group}
+        for name in given:
+            for kind in kinds[families.of(name).group]:
+                self._names[kind].add(name)
+        self._sent_as_gradients: dict[Hashable, set[str]] = {}  # by phase
+        self.load_moments({})
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.param_groups
+
+    def group_of(self, name: str) -> dict[str, Any]:
+        return self.groups[self.families.of(name).group]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.vectors = {kind: MomentVectors(names, moments.get(kind, {})) for kind, names in self._names.items()}
+
+    def moments_of(self, name: str) -> dict[str, Tensor]:
+        """Return the moments that a parameter has so far, flat, by kind."""
+        return {kind: vectors[name] for kind, vectors in self.vectors.items() if name in vectors}
+
+    def moments(self, kind: str, names: Sequence[str]) -> list[Tensor]:
+        """Return one moment of several parameters, in their shapes; it is zero until its first use."""
+        vectors, found = self.vectors[kind], []
+        for name in names:
+            like = self.tensors[name]
+            if name not in vectors:
+                vectors.slice([name], sizes=[like.numel()], dtype=like.dtype, device=like.device)
+            found.append(shaped(vectors[name], like))
+        return found
+
+    def warms_up(self, step: int) -> bool:
+        """Return whether a step is that of torch's optimizer: in the warm-up until it is sparse, and in some trials."""
+        policy = self.sync.policy
+        phase = policy.phase(step)
+        if phase >= len(policy.warmup):
+            return self.sync.assignment.tries_gradients(step)
+        return not parsed(policy.warmup[phase][1]).sparse
+
+    def sent_as_updates(self, step: int, groups: Collection[int] | None = None) -> list[str]:
+        """Return the names of parameters, of these groups or all, whose updates are sent at a step."""
+        if self.warms_up(step):
+            return []
+        by_gradient = self.sent_as_gradients(step)
+        found = [name for name in self.given if name not in by_gradient]
+        return found if groups is None else [name for name in found if self.families.of(name).group in groups]
+
+    def sent_as_gradients(self, step: int) -> set[str]:
+        """Return the names of parameters whose gradients are sent, beside updates of others."""
+        policy = self.sync.policy
+        key = policy.phase(step), self.sync.dense
+        if policy.auto or key not in self._sent_as_gradients:
+            sends_dense, is_small = self.sync.assignment.sends_dense, policy.is_small
+            sizes = [(name, parameter.numel()) for name, parameter in self.given.items()]
+            found = {name for name, size in sizes if is_small(name, size) or sends_dense(name, size, step)}
+            self._sent_as_gradients[key] = found
+        return self._sent_as_gradients[key]

@@ -29,17 +29,17 @@ from ..collectives import CollectiveError
 from ..collectives.collective import DEFAULT_COLLECTIVE, Collective
 from ..collectives.elastic import Change, ElasticGroup
 from ..collectives.groups import Group, channels, group_of_one
+from ..integrations.ddp_models import ddp_of
 from ..sync import checkpoint
 from ..sync.buckets import Bucket, plain_name
 from ..sync.policy import Policy, Spec
 from ..sync.shards import is_sharded
 from ..sync.step import Step, is_finite
 from ..sync.synchronizer import Synchronizer
-from .base import CompressedOptimizer
-from .checks import check_number, check_replicas, dense_policy
+from .base import CompressedOptimizer, dense_policy
 from .fragments import Fragment, Named, Part, split
+from .guard import check_number, check_replicas
 from .membership import Membership
-from .parameters import ddp_of
 
 _BUFFER = "buffer: "  # begins the names of buffers
 _OPTIONS = ("every", "delay", "outer_lr", "outer_momentum", "nesterov", "decay")

@@ -1,4 +1,4 @@
-"""The unit of AdamW's second moments: that of the averaged gradient, though each rank uses its own gradient.
+"""AdamW's second moments: each rank's own, in the unit of the averaged gradient, and averaged from time to time.
 
 torch's AdamW divides by the root of E[ḡ²], of the gradient averaged over P ranks. A rank computes E[gᵢ²], of its own
 gradient. Where noise dominates, it is P times as large, and steps would be too short by up to sqrt(P). So for every
@@ -8,15 +8,196 @@ tensor
 
 is measured from time to time, by samples at positions that all ranks draw alike, and the averaged update is divided by
 sqrt(c).
+
+The ranks also average their second moments: often at the start of training, then every `refresh_every` steps. They span
+many orders of magnitude, so their logarithms are sent, in 4 bits each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sync.policy import DENSE
+from ..compressors import NoCompression, Quantize
+from ..compressors import compressor as parsed
+from ..sync.checkpoint import DamagedError
+from ..sync.policy import DENSE, Policy
+from ..sync.step import Step
 from ..sync.synchronizer import Synchronizer
+from .families import Family
+from .rule import Upkeep
+
+_FIRST_REFRESH = 16
+_SMALLEST_SHARE, _SMALLEST_FROZEN_SHARE = 1e-4, 1e-2
+"""Smallest share of its tensor's mean that an element's second moment has, when averaged and when frozen."""
+_PIECE, _AT_ONCE = 1 << 20, 8
+"""Second moments are averaged in pieces of `_PIECE` elements, a few at a time, so that there is no second copy."""
+_FOUR_BITS = Quantize(bits=4)
+
+
+class SecondMoments(Upkeep):
+    """The second moments of an optimizer's parameters, under the name "exp_avg_sq", and their c.
+
+    refresh_every   number of steps between averages; the first ones are at 16, 32, 64 ... steps. 0: second moments are
+                    frozen when the warm-up ends.
+    policy          has the warm-up, in which second moments are those of averaged gradients. A parameter that is
+                    unfrozen later is sent dense for as many steps.
+    """
+
+    def __init__(self, refresh_every: int, policy: Policy) -> None:
+        if type(refresh_every) is not int or refresh_every < 0:
+            raise ValueError(f"refresh_every {refresh_every!r}, expected a whole number of steps, or 0 for never")
+        self.refresh_every = refresh_every
+        self.scales: dict[str, float] = {}  # c, where second moments are those of this rank
+        self._found: dict[str, float] = {}  # c as measured and smoothed, also of tensors that do not need it yet
+        self._measures_next = False  # True if c is measured at the next step, as after resuming with another world size
+        phases = takewhile(lambda phase: not parsed(phase[1]).sparse, policy.warmup)
+        self._own_warmup = sum(steps for steps, _ in phases)
+
+    def begin(self) -> frozenset[str]:
+        """Choose what is sent dense; return the compressed parameters of this step if c is measured after it."""
+        self.parameters.families.leave_out(self.parameters.absent)
+        self._choose_dense()
+        sync, of, sent = self.parameters.sync, self.parameters.families.of, self.parameters.sent_as_updates
+        if not self.refresh_every or sync.world_size == 1:
+            return frozenset()
+        if self.parameters.warms_up(sync.steps):
+            return frozenset(sent(sync.steps + 1, self.groups))  # those that are compressed at the next step
+        due = {f for f in self._present() if self._measures_next or self._is_refresh(f.steps + 1)}
+        ends = {f for f in self._present() if f.steps + 1 == self._own_warmup}
+        sampled = {name for name in sent(sync.steps, self.groups) if of(name) in due} if due else set()
+        return frozenset(sampled | {name for name in sync.dense if of(name) in ends})
+
+    def finish(self, step: Step) -> None:
+        sync, families = self.parameters.sync, self.parameters.families
+        self._follow_weights(step)
+        sampled = () if step.updates is None else step.updates.sampled
+        if step.samples or (sampled and sync.shards is not None):
+            self._measure(step)
+        was_dense = sync.dense
+        self._choose_dense()
+        if was_dense - sync.dense and not self.parameters.warms_up(sync.steps):
+            self.to_updates(was_dense - sync.dense)
+        due = {family for family in self._present() if self._is_refresh(family.steps)}
+        if due and not step.warms_up:
+            self._refresh([v for name, v in self._compressed() if families.of(name) in due])
+
+    def forget(self, names: Collection[str]) -> None:
+        for name in names:
+            self.scales.pop(name, None)
+
+    def to_updates(self, names: Collection[str]) -> None:
+        """Convert second moments to those of a rank's own gradient, and raise elements that are too small."""
+        seconds = {name: v for name, v in self._compressed() if name in names}
+        mean = _mean_of(list(seconds.values()))
+        for name, v in seconds.items():
+            _raise_small(v, mean, _SMALLEST_SHARE if self.refresh_every else _SMALLEST_FROZEN_SHARE)
+            if self.refresh_every and name not in self.scales:
+                self.scales[name] = self._found.get(name, 1.0)
+                v.div_(self.scales[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        measured = {"scales": dict(self.scales), "measured": dict(self._found)}
+        return {**self.parameters.families.state_dict(), **measured}
+
+    def parsed(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        families = self.parameters.families.parsed(state)
+        saved, here = int(state["world_size"]), self.parameters.sync.world_size
+        scales, found = (
+            {name: for_ranks(float(c), saved, here) for name, c in state[kind].items()}
+            for kind in ("scales", "measured")
+        )
+        if not all(0 < c <= 1 for c in [*scales.values(), *found.values()]):
+            raise DamagedError("a scale of second moments beyond 0 to 1 in a saved state: the checkpoint is damaged")
+
+        def take() -> None:
+            self.parameters.families.take(families)
+            self._choose_dense()
+            self.scales, self._found, self._measures_next = scales, found, saved != here
+
+        return take
+
+    def begin_from_torch(self, steps: Mapping[str, int]) -> None:
+        self.parameters.families.reset(steps)
+        for family in self._all():
+            beta1, beta2 = self.parameters.groups[family.group]["betas"]
+            family.weights = 1 - beta1**family.steps, 1 - beta2**family.steps
+        self.scales, self._found, self._measures_next = {}, {}, False
+
+    def _all(self) -> list[Family]:
+        return [family for family in self.parameters.families.all if family.group in self.groups]
+
+    def _present(self) -> list[Family]:
+        present, every = self.parameters.families.present, self.parameters.families.all
+        return [family for number, family in enumerate(every) if number in present and family.group in self.groups]
+
+    def _choose_dense(self) -> None:
+        """Let parameters that were unfrozen be sent dense at the next step, if their own warm-up is not over."""
+        parameters, sync = self.parameters, self.parameters.sync
+        early, sync.dense = {family for family in self._all() if family.steps < self._own_warmup}, frozenset()
+        if early and not parameters.warms_up(sync.steps):
+            of, is_small, given = parameters.families.of, sync.policy.is_small, parameters.given.items()
+            sync.dense = frozenset(name for name, p in given if of(name) in early and not is_small(name, p.numel()))
+
+    def _follow_weights(self, step: Step) -> None:
+        """Follow the weights of gradients in moments: at constant betas 1 - beta ** steps, by which Adam divides."""
+        by_gradients = step.warms_up or not self.parameters.sent_as_updates(step.number, self.groups)
+        for family in self._present():
+            as_gradients = by_gradients or family.steps <= self._own_warmup  # this step is counted
+            beta1, beta2 = self.parameters.groups[family.group]["betas" if as_gradients else "compressed_betas"]
+            first, second = family.weights
+            followed = as_gradients or self.refresh_every > 0
+            family.weights = beta1 * first + 1 - beta1, beta2 * second + 1 - beta2 if followed else second
+
+    def _measure(self, step: Step) -> None:
+        """Measure c of all tensors that this step has sampled; the result is the mean of the old and new values."""
+        assert step.updates is not None
+        sync = self.parameters.sync
+        # All shards measure the same parameters; a shard may have no element of one.
+        names = step.samples if sync.shards is None else step.updates.sampled
+        nothing = torch.zeros(0, device=self.parameters.device)
+        ordered = {name: step.samples.get(name, nothing) for name in self.parameters.tensors if name in names}
+        for part in ordered.values():
+            if part.is_cuda:  # it was made on the stream that encodes
+                part.record_stream(torch.cuda.current_stream(part.device))
+        for name, found in measure(sync, ordered).items():
+            known = self._found.get(name)
+            self._found[name] = found if known is None else (known + found) / 2
+        self._measures_next = False
+        if not step.warms_up:  # second moments of sampled tensors are this rank's own by now, if they are compressed
+            compressed = (name for name in ordered if name not in sync.dense)
+            self.scales |= {name: self._found[name] for name in compressed if name in self._found}
+
+    def _is_refresh(self, count: int) -> bool:
+        if not self.refresh_every:
+            return False
+        early = _FIRST_REFRESH <= count < self.refresh_every and count & (count - 1) == 0
+        return early or count % self.refresh_every == 0
+
+    def _refresh(self, seconds: Iterable[Tensor]) -> None:
+        sync = self.parameters.sync
+        sync.stats.refreshes += 1
+        pieces = [piece for v in seconds if v.numel() for piece in v.split(_PIECE)]
+        mean = _mean_of(pieces)
+        for start in range(0, len(pieces), _AT_ONCE):
+            some = pieces[start : start + _AT_ONCE]
+            logarithms = [_raise_small(piece, mean).log2() for piece in some]
+            centres = torch.stack([logarithm.mean() for logarithm in logarithms])
+            sync.average([centres], NoCompression())  # four bits are enough for the differences
+            for logarithm, centre in zip(logarithms, centres, strict=True):
+                logarithm.sub_(centre)
+            sync.average(logarithms, _FOUR_BITS)
+            for piece, logarithm, centre in zip(some, logarithms, centres, strict=True):
+                piece.copy_(logarithm.add_(centre).exp2_())
+
+    def _compressed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the second moments of all parameters compressed from now on, in the same order on all ranks."""
+        by_gradient = self.parameters.sent_as_gradients(self.parameters.sync.steps)
+        for name in self.parameters.given:
+            if name not in by_gradient and name in self.parameters.vectors["exp_avg_sq"]:
+                yield name, self.parameters.vectors["exp_avg_sq"][name]
 
 
 def measure(sync: Synchronizer, samples: Mapping[str, Tensor]) -> dict[str, float]:
@@ -51,3 +232,14 @@ def for_ranks(c: float, saved: int, ranks: int) -> float:
         return c
     signal = max(0.0, (c - 1 / saved) / (1 - 1 / saved))
     return signal + (1 - signal) / ranks
+
+
+def _raise_small(v: Tensor, mean_of_all: float, share: float = _SMALLEST_SHARE) -> Tensor:
+    """Raise elements far below their tensor's mean, in place: they would turn a later gradient into a huge update."""
+    mean = float(v.mean()) if v.numel() else 1.0
+    return v.clamp_(min=share * (mean or mean_of_all))
+
+
+def _mean_of(seconds: Sequence[Tensor]) -> float:
+    total = sum(float(v.sum()) for v in seconds)
+    return total / max(1, sum(v.numel() for v in seconds)) or 1.0

@@ -13,11 +13,11 @@ from ..collectives.groups import Group
 from ..kernels.updates import MomentumUpdate
 from ..sync.buckets import Slice, flat
 from ..sync.policy import DEFAULT, Policy, Spec
-from ..sync.step import Rule
-from .base import CompressedOptimizer, Piece
-from .checks import check_number, check_torch_options, policy_of
+from .base import CompressedOptimizer, policy_of
 from .families import Family
+from .guard import check_number, check_torch_options
 from .parameters import Params
+from .rule import Piece, Rule
 
 _COMPRESSED_MOMENTUM = 0.5
 
@@ -35,9 +35,6 @@ class SGD(CompressedOptimizer):
     dampening     accepted if it is 0.
     others        as for `AdamW`.
     """
-
-    moments = ("momentum_buffer",)
-    local_moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -60,23 +57,11 @@ class SGD(CompressedOptimizer):
         **torch_options: Any,
     ) -> None:
         check_torch_options({"dampening": dampening, **torch_options})
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "compressed_momentum": compressed_momentum,
-        }
-        super().__init__(
-            params,
-            defaults,
-            policy_of(compressor, warmup_steps, warmup),
-            ddp=ddp,
-            max_grad_norm=max_grad_norm,
-            grad_scaler=grad_scaler,
-            group=group,
-            collective=collective,
-        )
+        policy = policy_of(compressor, warmup_steps, warmup)
+        sgd = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        options: dict[str, Any] = {"group": group, "collective": collective, "grad_scaler": grad_scaler}
+        defaults = {**sgd, "compressed_momentum": compressed_momentum}
+        super().__init__(params, defaults, MomentumRule(), policy, ddp=ddp, max_grad_norm=max_grad_norm, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = {**self.defaults, **param_group}
@@ -85,65 +70,66 @@ class SGD(CompressedOptimizer):
             given["compressed_momentum"] = min(float(given["momentum"]), _COMPRESSED_MOMENTUM)
         super().add_param_group(given)
 
-    def _check_settings(self, given: Mapping[str, Any]) -> None:
-        check_number("lr", given["lr"])
-        check_number("weight_decay", given["weight_decay"])
+
+class MomentumRule(Rule):
+    """Sends lr / reference_lr * momentum, scaled so that a gradient moves the weights as far as with torch's SGD."""
+
+    moments = ("momentum_buffer",)
+    local_moments = ("momentum_buffer",)
+    settings = ("momentum", "lr", "weight_decay", "nesterov")
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_number("lr", group["lr"])
+        check_number("weight_decay", group["weight_decay"])
         for name in ("momentum", "compressed_momentum"):
-            check_number(name, given[name], below=1.0)
-        if given["nesterov"] and not given["momentum"]:
+            check_number(name, group[name], below=1.0)
+        if group["nesterov"] and not group["momentum"]:
             raise ValueError("nesterov with momentum 0, expected a momentum above 0")
 
-    def _rule(self, family: Family) -> Rule:
-        group = self.param_groups[family.group]
-        momentum, decay = group["compressed_momentum"], group["weight_decay"]
-        rate = self._rate(group) * _momentum_ratio(group)
+    def numbers(self, family: Family, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "momentum": group["compressed_momentum"],
+            "nesterov": group["nesterov"],
+            "rate": float(group["lr"]) / float(group["reference_lr"]) * _ratio(group),
+            "decay": group["weight_decay"],
+        }
 
-        def update(slice_: Slice, moments: Sequence[Tensor], factor: float) -> MomentumUpdate:
-            return MomentumUpdate(
-                m=moments[0] if momentum else None,
-                momentum=momentum,
-                factor=factor,
-                nesterov=group["nesterov"],
-                rate=rate,
-                decay=decay,
-                parameters=tuple(self._places(slice_)) if decay else (),  # for weight decay, a part of the momentum
-            )
-
-        return update
+    def update(self, slice_: Slice, moments: Sequence[Tensor], factor: float, **numbers: Any) -> MomentumUpdate:
+        places = tuple(self._places(slice_)) if numbers["decay"] else ()  # weight decay is a part of the momentum
+        return MomentumUpdate(moments[0] if numbers["momentum"] else None, factor=factor, parameters=places, **numbers)
 
     def _places(self, slice_: Slice) -> Iterator[tuple[int, int, Tensor]]:
         start = 0
         for name, size in slice_.key:
             if name is not None:
-                yield start, start + size, flat(self._parameters[name].detach())
+                yield start, start + size, flat(self.parameters.tensors[name].detach())
             start += size
 
-    def _step_by_gradients(self, piece: Piece) -> None:
-        group, (_, names, parameters, gradients) = self._group_of(piece.family), piece
+    def step_by_gradients(self, piece: Piece) -> None:
+        group, gradients = piece.group, piece.tensors
         momentum = group["momentum"]
         if group["weight_decay"]:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+            gradients = list(torch._foreach_add(gradients, piece.parameters, alpha=group["weight_decay"]))
         if momentum:
-            buffers = [self._moment("momentum_buffer", *named) for named in zip(names, parameters, strict=True)]
+            buffers = self.parameters.moments("momentum_buffer", piece.names)
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, gradients)
             gradients = list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
-        updates = [gradient.to(parameter.dtype) for parameter, gradient in zip(parameters, gradients, strict=True)]
-        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+        updates = [gradient.to(p.dtype) for p, gradient in zip(piece.parameters, gradients, strict=True)]
+        torch._foreach_add_(piece.parameters, updates, alpha=-piece.lr)
 
-    def _to_updates(self, names: Collection[str]) -> None:
+    def step_by_updates(self, piece: Piece) -> None:
+        torch._foreach_add_(piece.parameters, piece.tensors, alpha=-piece.group["reference_lr"])
+
+    def to_updates(self, names: Collection[str]) -> None:
         for name in names:
-            if name in self._vectors["momentum_buffer"]:
-                group = self._group_of(self._families.number_of[name])
-                self._vectors["momentum_buffer"][name].div_(_momentum_ratio(group))
+            if name in self.parameters.vectors["momentum_buffer"]:
+                self.parameters.vectors["momentum_buffer"][name].div_(_ratio(self.parameters.group_of(name)))
 
-    def _to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
-        moments["momentum_buffer"].mul_(_momentum_ratio(self._group_of(self._families.number_of[name])))
-
-    def _step_by_updates(self, piece: Piece) -> None:
-        torch._foreach_add_(piece.parameters, piece.tensors, alpha=-self._group_of(piece.family)["reference_lr"])
+    def to_torch(self, name: str, moments: dict[str, Tensor]) -> None:
+        moments["momentum_buffer"].mul_(_ratio(self.parameters.group_of(name)))
 
 
-def _momentum_ratio(group: dict[str, Any]) -> float:
+def _ratio(group: Mapping[str, Any]) -> float:
     """Return the factor of momentum when it is sent, so that a gradient moves weights as far in the long run."""
     return float((1 - group["compressed_momentum"]) / (1 - group["momentum"]))

@@ -43,7 +43,7 @@ class Mode(Enum):
     UPDATES = "as the updates that an optimizer makes of them"
 
 
-Rule = Callable[[Slice, Sequence[Tensor], float], Update]
+Maker = Callable[[Slice, Sequence[Tensor], float], Update]
 """Makes the update of a slice, from its moments and the factor of its gradient."""
 
 
@@ -62,7 +62,7 @@ class Updates:
     """
 
     warms_up: bool
-    rules: Sequence[Rule]
+    rules: Sequence[Maker]
     moments: Sequence[NamedVectors]
     scale: float = 1.0
     max_norm: float | None = None

@@ -4,6 +4,8 @@ Gradients of 16 bits save 2 of these bytes. Divisions and square roots are round
 and no product is fused into a sum, so `write` and `advance` compute the same bits. The moments are float32.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -40,11 +42,11 @@ def advance(update: AdamUpdate, gradient: Tensor, residual: Tensor | None) -> No
                HAS_R=residual is not None, FOLLOWED=update.beta2 < 1, TILE=_TILE, num_warps=4)  # fmt: skip
 
 
-step = reference.step  # bound by the memory as it is
-
-
-def step_by_numbers(parameters: list[Tensor], updates: list[Tensor], keep: Tensor, rates: list[Tensor]) -> None:
-    """Compute p <- keep p - rate u with numbers on the device, as a recording needs; one kernel per parameter."""
+def step(parameters: list[Tensor], updates: list[Tensor], keep: float | Tensor, rates: list[Any]) -> None:
+    """Compute p <- keep p - rate u; from numbers on the device, as a recording needs, by one kernel per parameter."""
+    if not isinstance(keep, Tensor):
+        reference.step(parameters, updates, keep, rates)  # bound by the memory as it is
+        return
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         n = parameter.numel()
         if n:

@@ -5,6 +5,7 @@
     write     out <- rate u
     advance   residual <- residual + rate u;   v <- beta2 v + (1 - beta2) (factor g)^2;   m <- momentum
     step      p <- keep p - rate u, for many parameters, each with its own rate
+    step_by_gradients   the step of torch's AdamW, from averaged gradients
 
 `advance` computes the update from the old moments, with the same bits as `write`. The sent part is subtracted from the
 residual afterwards, and the rest must be exactly the part that was not sent. The moments follow the gradient itself,
@@ -69,3 +70,36 @@ def step(parameters: list[Tensor], updates: list[Tensor], keep: float, rates: li
         return
     for parameter, update, rate in zip(parameters, updates, rates, strict=True):
         parameter.add_(update, alpha=-rate)
+
+
+def step_by_gradients(
+    parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], *,
+    steps: float | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """Take the step of torch's AdamW, number `steps`; each operation handles all parameters: they are many and small.
+
+    If `steps` and `lr` are tensors, torch's fused kernel reads them where they are. All tensors are float32 then.
+    """
+    beta1, beta2 = betas
+    if isinstance(steps, Tensor):
+        torch._fused_adamw_(
+            parameters, gradients, m, v, [], [steps] * len(parameters), lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_lerp_(m, gradients, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
+    first, second = 1 - beta1**steps, 1 - beta2**steps
+    denominators = torch._foreach_sqrt(v)
+    torch._foreach_div_(denominators, second**0.5)
+    torch._foreach_add_(denominators, eps)
+    rate = lr / first
+    vectors = list(zip(parameters, m, denominators, strict=True))
+    wide = [each for each in vectors if each[0].dtype == each[1].dtype]
+    if wide:
+        torch._foreach_addcdiv_([p for p, _, _ in wide], [m for _, m, _ in wide], [d for *_, d in wide], -rate)
+    for parameter, momentum, denominator in vectors:
+        if parameter.dtype != momentum.dtype:
+            parameter.sub_((momentum / denominator).mul_(rate).to(parameter.dtype))

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.collectives import LocalGroup
 from thinwire.compressors import format_spec
-from thinwire.optim.torch_states import check_saved
 from thinwire.sync.checkpoint import DamagedError
 from thinwire.sync.policy import DEFAULT
 from thinwire.sync.synchronizer import Synchronizer
@@ -35,6 +34,7 @@ from .checks import DENSE, local_compressor, sends_updates
 from .config import Config
 from .data import Batch, evaluate_batch
 from .models import model_config
+from .torch_states import check_saved
 
 MOMENTUM = 0.9  # Momentum of SGD, both torch's and thinwire's
 _RAMP, _FLOOR = 0.05, 0.1
