@@ -5,14 +5,13 @@ No test looks at how long anything took: a choice that a test needs is forced, b
 
 import logging
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_checkpoints import Run, file_of, run_through
 from torch.nn.parallel import DistributedDataParallel
 
+from support.run import Run, resume, save
 from support.slow import slow
 from support.training import (
     SEVERAL,
@@ -27,6 +26,7 @@ from support.training import (
     loss_of,
     make_net,
     policy,
+    read,
     take,
     weight_bits,
 )
@@ -61,9 +61,9 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        run = Run(**how(kind, True, 0))
+        run = Run(rank, **how(kind, True, 0))
         del run.sync.assignment.seconds  # type: ignore[attr-defined]
-        run.train(rank, 0, OVER_UPDATES + 1)
+        run.train(0, OVER_UPDATES + 1)
     finally:
         logger.removeHandler(handler)
     return run.sync.choice.record(), logged
@@ -115,14 +115,14 @@ def test_nothing_is_lost(ranks: RankPool, world_size: int, ddp: bool, best: int,
 
 
 def see_bits(rank: int, world_size: int, kind: str, ddp: bool, best: int) -> Any:
-    run = Run(**how(kind, ddp, best))
-    run.train(rank, 0, OVER_UPDATES + 2)
+    run = Run(rank, **how(kind, ddp, best))
+    run.train(0, OVER_UPDATES + 2)
     before, steps = run.bits(), run.sync.steps
     take(run.optimizer, loss_of(run.model, rank, 99) * (float("nan") if rank else 1.0))
     assert run.sync.finite is False
     assert_same(before, run.bits(), "after a step that was to be skipped")
     assert (run.optimizer.skipped, run.sync.steps) == (1, steps)
-    run.train(rank, OVER_UPDATES + 2, OVER_UPDATES + 5)
+    run.train(OVER_UPDATES + 2, OVER_UPDATES + 5)
     stats = run.sync.stats
     dense = stats.bytes_dense // (stats.steps + stats.skipped)
     moments = {
@@ -146,8 +146,8 @@ def test_replicas_stay_identical_and_bytes_are_those_of_the_choice(
 
 def compare_with_torch(rank: int, world_size: int) -> None:
     """Once dense is chosen, gradients have the bits of DDP without a hook, which their steps are as quick as."""
-    run, twin = Run(**how("attach", True, 0)), DistributedDataParallel(make_net(), **SEVERAL)
-    run.train(rank, 0, OVER + 2)
+    run, twin = Run(rank, **how("attach", True, 0)), DistributedDataParallel(make_net(), **SEVERAL)
+    run.train(0, OVER + 2)
     assert run.sync.last_step.is_sent_by_torch
     twin.module.load_state_dict(run.state()["model"])
     for model in (twin, twin, run.model):  # twice, since DDP then has its buckets
@@ -161,38 +161,29 @@ def test_dense_is_that_of_torch(ranks: RankPool) -> None:
     ranks.run(compare_with_torch, 3)
 
 
-def resume(rank: int, world_size: int, folder: Path, step: int, last: int, how: dict[str, Any]) -> Any:
-    """Go on with the states of two ranks; what it had chosen before and after that."""
-    run = Run(**how)
-    run.load([torch.load(file_of(folder, old * 1000 + step)) for old in range(2)])
-    before = run.sync.choice
-    run.train(rank, step, last)
-    bits = run.bits() if world_size == 2 else weight_bits(run.model)
-    return bits, before and before.record(), run.sync.choice.record()
-
-
 @pytest.mark.parametrize(
     ("kind", "ddp", "best"), [("attach", True, 0), slow("AdamW", True, 0), ("SGD", False, 1)], ids=str
 )
-def test_a_resumed_run_goes_on_with_the_choice(
-    ranks: RankPool, kind: str, ddp: bool, best: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_the_choice(ranks: RankPool, kind: str, ddp: bool, best: int) -> None:
     over = OVER if kind == "attach" else OVER_UPDATES
     saved_at = [BEFORE + STEPS + 2, over - 2, over, over + 3]
-    whole = ranks.run(run_through, 2, tmp_path, saved_at, over + 6, how(kind, ddp, best), timeout=120)
-    for step in saved_at:
-        again = ranks.run(resume, 2, tmp_path, step, over + 6, how(kind, ddp, best), timeout=120)
-        for one, (other, _, _) in zip(whole, again, strict=True):
-            assert_same(one, other, f"resumed at {step}")
+    ranks.run(resume, 2, how(kind, ddp, best), saved_at, over + 6, timeout=120)
+
+
+def go_on(rank: int, world_size: int, how: dict[str, Any], saved: list[bytes], step: int) -> Any:
+    """(the weights in the end, what had been chosen before, and what is after that)"""
+    run = Run(rank, **how)
+    run.load([read(state) for state in saved])
+    before = run.sync.choice
+    run.train(step, step + OVER_UPDATES + BEFORE)
+    return weight_bits(run.model), before and before.record(), run.sync.choice.record()
 
 
 @pytest.mark.parametrize(("kind", "best"), [("attach", 1), ("AdamW", 2), slow("SGD", 0)])
-def test_another_number_of_ranks_measures_again_unless_it_sent_updates(
-    ranks: RankPool, kind: str, best: int, tmp_path: Path
-) -> None:
-    step = OVER_UPDATES + 3
-    ranks.run(run_through, 2, tmp_path, [step], step + 1, how(kind, True, best), timeout=120)
-    found = ranks.run(resume, 3, tmp_path, step, step + OVER_UPDATES + BEFORE, how(kind, True, best), timeout=120)
+def test_another_number_of_ranks_measures_again_unless_it_sent_updates(ranks: RankPool, kind: str, best: int) -> None:
+    given, step = how(kind, True, best), OVER_UPDATES + 3
+    saved = ranks.run(save, 2, given, step, timeout=120)
+    found = ranks.run(go_on, 3, given, saved, step, timeout=120)
     assert identical(found)
     _, before, after = found[0]
     assert before == (after if kind == "AdamW" else None)

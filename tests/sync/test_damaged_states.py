@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_consolidate import Run
 
 import thinwire
 from soak.files import change_value
+from support.run import Run
 from support.training import loss_of, make_net, read, written
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
@@ -107,14 +107,14 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 def load_changed(group: LocalGroup, kind: str) -> None:
     """What is wrong anywhere is refused when it is loaded, not in the next step."""
-    run = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
+    run = Run(0, kind, group=group, **OPTIMIZERS[kind])
     run.train(0, 5)
     state, refused = read(written(run.owner.state_dict())), 0
     for number in range(60):
         draw = Random(f"{kind} {number}")
         part = change_value(draw, state["thinwire"]), change_value(draw, state["param_groups"])
         changed = {**state, "thinwire": part[0]} if draw.random() < 0.5 else {**state, "param_groups": part[1]}
-        other = Run(0, kind=kind, group=group, **OPTIMIZERS[kind])
+        other = Run(0, kind, group=group, **OPTIMIZERS[kind])
         try:
             other.owner.load_state_dict(changed)
         except ValueError:
