@@ -1,4 +1,4 @@
-"""What comes out: the sum of what the ranks sent, with the same bits on every rank."""
+"""What comes out: the sum of what the ranks sent, with the same bits on every rank, by as many bytes as are counted."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 import thinwire
 from support.group import run_group
 from support.oracle import same_bits
-from support.reductions import Case, check_expected, expected, perform
+from support.reductions import Case, check_expected, expected, perform, shares
+from support.slow import slow
 from thinwire.testing import RankPool
 
 WORLDS = (1, 3, 8)
@@ -119,3 +120,32 @@ def average_large(rank: int, world_size: int, spec: str, group: Any = None) -> l
 def test_an_average_of_large_float16_is_finite() -> None:
     for spec in ("none", TOPK):
         assert run_group(average_large, 3, spec) == [[LARGEST]] * 3
+
+
+COUNTED = [
+    Case(spec, algorithm, (200_003,), dtype, steps=[0])
+    for spec in ("topk:ratio=1/64,bits=2", "quantize:bits=4")
+    for algorithm in ("gather", "sharded")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def sent(case: Case, sender: int, receiver: int, world_size: int) -> int:
+    """The docstring of each algorithm in numbers, from `nbytes` alone."""
+    if case.algorithm == "gather":
+        return case.compressor.nbytes(case.shape[0], case.dtype)
+    sizes = [stop - start for start, stop in shares(case, world_size)]
+    piece = case.compressor.nbytes(sizes[receiver], case.dtype)
+    return piece + case.second_of(world_size).nbytes(sizes[sender], torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [2, slow(8)])
+def test_the_report_has_the_bytes_of_the_formula(world_size: int) -> None:
+    for rank, outcomes in enumerate(run_group(perform, world_size, COUNTED)):
+        for case, outcome in zip(COUNTED, outcomes, strict=True):
+            (report,), where = outcome.reports, f"rank {rank}, {case}"
+            others = [other for other in range(world_size) if other != rank]
+            assert (report.algorithm, report.segments) == (case.algorithm, 1), where
+            assert report.bytes_sent == sum(sent(case, rank, other, world_size) for other in others), where
+            assert report.bytes_received == sum(sent(case, other, rank, world_size) for other in others), where
+            assert report.messages == len(others) * (1 if case.algorithm == "gather" else 2), where
