@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import thinwire
 from support.calls import Failure, catch, reduce, start
+from support.processes import run_module, start_module
 from support.slow import slow
 from thinwire.collectives.transport.board import Board
 from thinwire.testing import LOST, RankPool, store_barrier
@@ -205,3 +206,52 @@ def test_a_rank_that_died_is_named_alone(
             assert failure is not None, f"rank {rank} did not notice"
             assert failure.ranks == (victim,), failure
             assert words in failure.message, failure
+
+
+def fail_inside(rank: int, world_size: int, algorithm: str, sticks: bool) -> Failure:
+    """Rank 1 fails in the middle, as when memory runs out; or stands still until the others have given up."""
+    reduce(algorithm=algorithm)
+    whole = thinwire.Quantize.encode
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if not sticks:
+            raise MemoryError("no memory left")
+        store_barrier("others gave up", world_size)
+        return whole(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(thinwire.Quantize, "encode", fails)
+        work, _ = start(algorithm=algorithm, timeout=2.5 if sticks else 20.0)
+        with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
+            work.wait()
+    if sticks and rank != 1:
+        store_barrier("others gave up", world_size)
+    store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
+    reduce()
+    return Failure(type(caught.value).__name__, str(caught.value), getattr(caught.value, "ranks", ()), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sticks"), [("gather", False), ("sharded", False), slow("gather", True), ("sharded", True)]
+)
+def test_a_rank_that_fails_or_stands_still_inside_ends_the_others(
+    ranks: RankPool, algorithm: str, sticks: bool
+) -> None:
+    for rank, failure in enumerate(ranks.run(fail_inside, 3, algorithm, sticks)):
+        if rank != 1:
+            assert "rank 1" in failure.message, f"rank {rank}: {failure}"
+            assert not sticks or (failure.error, failure.ranks) == ("PeerError", (1,)), f"rank {rank}: {failure}"
+        elif not sticks:
+            assert "no memory left" in failure.message, failure
+
+
+@pytest.mark.parametrize("inside", [False, slow(True)])
+def test_a_process_can_end_while_a_handle_is_under_way(tmp_path: Path, inside: bool) -> None:
+    """It would otherwise hang for as long as the group's time-out, half an hour, after any exception."""
+    path, when = tmp_path / "store", "inside" if inside else "after"
+    other = start_module("leaving_rank", path, 1, when)
+    try:
+        assert run_module("leaving_rank", path, 0, when, time_limit=50) == "left"
+    finally:
+        other.communicate(timeout=30)
