@@ -14,6 +14,7 @@ from support.training import (
     TOPK,
     assert_same,
     average,
+    averaged,
     identical,
     make_net,
     plain_module,
@@ -197,3 +198,71 @@ def test_groups_in_another_order() -> None:
 
     with raises(ValueError, "parameter group 0", "other parameters"):
         make("2346", "0").load_state_dict(make("0", "2346").state_dict())
+
+
+# Another number of ranks: in the end all that came in has come out ----------------------------------------------------
+# The sums are made outside of the library. Steps without gradients send what is left, so that no residual is read here.
+
+SIZES = {"a": 6000, "b": 9000}
+POLICY = thinwire.Policy("topk:ratio=1/8,bits=32,chunk=512", min_numel=0)
+OF_SUMS = "topk:ratio=1/8,bits=32,chunk=512"
+"""The compressor of sums sends half of what two ranks send, so that owners keep the other half."""
+
+
+def gradient(rank: int, step: int) -> dict[str, Tensor]:
+    """Zeros after four steps."""
+    generator, factor = torch.Generator().manual_seed(100 * step + rank), step < 4
+    return {name: factor * torch.randn(size, generator=generator) for name, size in SIZES.items()}
+
+
+def exchange(
+    group: LocalGroup, algorithm: str, states: list[Any], steps: range
+) -> tuple[Any, dict[str, Tensor], float]:
+    """(its state, the sum of what came out, what is kept) after these steps from the states of all old ranks."""
+    collective = Collective(algorithm=algorithm, shard_compressor=OF_SUMS if algorithm == "sharded" else None)
+    sync = thinwire.Synchronizer(POLICY, group=group, collective=collective)
+    out = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    if states:
+        sync.load_state_dict(states)
+    for step in steps:
+        for name, mean in averaged(sync, **gradient(group.rank, step)).items():
+            out[name] += mean
+    return sync.state_dict(), out, sync.residual_norm()
+
+
+@pytest.mark.parametrize(("algorithm", "before", "after"), [("sharded", 2, 3), ("sharded", 3, 1), ("gather", 3, 2)])
+def test_what_came_in_is_sent_or_kept_after_a_change_of_ranks(algorithm: str, before: int, after: int) -> None:
+    saved = run_threads(exchange, before, algorithm, [], range(4))
+    ends = run_threads(exchange, after, algorithm, [state for state, *_ in saved], range(4, 28))
+    for name, sent in saved[0][1].items():
+        came_in = sum(gradient(rank, step)[name].double() for rank in range(before) for step in range(4)) / before
+        assert float((came_in - sent).norm() / came_in.norm()) > 0.3, "much must be left at the change"
+        for _, out, norm in ends:
+            assert norm == 0.0, "24 steps send all that is left"
+            torch.testing.assert_close(sent + out[name], came_in, rtol=1e-5, atol=1e-5)
+
+
+def momentum_run(group: LocalGroup, states: list[dict[str, Any]] | None, ends: bool) -> Any:
+    """The state after four steps; or the weights after six more without gradients, which momentum alone moves."""
+    named = {name: nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()}
+    optimizer = thinwire.SGD(named.items(), lr=0.5, momentum=0.9, compressor="topk:ratio=1,bits=32", group=group)
+    if states is not None:
+        optimizer.load_state_dict([state["optimizer"] for state in states])
+        for name, parameter in named.items():
+            parameter.data.copy_(states[0]["weights"][name])
+    for step in range(0 if states is None else 4, 10 if ends else 4):
+        for name, given in gradient(group.rank, step).items():
+            named[name].grad = given
+        optimizer.step()
+    weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return weights if ends else {"optimizer": optimizer.state_dict(), "weights": weights}
+
+
+def test_momentum_goes_on_after_a_change_of_ranks() -> None:
+    """Its average over ranks counts. Of three ranks, the last takes over nothing of two."""
+    uninterrupted = run_threads(momentum_run, 2, None, True)[0]
+    saved = run_threads(momentum_run, 2, None, False)
+    for weights in run_threads(momentum_run, 1, saved, True) + run_threads(momentum_run, 3, saved, True):
+        for name, weight in weights.items():
+            assert float((weight - saved[0]["weights"][name]).norm()) > 1.0, "momentum must move it"
+            torch.testing.assert_close(weight, uninterrupted[name], rtol=1e-5, atol=1e-5)
