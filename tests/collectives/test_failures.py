@@ -82,40 +82,59 @@ def test_a_killed_rank_is_named_by_the_others(
             assert word in answer.message, answer
 
 
-def come_late(rank: int, world_size: int, late: int, new: bool, algorithm: str) -> Failure | None:
-    """Rank `late` calls only when the others have given up; then all call together. Handles raise, not the calls."""
-    if not new:
+def fall_behind(rank: int, world_size: int, late: int, where: str, algorithm: str) -> Failure | None:
+    """Rank `late` calls, or goes on inside of its call, only when the others have given up; then all call together.
+
+    Handles raise, not the calls.
+    """
+    if where != "at the first use":
         reduce(NUMEL, algorithm=algorithm)
     store_barrier("start", world_size)
-    if rank == late:
+    encode = thinwire.Quantize.encode
+
+    def encode_late(*args: Any, **options: Any) -> Any:
         store_barrier("others gave up", world_size)
-        failure = attempt(algorithm=algorithm, timeout=2.5)
-    else:
+        return encode(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == late and where == "inside":
+            patch.setattr(thinwire.Quantize, "encode", encode_late)
+        elif rank == late:
+            store_barrier("others gave up", world_size)
         work, _ = start(NUMEL, algorithm=algorithm, timeout=2.5)
         failure = catch(work.wait)
+    if rank != late:
         assert catch(work.wait) is not None, "again, and not only once"
         assert work.is_completed()
         with pytest.raises(RuntimeError, match=f"rank {late}"):
             work.get_future().wait()
         store_barrier("others gave up", world_size)
-    store_barrier("all are done", world_size)
+    store_barrier("all are done", world_size, seconds=15)
     reduce(NUMEL, algorithm=algorithm)
     return failure
 
 
 @pytest.mark.parametrize(
-    ("world_size", "late", "new", "algorithm"),
-    [(2, 1, False, "gather"), slow(3, 0, True, "sharded"), slow(3, 2, False, "sharded"), slow(2, 0, True, "dense")],
+    ("world_size", "late", "where", "algorithm"),
+    [
+        (2, 1, "before", "gather"),
+        slow(3, 0, "at the first use", "sharded"),
+        slow(3, 2, "before", "sharded"),
+        slow(2, 0, "at the first use", "dense"),
+        slow(3, 1, "inside", "gather"),
+        (3, 1, "inside", "sharded"),
+    ],
 )
 def test_a_late_rank_is_named_by_the_others(
-    ranks: RankPool, world_size: int, late: int, new: bool, algorithm: str
+    ranks: RankPool, world_size: int, late: int, where: str, algorithm: str
 ) -> None:
-    for rank, failure in enumerate(ranks.run(come_late, world_size, late, new, algorithm)):
-        assert failure is not None, f"rank {rank} did not notice"
-        assert failure.seconds < 8, failure
+    for rank, failure in enumerate(ranks.run(fall_behind, world_size, late, where, algorithm)):
         if rank != late:
+            assert failure is not None, f"rank {rank} did not notice"
             assert (failure.error, failure.ranks) == ("PeerError", (late,)), failure
             assert f"rank {late}" in failure.message, failure
+        assert where == "inside" or failure is not None, f"rank {rank} did not notice"
+        assert failure is None or failure.seconds < 8, failure
 
 
 def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
@@ -208,42 +227,28 @@ def test_a_rank_that_died_is_named_alone(
             assert words in failure.message, failure
 
 
-def fail_inside(rank: int, world_size: int, algorithm: str, sticks: bool) -> Failure:
-    """Rank 1 fails in the middle, as when memory runs out; or stands still until the others have given up."""
+def fail_inside(rank: int, world_size: int, algorithm: str) -> str:
+    """Rank 1 fails in the middle, as when memory runs out."""
     reduce(algorithm=algorithm)
-    whole = thinwire.Quantize.encode
 
     def fails(*args: Any, **options: Any) -> Any:
-        if not sticks:
-            raise MemoryError("no memory left")
-        store_barrier("others gave up", world_size)
-        return whole(*args, **options)
+        raise MemoryError("no memory left")
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(thinwire.Quantize, "encode", fails)
-        work, _ = start(algorithm=algorithm, timeout=2.5 if sticks else 20.0)
+        work, _ = start(algorithm=algorithm, timeout=20.0)
         with pytest.raises((thinwire.CollectiveError, MemoryError)) as caught:
             work.wait()
-    if sticks and rank != 1:
-        store_barrier("others gave up", world_size)
     store_barrier("all have failed", world_size, seconds=15)  # else someone waited for the time-out
     reduce()
-    return Failure(type(caught.value).__name__, str(caught.value), getattr(caught.value, "ranks", ()), 0.0)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "sticks"), [("gather", False), ("sharded", False), slow("gather", True), ("sharded", True)]
-)
-def test_a_rank_that_fails_or_stands_still_inside_ends_the_others(
-    ranks: RankPool, algorithm: str, sticks: bool
-) -> None:
-    for rank, failure in enumerate(ranks.run(fail_inside, 3, algorithm, sticks)):
-        if rank != 1:
-            assert "rank 1" in failure.message, f"rank {rank}: {failure}"
-            assert not sticks or (failure.error, failure.ranks) == ("PeerError", (1,)), f"rank {rank}: {failure}"
-        elif not sticks:
-            assert "no memory left" in failure.message, failure
+@pytest.mark.parametrize("algorithm", ["gather", "sharded"])
+def test_a_rank_that_fails_inside_ends_the_others(ranks: RankPool, algorithm: str) -> None:
+    for rank, message in enumerate(ranks.run(fail_inside, 3, algorithm)):
+        assert ("no memory left" if rank == 1 else "rank 1") in message, f"rank {rank}: {message}"
 
 
 @pytest.mark.parametrize("inside", [False, slow(True)])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.group import run_group
 from support.run import Run, resume, save
 from support.slow import slow
 from support.training import (
@@ -21,8 +22,6 @@ from support.training import (
     Given,
     assert_same,
     attached,
-    average,
-    average_residuals,
     force,
     gradients,
     identical,
@@ -46,8 +45,6 @@ UPDATES = updates(2)
 OVER = BEFORE + TURNS * STEPS * len(GRADIENTS)
 """Steps after which gradients have been tried."""
 OVER_UPDATES = BEFORE + TURNS * STEPS * len(UPDATES)
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "attach": {}, "AdamW": {"warmup_steps": 2}, "SGD": {"warmup_steps": 2, "momentum": 0.9}
 }  # fmt: skip
@@ -58,65 +55,24 @@ def how(kind: str, ddp: bool, best: int) -> dict[str, Any]:
     return {"kind": kind, "ddp": ddp, "best": best, **OPTIONS[kind]}
 
 
-def measure(rank: int, world_size: int, kind: str) -> Any:
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("thinwire")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        run = Run(rank, **how(kind, True, 0))
-        del run.sync.assignment.seconds  # type: ignore[attr-defined]
-        run.train(0, OVER_UPDATES + 1)
-    finally:
-        logger.removeHandler(handler)
-    return run.sync.choice.record(), logged
+def measure(group: LocalGroup, kind: str) -> dict[str, Any]:
+    run = Run(group.rank, kind, compressor=policy("auto"), group=group, **OPTIONS[kind])
+    run.train(0, OVER_UPDATES + 1)
+    return run.sync.choice.record()
 
 
 @pytest.mark.parametrize(("kind", "tried"), [("attach", GRADIENTS), ("AdamW", UPDATES)])
-def test_everything_is_measured_and_all_ranks_choose_alike(ranks: RankPool, kind: str, tried: Any) -> None:
-    found = ranks.run(measure, 2, kind, timeout=120)
-    record, logged = found[0]
-    assert identical(one[0] for one in found)
+def test_everything_is_measured_and_all_ranks_choose_alike(
+    caplog: pytest.LogCaptureFixture, kind: str, tried: Any
+) -> None:
+    with caplog.at_level(logging.INFO, "thinwire"):
+        record, other = run_threads(measure, 2, kind)
+    assert record == other
     assert record["candidates"] == list(map(format_spec, tried))
     assert record["compressor"] in record["candidates"]
     assert len(record["step_seconds"]) == len(tried)
     assert all(isfinite(seconds) and seconds > 0 for seconds in record["step_seconds"])
-    assert [len(logged) for _, logged in found] == [1, 0]
-    assert logged[0] == f"auto: {record['reason']}"
-
-
-def keep_ledger(rank: int, world_size: int, ddp: bool, best: int, steps: int) -> dict[str, Any]:
-    module = Given()
-    model, sync, finish = attached(module, policy("auto"), ddp, {"bucket_cap_mb": 0.01})
-    force(sync, best)
-    came_in = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in module.weights]
-    came_out = [torch.zeros(weight.numel(), dtype=torch.float64) for weight in module.weights]
-    for step in range(steps):
-        model.zero_grad()
-        given = gradients(module, rank, step)
-        model(given).backward()
-        finish()
-        for number, weight in enumerate(module.weights):
-            came_in[number] += given[number]
-            came_out[number] += weight.grad
-    residuals = average_residuals(sync)
-    for number, one in enumerate(came_in):
-        kept = residuals.get(f"weights.{number}", torch.zeros(()))
-        torch.testing.assert_close(came_out[number] + kept, average(one), rtol=0, atol=1e-4)
-    return {"residuals": sorted(residuals), "norm": sync.residual_norm(), "reason": sync.choice and sync.choice.reason}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ddp", "best", "steps"),
-    [(2, True, 0, OVER - 1), (2, False, 0, OVER + 1), (3, True, 0, OVER + 3), (2, False, 1, OVER + 3)],
-)
-def test_nothing_is_lost(ranks: RankPool, world_size: int, ddp: bool, best: int, steps: int) -> None:
-    for found in ranks.run(keep_ledger, world_size, ddp, best, steps):
-        assert (found["norm"] > 0) == (steps < OVER or best == 1)
-        assert bool(found["residuals"]) == (steps < OVER or best == 1)  # memory is free again
-        assert (found["reason"] is None) == (steps <= OVER)
+    assert caplog.messages == [f"auto: {record['reason']}"], "of one rank"
 
 
 def see_bits(rank: int, world_size: int, kind: str, ddp: bool, best: int) -> Any:
@@ -218,42 +174,40 @@ def train(sync: thinwire.Synchronizer, model: Given, group: LocalGroup, steps: i
     return sent
 
 
-def go_back(group: LocalGroup, sends_updates: bool) -> None:
+def go_back(rank: int, world_size: int, kind: str, ddp: bool = False, group: Any = None) -> None:
     """Weights of SGD are minus the sum of all averages once dense is chosen, however they were sent before."""
-    model, options = (
-        Given(SIZES),
-        {"group": group, "collective": Collective(algorithm="sharded", shard_compressor=OF_SUMS)},
-    )
-    if sends_updates:
-        optimizer: Any = thinwire.SGD(model, lr=0.5, compressor="auto", warmup_steps=2, warmup="none", **options)
-        sync, steps = optimizer.sync, OVER_UPDATES + 2
+    module, collective = Given(SIZES), Collective(algorithm="sharded", shard_compressor=OF_SUMS)
+    options: dict[str, Any] = {"group": group, "collective": collective}
+    if kind == "attach":
+        model, sync, finish = attached(module, "auto", ddp, {"bucket_cap_mb": 0.01}, **options)
+        optimizer, steps = torch.optim.SGD(module.parameters(), lr=0.5), OVER + 2
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        sync, steps = thinwire.Synchronizer("auto", **options), OVER + 2
+        optimizer = thinwire.SGD(module, lr=0.5, compressor="auto", warmup_steps=2, warmup="none", **options)
+        model, sync, finish, steps = module, optimizer.sync, lambda: None, OVER_UPDATES + 2
     force(sync, 0)
     came_in = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     for step in range(steps):
         optimizer.zero_grad()
-        model(gradients(model, group.rank, step)).backward()
-        if not sends_updates:
-            sync.all_reduce_gradients(model)
+        model(gradients(module, rank, step)).backward()
+        finish()
         optimizer.step()
-        for total, mean in zip(came_in, averages(model, step, group.size), strict=True):
+        for total, mean in zip(came_in, averages(module, step, world_size), strict=True):
             total += mean
     assert sync.choice is not None
-    assert not sync.residuals
+    assert not sync.residuals, "memory is free again"
     # An optimizer tries 8 bits without a residual: in 8 steps an element errs by 0.02 or so.
-    close = 0.15 if sends_updates else 1e-3
-    for weight, total in zip(model.weights, came_in, strict=True):
+    close = 1e-3 if kind == "attach" else 0.15
+    for weight, total in zip(module.weights, came_in, strict=True):
         torch.testing.assert_close(weight.detach().double(), -0.5 * total, rtol=1e-5, atol=close)
 
 
-def test_auto_sends_what_owners_have_when_it_goes_back_to_dense() -> None:
-    run_threads(go_back, 2, False)
+def test_auto_sends_what_owners_have_when_it_goes_back_to_dense(ranks: RankPool) -> None:
+    run_group(go_back, 2, "attach")
+    ranks.run(go_back, 3, "attach", True)
 
 
 def test_auto_applies_what_owners_have_when_it_goes_back_to_dense() -> None:
-    run_threads(go_back, 2, True)
+    run_group(go_back, 2, "SGD")
 
 
 def follow_torch(group: LocalGroup) -> None:
