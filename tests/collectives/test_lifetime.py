@@ -126,23 +126,11 @@ def test_scenes(ranks: RankPool, scene: Any, world_size: int) -> None:
     ranks.run(scene, world_size)
 
 
-class Slow:
-    """An operation that takes long."""
-
-    def __init__(self) -> None:
-        self.looked = threading.Event()
-
-    def check_others(self) -> None:
-        self.looked.set()
-
-    def give_up(self, error: BaseException) -> object:
-        return None
-
-
 def test_the_watch_keeps_nothing_of_an_operation_that_has_ended() -> None:
-    operation = Slow()
+    looked = threading.Event()
+    operation = type("Slow", (), {"check_others": lambda self: looked.set()})()
     watch.begin(operation)
-    assert operation.looked.wait(30)
+    assert looked.wait(30)
     watch.end(operation)
     left = weakref.ref(operation)
     del operation

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from support.calls import is_right, start
 from support.training import raises
@@ -75,9 +76,8 @@ class Fake:
     line: Line
 
     def __init__(
-        self, name: str, rounds: int = 1, *, encoded: bool = True, waits_for_all: bool = False,
-        brings: "Fake | None" = None,
-    ) -> None:  # fmt: skip
+        self, name: str, rounds: int = 1, *, encoded: bool = True, waits_for_all: bool = False, brings: Any = None
+    ) -> None:
         self.name, self.left = name, rounds
         self.encoded, self.waits_for_all, self.has_two_rounds = encoded, waits_for_all, rounds <= 2
         self.brings, self.ended = brings, threading.Event()
@@ -175,11 +175,7 @@ NUMEL, COUNT = 30_000, 6
 
 def come_apart(rank: int, world_size: int, nodes: bool, slow: list[int], options: dict[str, Any]) -> list[bool]:
     """Ranks in `slow` wait for each before they start the next; the others have all of them under way at once."""
-    group: Any = None
-    if nodes:
-        inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        group = (inside, between)
+    group = init_device_mesh("cpu", (2, 2)) if nodes else None
 
     def begin(number: int) -> tuple[Any, Tensor]:
         return start(NUMEL, number, group=group, timeout=SECONDS, **options)

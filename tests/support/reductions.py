@@ -133,16 +133,15 @@ def check_expected(found: list[list[Outcome]], case: Case, index: int) -> None:
     world_size = len(found)
     for rank, want in enumerate(expected(case, world_size)):
         have = found[rank][index]
-        pairs = {
-            f"result of step {step}": pair for step, pair in enumerate(zip(have.results, want.results, strict=True))
-        }
-        pairs |= {"residual": (have.residual, want.residual), "share": (have.owned, want.owned)}
-        for name, (mine, right) in pairs.items():
+        pairs = [
+            *zip(have.results, want.results, strict=True),
+            (have.residual, want.residual),
+            (have.owned, want.owned),
+        ]
+        names = [*(f"result of step {step}" for step in case.steps), "residual", "share"]
+        for name, (mine, right) in zip(names, pairs, strict=True):
             if right is not None:
                 where = f"{name}, rank {rank} of {world_size}, {case}"
                 assert mine is not None, where
                 assert mine.shape == right.shape, where
-                apart = (mine.double() - right.double()).abs()
-                assert same_bits(mine, right), (
-                    f"{where}: off by {apart.max():.3g} in {int((mine != right).sum())} elements"
-                )
+                assert same_bits(mine, right), f"{where}: {int((mine != right).sum())} elements differ"

@@ -114,32 +114,26 @@ def test_many_dtypes() -> None:
     assert identical(run_group(mix_dtypes, 3))
 
 
-def refuse_sparse(rank: int, world_size: int, only: int | None, group: Any = None) -> str:
+def refuse_sparse(rank: int, world_size: int, only: int | None, group: Any = None) -> None:
     table = nn.Embedding(100, 64, sparse=only in (None, rank))
     layer = nn.Linear(64, 64, dtype=torch.float64)  # its bucket comes first
     table(torch.arange(5)).sum().backward()
     layer(torch.ones(64, dtype=torch.float64)).sum().backward()
     sync = thinwire.Synchronizer(policy(TOPK), group=group)
-    try:
+    with raises((ValueError, thinwire.CollectiveError), "table.weight", "parse"):
         sync.all_reduce_gradients(nn.ModuleDict({"table": table, "layer": layer}))
-    except (ValueError, thinwire.CollectiveError) as error:
-        found = str(error)
-    else:
-        return "nothing"
     if only is None:  # it goes on without the culprit
         sync.all_reduce_gradients(layer)
         assert sync.steps == 1
-    return found
 
 
 def test_a_sparse_gradient_of_all_ranks_or_one_is_refused_on_all() -> None:
     for only in (None, 1):
-        found = run_group(refuse_sparse, 2, only, timeout=15)
-        assert all("table.weight" in text and "parse" in text for text in found), found
+        run_group(refuse_sparse, 2, only, timeout=15)
 
 
 def begin_again(rank: int, world_size: int, group: Any = None) -> None:
-    """A step that is begun and not ended, as by an exception between two buckets, has no effect."""
+    """As after an exception between two buckets."""
     ends = []
     for broken in (True, False):
         model, sync, finish = attached(
@@ -170,13 +164,9 @@ def another_model(rank: int, world_size: int, group: Any = None) -> None:
     sync.all_reduce_gradients(model)
     with raises(ValueError, "0.weight", "2048", "4096"):
         sync.all_reduce_gradients(nn.Sequential(nn.Linear(64, 64)))
-    with raises(ValueError, "max_bytes", "raise"):
-        thinwire.Synchronizer(policy(TOPK), collective=Collective(max_bytes=100), group=group).all_reduce_gradients(
-            model
-        )
     sync.all_reduce_gradients(model)
     assert sync.steps == 2
 
 
-def test_another_model_and_too_small_a_budget_are_refused() -> None:
+def test_another_model_is_refused() -> None:
     run_group(another_model, 2, timeout=30)
