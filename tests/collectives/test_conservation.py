@@ -1,15 +1,16 @@
 """What was sent plus what was kept is what came in, over all ranks and over many steps; and owners need a state."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import thinwire
+from support.by_threads import by_threads
 from support.group import run_group
 from support.reductions import Case, Outcome, perform
 from support.slow import slow
+from thinwire.collectives import LocalGroup
 from thinwire.testing import RankPool
 
 TOPK, SMALL, QUANTIZE, RANDOMK = (
@@ -74,7 +75,8 @@ def test_nothing_is_lost_between_nodes(ranks: RankPool, nodes: int, each: int, s
 NUMEL = 10_000
 
 
-def misuse(rank: int, world_size: int, group: Any) -> None:
+@by_threads(2)
+def test_a_state_is_asked_for_and_must_fit(group: LocalGroup) -> None:
     def call(numel: int, state: thinwire.ShardState | None) -> None:
         thinwire.all_reduce_compressed(
             torch.ones(numel), SMALL, torch.zeros(numel), algorithm="sharded", state=state, group=group
@@ -90,8 +92,4 @@ def misuse(rank: int, world_size: int, group: Any) -> None:
         state.load_state_dict({"something": "else"})
     tensor = torch.full((NUMEL,), 127.0)  # without a residual there is nothing to keep, and so no need of a state
     thinwire.all_reduce_compressed(tensor, "quantize:bits=8", algorithm="sharded", group=group)
-    assert (tensor == 127 * world_size).all()
-
-
-def test_a_state_is_asked_for_and_must_fit() -> None:
-    run_group(misuse, 2)
+    assert (tensor == 127 * group.size).all()

@@ -1,18 +1,17 @@
 """What comes out: the sum of what the ranks sent, with the same bits on every rank, by as many bytes as are counted."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import thinwire
+from support.by_threads import by_threads
 from support.group import run_group
 from support.oracle import same_bits
 from support.reductions import Case, check_expected, expected, perform, shares
 from support.slow import slow
 from thinwire.collectives import LocalGroup
-from thinwire.testing import RankPool, run_threads
+from thinwire.testing import RankPool
 
 WORLDS = (1, 3, 8)
 """Ranks as threads; and once as processes."""
@@ -84,43 +83,14 @@ def test_sixteen_bits_are_the_same_everywhere_and_near_the_sum(world_size: int) 
         torch.testing.assert_close(results[0][0], right, rtol=0, atol=close, msg=lambda m, c=case: f"{c}\n{m}")
 
 
-def count_ranks(rank: int, world_size: int, algorithms: list[tuple[str, str]], group: Any = None) -> list[list[float]]:
-    """Rank r sends ones in its first r + 1 places, so that place i counts the ranks from i on."""
-    counts = []
-    for algorithm, spec in algorithms:
-        one = 127 if spec == "quantize:bits=8" else 1  # a number that eight bits hold exactly
-        for _ in range(2):  # a buffer that is not cleared shows in the second
-            tensor = torch.zeros(20_000)
-            tensor[: rank + 1] = one
-            thinwire.all_reduce_compressed(tensor, spec, algorithm=algorithm, key=1, group=group)
-            counts.append((tensor[: world_size + 1] / one).tolist())
-            assert not tensor[world_size:].any()
-    return counts
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_ones_are_counted(world_size: int) -> None:
-    algorithms = [
-        ("gather", "topk:ratio=1/64,bits=32"), ("sharded", "topk:ratio=1/64,bits=32"), ("dense", TOPK),
-        ("gather", "topk:ratio=1/64,bits=32,chunk=none"), ("values", "randomk:ratio=1"), ("auto", "none"),
-        ("gather", "quantize:bits=8"),
-    ]  # fmt: skip
-    right = [float(world_size - place) for place in range(world_size + 1)]
-    for counts in run_group(count_ranks, world_size, algorithms):
-        assert counts == [right] * len(counts)
-
-
-def average_large(group: LocalGroup) -> None:
+@by_threads(3)
+def test_an_average_of_large_float16_is_finite(group: LocalGroup) -> None:
     """Averages of numbers near the end of the dtype's range, whose sum is beyond it."""
     for spec in ("none", TOPK):
         tensor = torch.full((9001,), LARGEST, dtype=torch.float16)
         work = thinwire.all_reduce_compressed(tensor, spec, op=dist.ReduceOp.AVG, algorithm="dense", group=group)
         assert work.report.finite
         assert tensor.unique().tolist() == [LARGEST], spec
-
-
-def test_an_average_of_large_float16_is_finite() -> None:
-    run_threads(average_large, 3)
 
 
 COUNTED = [

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from support.by_threads import by_threads
 from support.calls import is_right, start
 from support.training import raises
 from thinwire import CollectiveError
@@ -23,7 +24,7 @@ from thinwire.collectives.groups import channels
 from thinwire.collectives.stream import stream
 from thinwire.collectives.transport.board import Board
 from thinwire.collectives.transport.wire import AT_ONCE, Wire
-from thinwire.testing import RankPool, run_threads, store_barrier
+from thinwire.testing import RankPool, store_barrier
 
 SECONDS = 30.0
 
@@ -255,7 +256,8 @@ TURN = 0.6
 OPTIONS: dict[str, Any] = {"to": 0, "most": 10_000, "name": "test"}
 
 
-def long_turn(group: LocalGroup) -> dict[int, set[int]]:
+@by_threads(3)
+def test_a_rank_waits_for_the_turns_before_its_own(group: LocalGroup) -> None:
     """Rank 1 sends messages for longer than two time-outs, and then rank 2 one."""
     found: dict[int, set[int]] = {}
 
@@ -269,21 +271,14 @@ def long_turn(group: LocalGroup) -> dict[int, set[int]]:
         found[source] = {number for message in messages for number in message.tolist()}
 
     stream(group, torch.device("cpu"), send=send, receive=receive, timeout=TURN, **OPTIONS)
-    return found
+    assert found == ({} if group.rank else {1: {1}, 2: {2}})
 
 
-def test_a_rank_waits_for_the_turns_before_its_own() -> None:
-    assert run_threads(long_turn, 3) == [{1: {1}, 2: {2}}, {}, {}]
-
-
-def fail(group: LocalGroup) -> None:
+@by_threads(3, timeout=30.0)
+def test_ranks_that_wait_for_their_turn_get_the_error_of_another_turn_at_once(group: LocalGroup) -> None:
     def receive(source: int, messages: Iterator[Tensor]) -> None:
         raise OSError("no space left")
 
     with raises(OSError if group.rank == 0 else CollectiveError, "no space left"):
         messages = [torch.ones(1, dtype=torch.uint8)]
         stream(group, torch.device("cpu"), send=lambda: messages, receive=receive, timeout=60.0, **OPTIONS)
-
-
-def test_ranks_that_wait_for_their_turn_get_the_error_of_another_turn_at_once() -> None:
-    run_threads(fail, 3, timeout=30.0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from support.by_threads import by_threads
 from support.group import run_group
 from support.run import Run, resume, save
 from support.slow import slow
@@ -35,7 +36,7 @@ from support.training import (
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
 from thinwire.compressors import format_spec
-from thinwire.sync.auto import GRADIENTS, Choice, updates
+from thinwire.sync.auto import GRADIENTS, updates
 from thinwire.sync.trials import BEFORE, STEPS, TURNS
 from thinwire.testing import RankPool, run_threads
 
@@ -86,11 +87,7 @@ def see_bits(rank: int, world_size: int, kind: str, ddp: bool, best: int) -> Any
     run.train(OVER_UPDATES + 2, OVER_UPDATES + 5)
     stats = run.sync.stats
     dense = stats.bytes_dense // (stats.steps + stats.skipped)
-    moments = {
-        f"{number} {name}": tensor.numpy().tobytes()
-        for number, kept in run.optimizer.state_dict()["state"].items()
-        for name, tensor in kept.items()
-    }
+    moments = {name: bits for name, bits in run.bits().items() if not name.startswith(("sync", "weight"))}
     return weight_bits(run.model), moments, stats.last_bytes_sent / dense
 
 
@@ -210,7 +207,8 @@ def test_auto_applies_what_owners_have_when_it_goes_back_to_dense() -> None:
     run_group(go_back, 2, "SGD")
 
 
-def follow_torch(group: LocalGroup) -> None:
+@by_threads(2)
+def test_what_auto_leaves_dense_is_torchs_adamw(group: LocalGroup) -> None:
     """From the choice on, the moments and weights are those that torch's AdamW makes of them."""
     ours, theirs = Given(SIZES), Given(SIZES)
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -232,56 +230,37 @@ def follow_torch(group: LocalGroup) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_what_auto_leaves_dense_is_torchs_adamw() -> None:
-    run_threads(follow_torch, 2)
-
-
-def second_moments_after(group: LocalGroup) -> list[float]:
-    """The second moment that dense steps go on with, divided by the mean square of averaged gradients."""
+@by_threads(2)
+def test_second_moments_are_those_of_the_average_again(group: LocalGroup) -> None:
+    """All is noise here, so those of single ranks would be twice as large."""
     model, betas = Given(SIZES), (0.9, 0.99)
     optimizer = thinwire.AdamW(model, compressor="auto", betas=betas, compressed_betas=(0.5, 0.99), group=group)
     force(optimizer.sync, 0)
     for step in range(OVER_UPDATES):
         take(optimizer, model(gradients(model, group.rank, step)))
     assert optimizer.sync.choice is not None
-    found = []
     for number, state in optimizer.state_dict()["state"].items():
         squares = [averages(model, step, group.size)[number].square() for step in range(OVER_UPDATES)]
-        mean = torch.stack(squares).mean()
-        found.append(float(state["exp_avg_sq"].mean() / (1 - betas[1] ** OVER_UPDATES) / mean))
-    return found
+        ratio = state["exp_avg_sq"].mean() / (1 - betas[1] ** OVER_UPDATES) / torch.stack(squares).mean()
+        assert 0.8 < float(ratio) < 1.25, number
 
 
-def test_second_moments_are_those_of_the_average_again() -> None:
-    """All is noise here, so those of single ranks would be twice as large."""
-    for found in run_threads(second_moments_after, 2):
-        assert all(0.8 < ratio < 1.25 for ratio in found), found
-
-
-def miss_a_time(group: LocalGroup) -> Choice:
-    """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
+@by_threads(2)
+def test_a_time_that_one_rank_lacks_is_not_averaged(group: LocalGroup) -> None:
+    """Rank 1 could not measure 8 bits, which are slower than dense. Counted as 0, the average of 8 bits were 1.5 s."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
     sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
     train(sync, model, group, OVER + 1)
     assert sync.choice is not None
-    return sync.choice
+    assert sync.choice.compressor == "none"
+    assert "not every compressor could be measured" in sync.choice.reason
 
 
-def test_a_time_that_one_rank_lacks_is_not_averaged() -> None:
-    """A missing time counted as 0 would make the average of 8 bits 1.5 s."""
-    for choice in run_threads(miss_a_time, 2):
-        assert choice.compressor == "none"
-        assert "not every compressor could be measured" in choice.reason
-
-
-def bytes_of_steps(group: LocalGroup) -> list[float]:
-    """The share of the dense bytes that each step sends; 8 bits are chosen."""
+@by_threads(2)
+def test_small_tensors_are_dense_until_the_choice_and_compressed_after_it(group: LocalGroup) -> None:
+    """Shares of the dense bytes that each step sends; 8 bits are chosen."""
     model, sync = Given((4000, 8000)), thinwire.Synchronizer("auto", group=group)
     force(sync, 1)
-    return [sent / 48_000 for sent in train(sync, model, group, OVER + 2)]
-
-
-def test_small_tensors_are_dense_until_the_choice_and_compressed_after_it() -> None:
-    for shares in run_threads(bytes_of_steps, 2):
-        dense, eight, compressed = [1.0] * STEPS, [0.51] * STEPS, [0.26] * 2
-        assert shares == pytest.approx([1.0] * BEFORE + (dense + eight) * TURNS + compressed, abs=0.01)
+    shares = [sent / 48_000 for sent in train(sync, model, group, OVER + 2)]
+    dense, eight, compressed = [1.0] * STEPS, [0.51] * STEPS, [0.26] * 2
+    assert shares == pytest.approx([1.0] * BEFORE + (dense + eight) * TURNS + compressed, abs=0.01)

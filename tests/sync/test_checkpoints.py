@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from support.by_threads import by_threads
 from support.run import Run, resume, states_of
 from support.slow import slow
 from support.training import (
@@ -121,7 +122,8 @@ def test_another_number_of_ranks_or_another_bucket_size(
     assert identical(ranks.run(load_for_others, new_size, how | then, saved, tmp_path))
 
 
-def refuse(group: LocalGroup) -> None:
+@by_threads(2)
+def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(group: LocalGroup) -> None:
     rank, world_size = group.rank, group.size
 
     def trained(kind: str = "attach", steps: int = 2, **options: Any) -> Run:
@@ -168,11 +170,8 @@ def refuse(group: LocalGroup) -> None:
     attempt(broken, "group", kind="SGD")
 
 
-def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing() -> None:
-    run_threads(refuse, 2)
-
-
-def other_names(group: LocalGroup) -> None:
+@by_threads(2)
+def test_a_checkpoint_of_a_model_with_other_names(group: LocalGroup) -> None:
     """A plain loop learns the names of the model at its first step: then at the latest must it see that they differ."""
     syncs = [thinwire.Synchronizer(policy(TOPK), group=group) for _ in range(2)]
     for sync, model in zip(syncs, (make_net(), nn.ModuleDict({"net": make_net()})), strict=True):
@@ -183,10 +182,6 @@ def other_names(group: LocalGroup) -> None:
             syncs[1].load_state_dict(sync.state_dict())
     with raises(ValueError, "another model"):
         syncs[1].all_reduce_gradients(model)
-
-
-def test_a_checkpoint_of_a_model_with_other_names() -> None:
-    run_threads(other_names, 2)
 
 
 def test_groups_in_another_order() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import thinwire
+from support.by_threads import by_threads
 from support.group import run_group
 from support.training import (
     SPECS,
@@ -26,10 +27,12 @@ from support.training import (
     sync_bits,
 )
 from thinwire import Collective
+from thinwire.collectives import LocalGroup
 from thinwire.sync.buckets import Bucket
 
 
-def conserve(rank: int, world_size: int, group: Any = None) -> None:
+@by_threads(3)
+def test_nothing_is_lost_whatever_comes_together(group: LocalGroup) -> None:
     """All specs; other parameters from step to step, in another order, so that runs and owners change."""
     for spec, algorithm in SPECS.values():
         model, sync, _ = attached(Given(), policy(spec), False, collective=Collective(algorithm=algorithm), group=group)
@@ -39,7 +42,7 @@ def conserve(rank: int, world_size: int, group: Any = None) -> None:
         for step in range(8):
             order = list(named) if step % 4 < 2 else list(named)[::-1]
             chosen = order if step % 3 else order[: 3 + step % 2]
-            for (name, parameter), given in zip(named.items(), gradients(model, rank, step), strict=True):
+            for (name, parameter), given in zip(named.items(), gradients(model, group.rank, step), strict=True):
                 parameter.grad = given.clone() if name in chosen else None
                 came_in[name] += average(given if name in chosen else torch.zeros_like(given), group=group)
             sync.all_reduce_gradients([(name, named[name]) for name in chosen])
@@ -48,12 +51,8 @@ def conserve(rank: int, world_size: int, group: Any = None) -> None:
                 if name in chosen:
                     came_out[name] += parameter.grad.double()
                 total = came_out[name] + left.get(name, 0.0)
-                torch.testing.assert_close(total, came_in[name], rtol=0, atol=3e-5 * world_size * (step + 1))
+                torch.testing.assert_close(total, came_in[name], rtol=0, atol=3e-5 * group.size * (step + 1))
         assert sync.residual_norm() > 0
-
-
-def test_nothing_is_lost_whatever_comes_together() -> None:
-    run_group(conserve, 3)
 
 
 @pytest.mark.parametrize("name", ["topk", "sharded", "quantize"])
@@ -132,7 +131,8 @@ def test_a_sparse_gradient_of_all_ranks_or_one_is_refused_on_all() -> None:
         run_group(refuse_sparse, 2, only, timeout=15)
 
 
-def begin_again(rank: int, world_size: int, group: Any = None) -> None:
+@by_threads(2)
+def test_a_step_that_was_not_finished_has_no_effect(group: LocalGroup) -> None:
     """As after an exception between two buckets."""
     ends = []
     for broken in (True, False):
@@ -140,7 +140,7 @@ def begin_again(rank: int, world_size: int, group: Any = None) -> None:
             Given(), policy(TOPK), False, collective=Collective(algorithm="gather"), group=group
         )
         for step in range(4):
-            given = gradients(model, rank, step)
+            given = gradients(model, group.rank, step)
             if broken and step == 2:
                 names = ("weights.0", "weights.1", "weights.2")
                 sync.add_bucket(Bucket(torch.cat(given[:3]), names, (3000, 10, 700)), first=True, last=False)
@@ -152,21 +152,14 @@ def begin_again(rank: int, world_size: int, group: Any = None) -> None:
     assert_same(*ends, "the ends of the runs")
 
 
-def test_a_step_that_was_not_finished_has_no_effect() -> None:
-    run_group(begin_again, 2)
-
-
-def another_model(rank: int, world_size: int, group: Any = None) -> None:
+@by_threads(2, timeout=30)
+def test_another_model_is_refused(group: LocalGroup) -> None:
     model = make_net()
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float(rank))
+        parameter.grad = torch.full_like(parameter, float(group.rank))
     sync = thinwire.Synchronizer(policy(TOPK), group=group)
     sync.all_reduce_gradients(model)
     with raises(ValueError, "0.weight", "2048", "4096"):
         sync.all_reduce_gradients(nn.Sequential(nn.Linear(64, 64)))
     sync.all_reduce_gradients(model)
     assert sync.steps == 2
-
-
-def test_another_model_is_refused() -> None:
-    run_group(another_model, 2, timeout=30)
