@@ -21,10 +21,6 @@ from thinwire.testing import LOST, RankPool, store_barrier
 NUMEL = 200_000
 
 
-def attempt(**options: Any) -> Failure | None:
-    return catch(lambda: reduce(NUMEL, **options))
-
-
 def die_in_segment(segment: int) -> None:
     """This process ends when it has begun to encode its n-th segment: in the middle of an exchange, at any speed."""
     encode = thinwire.Quantize.encode
@@ -47,7 +43,7 @@ def lose(rank: int, world_size: int, victim: int, when: str, algorithm: str, fol
         if when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         die_in_segment(3)
-    failure = attempt(**options)
+    failure = catch(lambda: reduce(NUMEL, **options))
     survivors = [other for other in range(world_size) if other != victim]
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "survivors"), len(survivors))
@@ -148,7 +144,7 @@ def lose_the_store(rank: int, world_size: int, folder: Path) -> Failure | None:
     while rank == 1 and not seen.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    failure = attempt(timeout=20.0)
+    failure = catch(lambda: reduce(NUMEL, timeout=20.0))
     seen.touch()
     return failure
 

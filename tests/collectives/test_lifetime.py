@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +20,13 @@ from thinwire.collectives.transport.watch import watch
 from thinwire.testing import RankPool, store_barrier
 
 
-class Held(NamedTuple):
+def held() -> tuple[int, int]:
     """File descriptors and threads of this process."""
-
-    files: int
-    threads: int
-
-
-def held() -> Held:
     gc.collect()
-    return Held(len(os.listdir("/proc/self/fd")), threading.active_count())
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-ONE = Held(16, 8)
+ONE = 16, 8
 """More than a group of ours holds, which may be there or not: connections and threads end a little later."""
 
 
@@ -45,11 +39,8 @@ def keep_nothing(world_size: int, job: Callable[[int], None]) -> None:
         if turn == 1:
             before = held()
     end = time.monotonic() + 10
-    while True:
-        after = held()
-        if after.files <= before.files + ONE.files and after.threads <= before.threads + ONE.threads:
-            return
-        assert time.monotonic() < end, (before, after)  # several more are held by as many that were kept
+    while any(after > once + one for after, once, one in zip(held(), before, ONE, strict=True)):
+        assert time.monotonic() < end, (before, held())  # several more are held by as many that were kept
         time.sleep(0.05)
 
 

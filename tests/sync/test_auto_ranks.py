@@ -247,7 +247,7 @@ def test_second_moments_are_those_of_the_average_again(group: LocalGroup) -> Non
 
 @by_threads(2)
 def test_a_time_that_one_rank_lacks_is_not_averaged(group: LocalGroup) -> None:
-    """Rank 1 could not measure 8 bits, which are slower than dense. Counted as 0, the average of 8 bits were 1.5 s."""
+    """Rank 1 could not measure 8 bits, which are slower than dense. As 0 s it would make their average 1.5 s."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
     sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
     train(sync, model, group, OVER + 1)
