@@ -9,6 +9,7 @@ import torch
 
 import thinwire
 from benchmarks.clock import peak_memory
+from support.by_threads import by_threads
 from support.group import run_group
 from support.oracle import same_bits
 from support.reductions import Case, Outcome, perform
@@ -16,6 +17,7 @@ from support.run import Run
 from support.slow import slow
 from support.training import assert_same, raises, weight_bits
 from thinwire import Collective
+from thinwire.collectives import LocalGroup
 from thinwire.testing import RankPool
 
 NUMEL = 300_001
@@ -59,32 +61,23 @@ def test_segments_change_no_bit(ranks: RankPool, world_size: int, nodes: int) ->
         assert nodes or sent[1] == sent[0] + bounds, case
 
 
-def too_small(rank: int, world_size: int) -> list[str]:
-    """The error says how much is needed; that much is enough, one byte less is not."""
-    messages = []
+@by_threads(2)
+def test_a_budget_that_is_too_small_says_what_is_needed(group: LocalGroup) -> None:
+    """That much is enough, one element less is not."""
+
+    def call(algorithm: str, max_bytes: int) -> Any:
+        tensor, spec = torch.ones(NUMEL), "quantize:bits=8,block=32"
+        return thinwire.all_reduce_compressed(tensor, spec, algorithm=algorithm, max_bytes=max_bytes, group=group)
+
     for algorithm in ("gather", "sharded", "dense"):
-
-        def call(max_bytes: int, algorithm: str = algorithm) -> Any:
-            return thinwire.all_reduce_compressed(
-                torch.ones(NUMEL), "quantize:bits=8,block=32", algorithm=algorithm, max_bytes=max_bytes
-            )
-
         with pytest.raises(ValueError, match="max_bytes") as caught:
-            call(8)
-        message = str(caught.value)
-        messages.append(message)
-        needed = int(re.search(r" to ([\d,]+)", message)[1].replace(",", ""))  # type: ignore[index]
-        assert call(needed).report.segments > 1
+            call(algorithm, 8)
+        needed = int(re.search(r" to ([\d,]+)", str(caught.value))[1].replace(",", ""))  # type: ignore[index]
+        assert call(algorithm, needed).report.segments > 1
         with pytest.raises(ValueError, match="max_bytes"):
-            call(needed - 4)
+            call(algorithm, needed - 4)
     with pytest.raises(ValueError, match="max_bytes -1"):
-        thinwire.all_reduce_compressed(torch.ones(10), "quantize:bits=8", max_bytes=-1)
-    return messages
-
-
-def test_a_budget_that_is_too_small_says_what_is_needed(ranks: RankPool) -> None:
-    found = ranks.run(too_small, 2)
-    assert found[0] == found[1]
+        call("gather", -1)
 
 
 def measure(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[int | None]:

@@ -68,12 +68,11 @@ def test_the_receiver_names_the_sender_and_changes_nothing(ranks: RankPool, worl
 
 
 class Target(NamedTuple):
-    """What is damaged in training."""
+    """What is damaged in training; `small` is the compressor of small tensors, if it is theirs."""
 
     algorithm: str
     stage: str
     small: str = ""
-    """Those that are sent together, and by what; "": those that are not."""
 
 
 def target_layout(sync: thinwire.Synchronizer, target: Target) -> Layout:

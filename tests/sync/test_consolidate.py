@@ -129,12 +129,9 @@ def before_the_first_step_and_by_one_rank_alone(group: LocalGroup) -> None:
     tensors = thinwire.per_rank(run.owner)
     assert not any("ranks" in path for path in tensors[f"rank{group.rank}"]), "of this rank alone"
     run.train(0, 2)
-    words = "'consolidate_state_dict' on rank 0", "'all_reduce_compressed' on rank"
-    with raises(thinwire.MismatchError, "different arguments", *words):
-        if group.rank == 0:
-            run.owner.consolidate_state_dict()
-        else:
-            run.train(2, 3)
+    words = "different arguments", "'consolidate_state_dict' on rank 0", "'all_reduce_compressed' on rank"
+    with raises(thinwire.MismatchError, *words):
+        run.train(2, 3) if group.rank else run.owner.consolidate_state_dict()
 
 
 def a_rank_that_does_not_come_is_named(group: LocalGroup) -> None:
