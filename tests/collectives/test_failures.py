@@ -79,10 +79,7 @@ def test_a_killed_rank_is_named_by_the_others(
 
 
 def fall_behind(rank: int, world_size: int, late: int, where: str, algorithm: str) -> Failure | None:
-    """Rank `late` calls, or goes on inside of its call, only when the others have given up; then all call together.
-
-    Handles raise, not the calls.
-    """
+    """Rank `late` calls, or goes on inside of its call, when the others have given up. Handles raise, not the calls."""
     if where != "at the first use":
         reduce(NUMEL, algorithm=algorithm)
     store_barrier("start", world_size)

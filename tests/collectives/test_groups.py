@@ -49,9 +49,8 @@ def some_ranks(rank: int, world_size: int) -> None:
 
 def several_groups(rank: int, world_size: int) -> None:
     """Rows, columns and all ranks at once, started and waited for in another order on every rank."""
-    rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     groups: list[tuple[Any, list[int]]] = [(None, [0, 1, 2, 3])]
-    for members in rows + columns:
+    for members in ([0, 1], [2, 3], [0, 2], [1, 3]):
         group = dist.new_group(members)
         if rank in members:
             groups.append((group, members))

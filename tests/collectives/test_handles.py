@@ -31,10 +31,7 @@ def start(rank: int, index: int, async_op: bool) -> tuple[Any, Tensor, Tensor]:
 
 
 def overlap(rank: int, world_size: int, count: int) -> list[bytes]:
-    """All at once must give what one by one gives; the order of waiting is another on every rank.
-
-    In between are the program's own collectives, on the same group and in the main thread.
-    """
+    """All at once must give what one by one gives, beside the program's own collectives on the same group."""
     alone, together = [start(rank, index, False) for index in range(count)], []
     for index in range(count):
         together.append(start(rank, index, True))
