@@ -12,7 +12,7 @@ check() { # name, command ...
     echo "$name: exit $?"
 }
 for name in kernels_cuda collectives local_world_cuda no_waiting fsdp_cuda bench_codec_cuda train_data_cuda; do
-    check "$name" python3 "tests/gpu/test_$name.py" &
+    check "$name" python3 tests/gpu/gpu_script.py "test_$name" &
 done
 for tool in memcheck racecheck; do
     check "$tool" benchmarks/gpu_sanitize.sh "$tool" &

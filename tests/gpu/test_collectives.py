@@ -5,14 +5,12 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from gpu_script import NEEDS_GPU, main, run_ranks
+from gpu_script import run_ranks
 from torch import Tensor
 
 import thinwire
 from thinwire import kernels
 from thinwire.collectives.transport.link import NcclLink
-
-pytestmark = NEEDS_GPU
 
 NUMEL, STEPS = 100_003, 4
 CASES = [
@@ -75,7 +73,3 @@ def test_gloo_with_two_ranks_on_one_gpu() -> None:
 
 def test_nccl_with_one_rank() -> None:
     run_ranks(worker, 1, "nccl")
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -4,29 +4,16 @@ import os
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import torch
-from gpu_script import NEEDS_GPU, main
 
 import thinwire
 from support.cases import ALL_SPECS, DTYPES, KEY, has_kernel, make_input
 from support.oracle import same_bits
 from thinwire import kernels
-
-pytestmark = NEEDS_GPU
-try:
-    import pytest
-
-    @pytest.fixture(autouse=True)
-    def _asked_for() -> Iterator[None]:
-        with kernels.force("cuda"):
-            yield
-except ImportError:
-    pass
 
 SPECS = ["topk:ratio=1/64,bits=2", "quantize:bits=8"]
 
@@ -175,8 +162,3 @@ def test_adam() -> None:
     from support import adam_formula
 
     adam_formula.check("cuda")
-
-
-if __name__ == "__main__":
-    with kernels.force("cuda"):
-        main(globals())

@@ -3,14 +3,11 @@
 import time
 
 import torch
-from gpu_script import NEEDS_GPU, main
 from torch import Tensor
 
 import thinwire
 from thinwire.collectives.local import LocalGroup, LocalWorld
 from thinwire.collectives.transport.local_link import LocalLink, Switchboard
-
-pytestmark = NEEDS_GPU
 
 WORLD, NUMEL, STEPS = 4, 100_003, 5
 CASES = [("topk:ratio=1/64,bits=2", "gather"), ("quantize:bits=8", "sharded"), ("quantize:bits=8", "dense")]
@@ -58,7 +55,3 @@ def test_a_buffer_is_read_after_it_is_filled_and_before_it_is_used_again() -> No
         return right
 
     assert LocalWorld(2).run(work) == [True, True]
-
-
-if __name__ == "__main__":
-    main(globals())
