@@ -150,9 +150,9 @@ def start_command(
     return _loaded().start(code, *words, out=out, err=err, cwd=cwd, environment=environment or dict(os.environ))
 
 
-def start_main(module: str, *, out: Path | str, err: Path | str) -> Copy:
-    """`main()` of a module of `support`; its output goes to files."""
-    return _loaded().start(f"from support.{module} import main; main()", out=out, err=err)
+def start_function(module: str, name: str, *, out: Path | str, err: Path | str) -> Copy:
+    """A function of a module of `support`; its output goes to files."""
+    return _loaded().start(f"from support.{module} import {name}; {name}()", out=out, err=err)
 
 
 def run_command(
