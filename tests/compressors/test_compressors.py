@@ -1,4 +1,4 @@
-"""What compressors guarantee beyond the table: two halves, keys that do not collide, separate buffers, counters, a log."""
+"""What compressors guarantee beyond the table: two halves, keys that do not collide, buffers apart, counters, a log."""
 
 import copy
 import logging
