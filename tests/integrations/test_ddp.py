@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from support.slow import slow
 from support.training import (
     SEVERAL,
     SPECS,
@@ -73,29 +72,7 @@ def test_none_equals_plain_ddp(
     ranks.run(compare_with_plain, world_size, used, options, dtype)
 
 
-def learn(rank: int, world_size: int, spec: str, algorithm: str, steps: int) -> tuple[dict[str, bytes], float, float]:
-    model, sync, _ = attached(make_net(), policy(spec), True, SEVERAL, collective=Collective(algorithm=algorithm))
-    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), rank, 0, steps)
-    assert sync.steps == steps
-    assert sync.finite is True
-    assert len(sync.state_dict()["layout"]) >= 2
-    assert any(algorithm in used or algorithm == "auto" for used in sync.stats.algorithms)
-    assert sync.stats.bytes_sent < sync.stats.bytes_dense
-    return weight_bits(model), sum(losses[:20]), sum(losses[-20:])
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "steps"),
-    [("topk", 2, 300), slow("quantize", 3, 100), slow("randomk", 2, 300), ("sharded", 3, 100)],
-)
-def test_compressed_replicas_stay_identical(ranks: RankPool, name: str, world_size: int, steps: int) -> None:
-    found = ranks.run(learn, world_size, *SPECS[name], steps)
-    assert identical(weights for weights, _, _ in found)
-    for _, first, last in found:
-        assert last < 0.8 * first, "it does not learn"
-
-
-def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> None:
+def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dict[str, Any], warmup: Any) -> Any:
     """What came out plus the residuals is what came in, as an average over ranks, after every step."""
     model, sync, _ = attached(
         Given(), policy(spec, warmup=warmup), True, options, collective=Collective(algorithm=algorithm)
@@ -116,6 +93,10 @@ def conserve(rank: int, world_size: int, spec: str, algorithm: str, options: dic
             torch.testing.assert_close(total, came_in[name], rtol=0, atol=3e-5 * world_size * (step + 1))
     assert len(layouts) == 2, f"the buckets were never rebuilt: {layouts}"
     assert sync.residual_norm() > 0
+    assert sync.finite is True
+    assert any(algorithm in used or algorithm == "auto" for used in sync.stats.algorithms)
+    assert sync.stats.bytes_sent < sync.stats.bytes_dense
+    return grad_bits(model)
 
 
 RAMP = [(2, "none"), (2, "quantize:bits=8"), (2, "topk:ratio=1/4,bits=4,chunk=512")]
@@ -123,8 +104,9 @@ RAMP = [(2, "none"), (2, "quantize:bits=8"), (2, "topk:ratio=1/4,bits=4,chunk=51
 
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_is_lost_over_steps_and_a_rebuild(ranks: RankPool, name: str) -> None:
-    ranks.run(conserve, 3, *SPECS[name], {"bucket_cap_mb": 0.008}, ())
-    ranks.run(conserve, 2, *SPECS[name], {}, RAMP if name in ("topk", "sharded") else ())
+    """And replicas stay identical."""
+    assert identical(ranks.run(conserve, 3, *SPECS[name], {"bucket_cap_mb": 0.008}, ()))
+    assert identical(ranks.run(conserve, 2, *SPECS[name], {}, RAMP if name in ("topk", "sharded") else ()))
 
 
 def conserve_unused(rank: int, world_size: int, view: bool) -> None:
@@ -146,7 +128,7 @@ def conserve_unused(rank: int, world_size: int, view: bool) -> None:
         torch.testing.assert_close(came_out + left, came_in, rtol=0, atol=1e-5)
 
 
-def test_nothing_is_lost_of_parameters_without_use_in_a_step(ranks: RankPool) -> None:
+def test_conserve_unused(ranks: RankPool) -> None:
     for view in (False, True):
         ranks.run(conserve_unused, 2, view)
 
@@ -220,8 +202,8 @@ def more_than_20_buckets_in_flight(rank: int, world_size: int) -> dict[str, byte
 
 
 def test_an_inf_on_one_rank_is_skipped_by_all(ranks: RankPool) -> None:
-    for spec in SPECS.values():
-        ranks.run(skip_not_finite, 3, *spec, True)
+    for name in ("sharded", "quantize"):  # between threads there are more
+        ranks.run(skip_not_finite, 3, *SPECS[name], True)
 
 
 def fail_in_backward(rank: int, world_size: int, breaks_at: int) -> None:

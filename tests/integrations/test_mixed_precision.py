@@ -1,4 +1,4 @@
-"""autocast and GradScaler: residuals follow the scale, and a skipped step has changed nothing."""
+"""GradScaler: residuals follow the scale, and a skipped step has changed nothing."""
 
 from typing import Any
 
@@ -15,9 +15,6 @@ from support.training import (
     assert_same,
     attached,
     gradients,
-    identical,
-    make_batch,
-    make_net,
     optimizer_bits,
     plain_module,
     policy,
@@ -28,35 +25,6 @@ from support.training import (
 )
 from thinwire import Collective
 from thinwire.testing import RankPool
-
-
-def train_autocast(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> tuple[Any, float, float]:
-    if kind == "attach":
-        model, _, _ = attached(make_net(dtype=dtype), policy(TOPK), True, SEVERAL)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    else:
-        model = wrapped(make_net(dtype=dtype), True)
-        optimizer = make(kind, model)
-    losses = []
-    for step in range(60):
-        given, wanted = make_batch(rank, step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(given)
-        assert out.dtype == torch.bfloat16
-        loss = (out.float() - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return weight_bits(model), sum(losses[:10]), sum(losses[-10:])
-
-
-def test_autocast(ranks: RankPool) -> None:
-    for kind, dtype in (("attach", torch.bfloat16), ("AdamW", torch.float32), ("SGD", torch.float32)):
-        found = ranks.run(train_autocast, 2, kind, dtype)
-        assert identical(weights for weights, _, _ in found), kind
-        for _, first, last in found:
-            assert last < 0.95 * first, f"{kind} does not learn"
 
 
 def under_a_scaler(rank: int, world_size: int, kind: str, ddp: bool, algorithm: str) -> None:

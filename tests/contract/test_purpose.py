@@ -1,12 +1,14 @@
-"""How small: positions beside their entropy, and the headline ratio with everything counted."""
+"""What compressors are for: few bytes, and descent that reaches the optimum, since nothing is lost for good."""
 
 from math import lgamma, log
 
+import pytest
 import torch
 
 import thinwire
-from support.cases import DTYPES
+from support.cases import DTYPES, SPECS
 from support.pairwise import pairwise
+from thinwire import kernels
 from thinwire.compressors import frame
 from thinwire.kernels.layout import TopKLayout
 
@@ -46,3 +48,25 @@ def test_quantize_costs_its_bits_and_the_scales_and_randomk_sends_no_positions()
         assert thinwire.Quantize(bits).nbytes(1 << 20) == (1 << 20) * bits // 8 + 2 * (1 << 20) // 256
     for dtype in DTYPES:
         assert thinwire.RandomK("1/64").nbytes(1 << 20, dtype) == (1 << 14) * dtype.itemsize
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_quadratic_bowl_converges_with_error_feedback(name: str) -> None:
+    """Of each compressor the first spec with the reference too, many times slower.
+
+    The longer an element waits for its turn, the smaller the steps must be, and the more of them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    curvature = torch.linspace(0.5, 1, 768)[torch.randperm(768, generator=generator)]
+    optimum = torch.randn(768, generator=generator)
+    for backend, spec in [("reference", SPECS[name][0]), *(("cpu", spec) for spec in SPECS[name])]:
+        compressor = thinwire.compressor(spec)
+        wait = float(1 / getattr(compressor, "ratio", 1))
+        rate = min(0.05, 0.3 / wait if compressor.name == "randomk" else 0.3 / wait**0.75)
+        x, residual = torch.zeros(768), torch.zeros(768)
+        with kernels.force(backend):
+            for step in range(int((16 if wait == 1 else 8) / rate)):
+                sent = compressor.compress(curvature * (x - optimum), residual, key=step)
+                compressor.accumulate(sent, x, -rate)
+        distance = float((x - optimum).norm() / optimum.norm())
+        assert distance < 0.02, f"{spec}, {backend}: still {distance:.3f} of the way off after {step + 1} steps"
