@@ -116,7 +116,6 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], monkeypa
         ("codec --device tpu", "'tpu'"),
         ("codec --repeats 0", "--repeats 0, expected 1 or more"),
         ("codec --sizes many", "--sizes 'many', expected a whole number"),
-        ("codec --sizes", "--sizes without a size"),
         ("codec --specs zip", "compressor 'zip' in 'zip' is unknown"),
         ("codec --sizes 100 --out /nonexistent/rows.jsonl", "/nonexistent/rows.jsonl"),
         ("link --rates 0gbit", "rate '0gbit'"),

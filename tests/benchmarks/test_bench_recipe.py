@@ -1,6 +1,5 @@
 """The recipe benchmark: real trainings of a few steps, by processes and by threads; no assertion on seconds."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,13 @@ import pytest
 import thinwire
 from benchmarks import trainer
 from benchmarks.__main__ import main
-from benchmarks.gradients import Threads
 from benchmarks.harness import read
 from benchmarks.methods import BY_LOSS, TOPK
 from benchmarks.recipe import Options, show
 from benchmarks.trainer import Trainer
 from support.loaded import run_command
-from thinwire.collectives.cost import ring
-from thinwire.testing import RankPool
-from thinwire.tools.train.data import Batch, Text
 
 SMALL = ["--model", "gpt:layers=1,width=64,heads=2,context=16", "--batch", "2"]
-TINY = "gpt:layers=1,width=32,context=8"
 LARGE_NUMEL, SMALL_NUMEL = 256 * 64 + 12 * 64 * 64, 16 * 64 + 3 * 64
 """Of that GPT: its embedding of bytes and the matrices of a block; of positions, and three norms, sent in 8 bits."""
 PARAMETERS = LARGE_NUMEL + SMALL_NUMEL
@@ -34,10 +28,10 @@ def train(path: Path, *arguments: object) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def test_every_method_between_two_processes(tmp_path: Path) -> None:
+def test_every_method_between_two_processes_and_two_threads(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    given = ["recipe", *SMALL, "--steps", "6", "--warmup-steps", "2", "--out", str(path)]
-    done = run_command(*given, program="benchmarks.__main__")
+    given = ["--steps", "6", "--warmup-steps", "2"]
+    done = run_command("recipe", *SMALL, *given, "--out", str(path), program="benchmarks.__main__")
     assert done.returncode == 0, done.stderr + done.stdout
     rows = {line["method"]: line for line in read(path)}
     assert list(rows) == list(BY_LOSS)
@@ -65,6 +59,13 @@ def test_every_method_between_two_processes(tmp_path: Path) -> None:
         assert rows[name]["reduction_per_step"] > 20, name
         assert 8 < rows[name]["reduction"] < rows[name]["reduction_per_step"]
     assert "Warning" not in done.stderr
+    threads = train(path, *given)
+    assert list(threads) == [one.text for one in Options(simulate=True).chosen]
+    for name in ("adamw dense", "sgd dense"):  # on the same samples
+        assert [loss for _, loss in threads[name]["losses"]] == pytest.approx(
+            [loss for _, loss in rows[name]["losses"]], rel=1e-4
+        )
+        assert threads[name]["bytes_total"] == 6 * ring
 
 
 @pytest.mark.slow
@@ -87,16 +88,6 @@ def test_behind_links_loss_over_time_is_recorded_and_drawn(tmp_path: Path) -> No
     assert all(f"{method}: " in drawn for method in methods)
 
 
-def test_threads_in_place_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = train(tmp_path / "rows.jsonl", "--steps", 6, "--workers", 3, "--warmup-steps", 2)
-    assert "3 ranks (threads of one process)" in capsys.readouterr().out
-    assert list(rows) == [one.text for one in Options(simulate=True).chosen]
-    assert all(3 < row["loss"] < 6 for name, row in rows.items() if "thinwire" not in name)
-    for name in ("adamw dense", "sgd dense"):
-        assert rows[name]["bytes_per_step"] == pytest.approx(ring(4 * PARAMETERS, 3), abs=1)
-        assert rows[name]["bytes_total"] == pytest.approx(6 * 4 / 3 * 4 * PARAMETERS)
-
-
 def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, path = tmp_path / "text.txt", tmp_path / "rows.jsonl"
     text.write_bytes(bytes(range(256)) * 100)
@@ -113,8 +104,8 @@ def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     show([{**rows[0], "loss": None}, *rows[2:]], rows[0]["conditions"])
     printed = capsys.readouterr().out
-    assert "diverged" in printed
-    assert "seeds [1, 2]" in printed
+    assert "| sgd dense | 2 | diverged |" in printed
+    assert "gpt (layers=1, width=64, heads=2, context=16" in printed
 
 
 def test_a_round_of_one_step_without_compression_is_dense_training(tmp_path: Path) -> None:
@@ -165,45 +156,3 @@ def test_what_goes_wrong_on_ranks_ends_in_1(
     assert main(given) == 1
     failed = "python -m benchmarks recipe: FAILED, rank 1 of 2 raised KeyError: 'no more data'\n"
     assert capsys.readouterr().err == failed
-
-
-class Recorder(Text):
-    """Remembers where its batches began."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.taken: list[tuple[int, int, int]] = []
-
-    def batch(self, start: int, size: int, seed: int) -> Batch:
-        self.taken.append((start, size, seed))
-        return super().batch(start, size, seed)
-
-
-class RecordingTrainer(Trainer):
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._data = self.recorder = Recorder()
-
-    def taken(self) -> list[tuple[int, int, int]]:
-        return self.recorder.taken
-
-
-RECORDED = Options(methods=("sgd dense",), steps=4, batch=3, seeds=(5,), model=TINY)
-
-
-def taken_by(rank: int, world_size: int) -> list[tuple[int, int, int]]:
-    made = RecordingTrainer(rank, world_size, RECORDED)
-    made.start(RECORDED.chosen[0], 5)
-    made.advance(3)
-    return made.taken()
-
-
-def test_ranks_share_the_stream_of_samples(ranks: RankPool) -> None:
-    first, second = ranks.run(taken_by, 2)
-    assert first == [(0, 3, 5), (6, 3, 5), (12, 3, 5)]
-    assert second == [(3, 3, 5), (9, 3, 5), (15, 3, 5)]
-    threads = Threads()
-    threads.form(2, RecordingTrainer, replace(RECORDED, simulate=True))
-    threads.ask("start", RECORDED.chosen[0], 5)
-    threads.ask("advance", 3)
-    assert threads.ask("taken") == [[(0, 6, 5), (6, 6, 5), (12, 6, 5)], []], "the first takes the batches of all"

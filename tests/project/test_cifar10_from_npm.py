@@ -21,18 +21,18 @@ def pixels() -> NDArray[np.uint8]:
 
 
 def pack(path: Path) -> Path:
-    made = {}
-    for name, images in zip([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], pixels(), strict=True):
-        file = io.BytesIO()
-        Image.fromarray(images).save(file, "PNG")
-        made[f"{name}.png"] = file.getvalue()
-    for part, first, count in (("train", 6, 5 * COUNT), ("test", 3, COUNT)):
-        made[f"{part}_lables.json"] = json.dumps([(first + n) % 10 for n in range(count)]).encode()
     with tarfile.open(path, "w:gz") as archive:
-        for name, content in made.items():
+
+        def add(name: str, content: bytes) -> None:
             member = tarfile.TarInfo(f"package/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
+
+        for name, images in zip([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], pixels(), strict=True):
+            Image.fromarray(images).save(file := io.BytesIO(), "PNG")
+            add(f"{name}.png", file.getvalue())
+        for part, first, count in (("train", 6, 5 * COUNT), ("test", 3, COUNT)):
+            add(f"{part}_lables.json", json.dumps([(first + n) % 10 for n in range(count)]).encode())
     return path
 
 

@@ -35,7 +35,7 @@ def parts(line: str) -> Iterator[list[str]]:
     """The commands of a line as words, without prompt, variables, comment, and `...` for what is left out."""
     for command in re.split(r"&&|\|", line.removeprefix("$ ").partition(" #")[0]):
         words = [word for word in shlex.split(command) if word != "..."]
-        while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] == "export"):
+        while words and re.fullmatch(r"\w+=.*|export", words[0]):
             words.pop(0)
         if words and words[0] in PROGRAMS:
             yield words
@@ -43,19 +43,14 @@ def parts(line: str) -> Iterator[list[str]]:
 
 def commands() -> dict[str, list[str]]:
     """Each command as words, by page and text."""
-    lines = [(page, " ".join(code.split())) for page, code in inline_code() if code.split()[0] in PROGRAMS]
+    lines = [(page, " ".join(code.split())) for page, code in inline_code()]
     for block in blocks():
         if block.language in ("", "sh", "console"):
-            text = block.text.replace("\\\n", " ")
-            shown = [line for line in text.splitlines() if block.language != "console" or line.startswith("$ ")]
-            lines += [(block.page, line) for line in shown if line.removeprefix("$ ").partition(" ")[0].strip()]
-    found = {}
-    for page, line in lines:
-        try:
-            found |= {f"{page}: {shlex.join(words)}": words for words in parts(line)}
-        except ValueError:  # a drawing, with a quotation mark that nothing closes
-            assert not line.startswith(PROGRAMS), (page, line)
-    return found
+            shown = block.text.replace("\\\n", " ").splitlines()
+            lines += [(block.page, line) for line in shown if block.language != "console" or line.startswith("$ ")]
+    pattern = re.compile(rf"(^|&& )(\$ |export |\w+=\S* )*({'|'.join(PROGRAMS)})\b")  # no drawings
+    lines = [(page, line) for page, line in lines if pattern.search(line)]
+    return {f"{page}: {shlex.join(words)}": words for page, line in lines for words in parts(line)}
 
 
 def check(words: list[str]) -> None:
