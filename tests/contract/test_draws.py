@@ -14,9 +14,8 @@ from support.oracle import bytes_of
 DRAWING = SPECS["randomk"]
 
 
-def draw(spec: str, key: int, numel: int = 4097) -> bytes:
-    tensor, _ = make_input("normal", numel, torch.float32)
-    return bytes_of(thinwire.compressor(spec).compress(tensor, key=key).payload)
+def draw(spec: str, key: int) -> bytes:
+    return bytes_of(thinwire.compressor(spec).compress(make_input("normal", 4097, torch.float32)[0], key=key).payload)
 
 
 def test_seed_and_key_decide_what_is_drawn() -> None:
@@ -72,14 +71,6 @@ def test_unbiased_without_a_residual() -> None:
         assert decoded.std(0).mean() > 0, f"{spec}: nothing was drawn"
 
 
-def splitmix64(state: int) -> int:
-    """Vigna's splitmix64, without the first increment: the 64-bit output for a state."""
-    z = state % (1 << 64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ z >> shift) * factor % (1 << 64)
-    return z ^ z >> 31
-
-
 def test_randomk_positions_are_those_of_the_document() -> None:
     """docs/wire-format.md, in plain integers: other programs must draw the same."""
     compressor = thinwire.RandomK("1/7", seed=9)
@@ -89,7 +80,10 @@ def test_randomk_positions_are_those_of_the_document() -> None:
         width, wider = divmod(numel, k)
         expected = []
         for stratum in range(k):
-            drawn = splitmix64(ct.key + stratum * 0x9E3779B97F4A7C15) >> 1
+            z = (ct.key + stratum * 0x9E3779B97F4A7C15) % (1 << 64)  # Vigna's splitmix64, without the first increment
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                z = (z ^ z >> shift) * factor % (1 << 64)
+            drawn = (z ^ z >> 31) >> 1
             start = stratum * width + min(stratum, wider)
             expected.append(start + ((drawn >> 32) * (width + (stratum < wider)) >> 31))
         assert ct.decompress().nonzero().view(-1).tolist() == expected, (numel, key)

@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
 from support.cases import ALL_SPECS, KEY
 from support.oracle import bytes_of
+from support.training import Given
 from support.training_runs import SMALL, changed, train
 from thinwire import Collective, kernels
 from thinwire.collectives import LocalGroup
@@ -67,20 +68,8 @@ def payloads() -> dict[str, str]:
     return found
 
 
-class Net(nn.Module):
-    """Parameters whose gradients are what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(whole(size, size)) for size in (3000, 10, 4096)])
-
-    def forward(self, seed: int) -> Tensor:
-        parts = [(weight * whole(weight.numel(), seed + number)).sum() for number, weight in enumerate(self.weights)]
-        return torch.stack(parts).sum()
-
-
 def run_training(group: LocalGroup, kind: str, compressor: str = TOPK, **options: Any) -> str:
-    model = Net()
+    model = Given((3000, 10, 4096))
     policy = thinwire.Policy(compressor, min_numel=100)
     if kind == "synchronizer":
         sync = thinwire.Synchronizer(policy, group=group, **options)
@@ -93,7 +82,7 @@ def run_training(group: LocalGroup, kind: str, compressor: str = TOPK, **options
         )  # fmt: skip
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(10 * step + group.rank).backward()
+        model([whole(one.numel(), 10 * step + group.rank + n) for n, one in enumerate(model.weights)]).backward()
         if kind == "synchronizer":
             sync.all_reduce_gradients(model.named_parameters())
         optimizer.step()
