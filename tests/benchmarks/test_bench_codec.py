@@ -1,6 +1,5 @@
 """`python -m benchmarks codec`: every compressor is measured, and nothing wrong is reported."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -214,30 +213,6 @@ def test_rows_of_a_size_and_their_table(capsys: pytest.CaptureFixture[str]) -> N
     shown = next(line for line in rest if line.startswith("compress"))
     assert shown.split()[:3] == ["compress", TOPK, "*"]  # the reference cannot be captured
     assert any("stay in the device's cache" in line for line in rest)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-def test_in_the_interpreter() -> None:
-    """The very kernels, checked and called as on a GPU."""
-    code = f"""
-        from thinwire import kernels
-        kernels._DEVICES["cuda"] = "cpu"
-        from test_bench_codec import MadeUp
-        from benchmarks.codec_rows import measure, plan
-        from benchmarks.harness import Progress
-        with kernels.force("cuda"):
-            (case,) = plan(["{TOPK}"], ["4197"], ["float32"])
-            rows = list(measure(case, {{"{TOPK}"}}, MadeUp(), 50, Progress(9)))
-        for row in rows:
-            if row["kernel"] != "torch":
-                print(row["name"], row["kernel"], row["graph"], sep="; ")
-        """
-    here = Path(__file__).parent
-    printed = run_python(
-        code, time_limit=250, TRITON_INTERPRET="1", PYTHONPATH=f"{here}:{here.parent}", PYTHONWARNINGS="ignore",
-        OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    assert printed.splitlines() == [f"{part} {TOPK}; thinwire.kernels.cuda.topk; True" for part in PARTS]
 
 
 def test_jobs_take_turns() -> None:

@@ -104,7 +104,7 @@ def test_seeds_precision_and_the_text_of_a_file(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     show([{**rows[0], "loss": None}, *rows[2:]], rows[0]["conditions"])
     printed = capsys.readouterr().out
-    assert "| sgd dense | 2 | diverged |" in printed
+    assert " | diverged | 1 to 2 | 1.0x |" in printed
     assert "gpt (layers=1, width=64, heads=2, context=16" in printed
 
 

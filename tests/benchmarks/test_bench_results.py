@@ -46,19 +46,18 @@ def files(tmp_path: Path) -> list[Path]:
     two = [
         row("adamw dense", 2, 1.25),
         row("adamw dense", 2, 1.15, seed=1),
-        row("adamw dense;lr=2e-3", 2, 1.5),
         row("adamw dense;betas=0.9,0.95;lr=5e-4", 2, 1.1),
-        row("adamw fp16 hook", 2, 1.21, 2.0),
         row("adamw powersgd rank 4", 2, None, 50.0),
         row("adamw thinwire", 2, 1.08, 80.0),
-        row("adamw thinwire;lr=2e-3", 2, 1.05, 80.0),
-        row("adamw thinwire;lr=2e-3", 2, 1.06, 80.0, seed=1),
-        row("adamw thinwire;lr=2e-3", 2, 1.08, 80.0, seed=1),
+        row("adamw thinwire", 2, 1.05, 80.0, seed=1),
+        row("adamw thinwire", 2, 1.09, 80.0, seed=1),
     ]
+    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
+    others = [line for more in ({"steps": 500}, {"bf16": True}) for line in (conditions(2, **more), *two)]
     eight = [row("adamw thinwire;lr=0.003", 8, 1.21, 40.0), row("adamw thinwire;lr=1e-3", 8, 1.32, 40.0)]
     return [
-        write(tmp_path / "recipe-2.jsonl", conditions(2), *two),
-        write(tmp_path / "recipe-8.jsonl", conditions(8), *eight),
+        write(tmp_path / "recipe-2.jsonl", conditions(2), *two, row("sgd dense", 2, 1.3), *warmup),
+        write(tmp_path / "recipe-8.jsonl", conditions(8), *eight, *others),
     ]
 
 
@@ -72,26 +71,29 @@ def table(text: str) -> dict[str, list[str]]:
     return {f"{method}, {ranks}": cells for method, ranks, *cells in lines}
 
 
-def test_cells_have_loss_and_both_differences(files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_have_loss_and_both_differences_and_what_differs_is_not_compared(
+    files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other rows are those of docs/training.md: see the last test."""
     assert results(*files) == 0
     text = capsys.readouterr().out
-    cells = table(text)
-    assert cells[", ranks"] == ["lr 0.0005", "lr 0.001", "lr 0.002", "lr 0.003", "seeds", "reduction"]
+    first, *_ = text.split("Rows:")
+    cells = table(first)
+    assert cells[", ranks"] == ["lr 0.0005", "lr 0.001", "lr 0.003", "seeds", "reduction"]
     # Dense stands for 8 ranks too: the mean of seeds 1.25 and 1.15.
-    assert cells["adamw dense, any"] == ["", "1.200", "1.500", "", "1 to 2", "1.0x"]
+    assert cells["adamw dense, any"] == ["", "1.200", "", "2", "1.0x"]
     assert cells["adamw dense; betas=0.9,0.95, any"][:2] == ["1.100", ""]
-    assert cells["adamw fp16 hook, any"] == ["", "1.210 (+0.8 % / +10.0 %)", "", "", "1", "2.0x"]
-    assert cells["adamw powersgd rank 4, 2"] == ["", "diverged", "", "", "1", "50x"]
-    # A seed that ran twice counts once: (1.05 + (1.06 + 1.08) / 2) / 2.
-    assert cells["adamw thinwire, 2"] == [
-        "", "1.080 (-10.0 % / -1.8 %)", "1.060 (-29.3 % / -3.6 %)", "", "1 to 2", "80x",
-    ]  # fmt: skip
-    assert cells["adamw thinwire, 8"] == ["", "1.320 (+10.0 % / +20.0 %)", "", "1.210 (- / +10.0 %)", "1", "40x"]
+    assert cells["adamw powersgd rank 4, 2"] == ["", "diverged", "", "1", "50x"]
+    # A seed that ran twice counts once: (1.08 + (1.05 + 1.09) / 2) / 2.
+    assert cells["adamw thinwire, 2"] == ["", "1.075 (-10.4 % / -2.3 %)", "", "2", "80x"]
+    assert cells["adamw thinwire, 8"] == ["", "1.320 (+10.0 % / +20.0 %)", "1.210 (- / +10.0 %)", "1", "40x"]
+    assert cells["adamw thinwire; warm-up 100, 2"][1] == "1.000 (-16.7 % / -9.1 %)"
     assert "| **adamw thinwire** |" in text
-    assert "the best dense of all (1.100: betas=0.9,0.95; lr 0.0005)" in text
+    assert text.count("the best dense of all (1.100: betas=0.9,0.95; lr 0.0005)") == 3
+    assert text.count("the best dense of all (1.300: lr 0.2)") == 1
+    assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 1
     assert "gpt (layers=6, width=384), 10 M parameters, adamw, 1,000 steps of 64 samples: validation loss" in text
     assert "(40,000 MB with 2 ranks, 70,000 MB with 8 ranks)" in text
-    assert text.count("A GPU, ranks are threads of one process, torch 2.9, 2026-01-02.") == 1
 
 
 def test_the_plot_has_every_method_over_time(
@@ -112,77 +114,21 @@ def test_the_plot_has_every_method_over_time(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_images_are_compared_by_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        row("sgd dense", 2, 0.9, accuracy=0.70),
-        row("sgd dense;lr=0.1", 2, 0.8, accuracy=0.75),
-        row("sgd thinwire", 2, 0.7, 20.0, accuracy=0.76),
-        row("sgd thinwire;lr=0.1", 2, None, 20.0, accuracy=0.1),
-    ]
-    path = write(tmp_path / "rows.jsonl", conditions(2, model="cnn", config={}), *rows)
-    assert results(path) == 0
-    text = capsys.readouterr().out
-    assert "| **sgd thinwire** | 2 | diverged | 76.0 % (+6.0 / +1.0) | 1 | 20x |" in text
-    assert "validation accuracy" in text
-    assert "the best dense of all (75.0 %: lr 0.1)" in text
-
-
-def test_dense_of_the_same_world_size_counts_if_there_is_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With batch norms it depends on the number of ranks."""
-    lines = [conditions(2), row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.2, 80.0)]
-    lines += [conditions(8), row("adamw dense", 8, 1.5), row("adamw thinwire", 8, 1.2, 80.0)]
-    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
-    cells = table(capsys.readouterr().out)
-    assert [cells[f"adamw dense, {ranks}"][0] for ranks in (2, 8)] == ["1.200", "1.500"]
-    assert cells["adamw thinwire, 2"][0] == "1.200 (+0.0 % / +0.0 %)"
-    assert cells["adamw thinwire, 8"][0] == "1.200 (-20.0 % / -20.0 %)"
-
-    model = {"model": "resnet18", "config": {"width": 32}}
-    lines = [conditions(2, **model), row("sgd dense", 2, 1.2), row("sgd dense;lr=0.1", 2, 1.1)]
-    lines += [conditions(8, **model), row("sgd dense", 8, 1.5), row("sgd thinwire;lr=0.1", 8, 1.2, 80.0)]
-    assert results(write(tmp_path / "rows.jsonl", *lines)) == 0
-    cells = table(capsys.readouterr().out)
-    assert cells["sgd dense, 8"][:2] == ["", "50.0 %"], "lr 0.1 was not measured with 8 ranks"
-    assert cells["sgd thinwire, 8"][0] == "50.0 % (- / +0.0)"
-
-
-def test_what_differs_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = [row("adamw dense", 2, 1.2), row("adamw thinwire", 2, 1.1, 80.0)]
-    others = [conditions(2, steps=500), conditions(2, batch=SAMPLES), conditions(2, bf16=True)]
-    joined = [line for given in (conditions(2), *others) for line in (given, *both)]
-    sgd = [row("sgd dense", 2, 1.3), row("sgd thinwire", 2, 1.4, 80.0)]
-    warmup = [conditions(2, warmup_steps=100), row("adamw thinwire", 2, 1.0, 30.0, warmup_steps=100)]
-    assert results(write(tmp_path / "rows.jsonl", *joined, *sgd, both[1] | {"seed": 1}, *warmup)) == 0
-    text = capsys.readouterr().out
-    assert text.count("the best dense of all (1.200: lr 0.001)") == 4
-    assert text.count("gpt (layers=6, width=384) in bfloat16, 10 M parameters") == 2  # of adamw, and sgd
-    assert text.count("the best dense of all (1.300: lr 0.2)") == 1
-    assert table(text)["adamw thinwire; warm-up 100, 2"][0] == "1.000 (-16.7 % / -16.7 %)"
-
-
 RECIPE = "expected what python -m benchmarks recipe --out wrote"
 ONE = row("adamw thinwire", 2, 1.1, 80.0)
 
 
-def without(line: dict[str, object], key: str) -> dict[str, object]:
-    return {name: value for name, value in line.items() if name != key}
-
-
 BROKEN: list[tuple[list[dict[str, Any]], str]] = [
     ([ONE], "rows.jsonl:1: a line of kind 'recipe' before any conditions"),
-    ([without(conditions(2), "workers"), ONE], f"conditions without workers, {RECIPE}"),
-    ([conditions(2), without(ONE, "bytes_total")], f"a row without bytes_total, {RECIPE}"),
+    ([{"kind": "conditions", "model": "gpt"}, ONE], f"conditions without config, {RECIPE}"),
+    ([conditions(2), {"kind": "recipe", "method": "adamw dense"}], f"a row without family, {RECIPE}"),
     ([conditions(2), ONE, {"kind": "prototype"}], f"a line of kind 'prototype', {RECIPE}"),
     (
         [conditions(2), ONE],
         "no training by 'adamw dense' that ended in a number, for gpt (layers=6, width=384), 1000 steps of 64 "
-        "samples, to compare with: adamw thinwire; add its file, or run python -m benchmarks recipe --methods "
-        "'adamw dense'",
+        "samples, to compare with: adamw thinwire; add its file, or run python -m benchmarks recipe",
     ),
     ([conditions(2), ONE, row("adamw dense", 2, None)], "no training by 'adamw dense' that ended in a number"),
-    ([conditions(2), ONE, row("sgd dense", 2, 1.0)], "no training by 'adamw dense' that ended in a number"),
     (
         [conditions(2), row("adamw dense;lr=high", 2, 1.0)],
         "learning rate 'high' of 'adamw dense;lr=high', expected a",
