@@ -1,6 +1,8 @@
-"""`python -m benchmarks results`: tables, and a plot of loss over bytes, of rows that are known."""
+"""`python -m benchmarks results`: the tables of the docs, and tables and a plot of rows that are known."""
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ CONDITIONS = {
     "lr": {"adamw": 0.001, "sgd": 0.2}, "simulate": True,
 }  # fmt: skip
 SVG = "{http://www.w3.org/2000/svg}"
-(BEGIN, END), (LOSS_BEGIN, LOSS_END) = MARKS["link"], MARKS["recipe"]
 
 
 def conditions(ranks: int, **changed: object) -> dict[str, object]:
@@ -153,79 +154,24 @@ def test_broken_rows_are_one_line(files: list[Path], tmp_path: Path, capsys: pyt
         assert message in capsys.readouterr().err
 
 
-LINK = {
-    "kind": "conditions", "date": "2026-01-02T03:04:05+00:00", "torch": "2.9", "cpu": "A CPU", "cores": 2,
-    "load_average": 0.25, "model": "gpt", "parameters": 7.35e6, "batch": 32, "links": "namespaces",
-    "worker_threads": 1, "command": "python -m benchmarks link --worlds 2 4",
-}  # fmt: skip
-TIMES = {"no communication": (30, 20), "dense": (2500, 60), "a <hook>": (1250, 80), "thinwire.AdamW topk": (50, 40)}
-
-
-@pytest.fixture
-def links(tmp_path: Path) -> Path:
-    """Of two worlds; dense sends 29 MB, the reduction of the others is their speed-up at the slow rate."""
-    lines: list[dict[str, object]] = [LINK]
-    for world in (4, 2):
-        for column, rate in enumerate(("100mbit", "10gbit")):
-            for method, times in TIMES.items():
-                sent = 6 if method == "no communication" else 29e6 * times[0] / 2500
-                one = {"kind": "link", "rate": rate, "world": world, "method": method, "bytes_per_step": sent}
-                lines.append({**one, "ms": times[column] * world / 2})
-    return write(tmp_path / "link-gpt.jsonl", *lines)
-
-
-def test_tables_stand_between_their_own_marks(
-    links: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = tmp_path / "README.md"
-    for given, text, message in (
-        (["--readme", readme], f"{END}\n{BEGIN}\n", f"has no line {BEGIN}"),
-        (["--readme", readme, "--plot", tmp_path / "p.svg"], "", "expected rows of recipe --link, which have times"),
-    ):
-        readme.write_text(text)
-        assert results(links, *given) == 2
-        assert message in capsys.readouterr().err
-        assert readme.read_text() == text
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
-    assert results(links, "--readme", readme) == 0
-    text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"\n{END}\n{LOSS_BEGIN}\nold\n{LOSS_END}\nafter\n")
-    assert text.index("**2 ranks**") < text.index("**4 ranks**")
-    two = text.split("**2 ranks**")[1].split("**4 ranks**")[0]
-    for line in (
-        "| no communication | 30 | 20 | 0.000 |  |", "| dense | 2,500 | 60 | 29.000 |  |",
-        "| a <hook> | 1,250 (2.0x) | 80 (0.75x) | 14.500 | 2.0x |",
-        "| **thinwire.AdamW topk** | 50 (50x) | 40 (1.5x) | 0.580 | 50x |",
-    ):  # fmt: skip
-        assert line in two
-    assert "A CPU, 2 cores, 1 thread for each rank, torch 2.9, gloo, 2026-01-02, load 0.2 at the start" in text
-    assert "[link-gpt.jsonl](link-gpt.jsonl), made by `python -m benchmarks link --worlds 2 4`" in text
-    arguments = ["results", *map(str, files), "--readme", str(readme)]
-    for _ in range(2):  # a second time changes nothing
-        assert main(arguments) == 0
-        both = readme.read_text()
-        assert both.startswith(text.partition(LOSS_BEGIN)[0] + f"{LOSS_BEGIN}\ngpt (layers=6")
-        assert both.endswith(f"\n{LOSS_END}\nafter\n")
-        assert "old" not in both
-        assert both.count("Rows: [recipe-2.jsonl](recipe-2.jsonl), [recipe-8.jsonl](recipe-8.jsonl).") == 1
-        assert f"`python -m benchmarks {' '.join(arguments)}`" in both
-
-
-def test_the_default_is_what_the_repository_keeps(
+def test_the_tables_of_the_docs_are_those_of_the_rows_that_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command below them writes them again, byte for byte, and leaves the rest of the page as it is."""
     root = Path(__file__).parents[2]
     monkeypatch.chdir(tmp_path)
     assert results() == 2
     assert "no file benchmarks/results/link-gpt-*.jsonl here" in capsys.readouterr().err
-    monkeypatch.chdir(root)
-    for page, files in (
-        ("links", []),
-        ("training", [f"recipe-{one}-h200" for one in ("gpt", "gpt-3000", "gpt2", "fashion", "cifar")]),
-    ):
-        assert results(*(f"benchmarks/results/{file}.jsonl" for file in files)) == 0
-        tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-        lines = Path("docs", f"{page}.md").read_text().splitlines()
-        assert len(tables) > 4
-        assert [line for line in tables if line not in lines] == [], page
+    shutil.copytree(root / "benchmarks" / "results", "benchmarks/results")
+    Path("docs").mkdir()
+    for page, (begin, end) in (("links", MARKS["link"]), ("training", MARKS["recipe"])):
+        path, written = Path("docs", f"{page}.md"), (root / "docs" / f"{page}.md").read_text()
+        command = re.findall(r"^Tables are written by `python -m benchmarks (.*)`\.$", written, re.MULTILINE)
+        before, after = written.partition(begin)[0], written.partition(end)[2]
+        path.write_text(f"{before}{begin}\nold\n{end}{after}")
+        assert main(command[0].split()) == 0
+        assert path.read_text() == written
+        path.write_text(text := f"{end}\n{begin}\n")
+        assert main(command[0].split()) == 2
+        assert f"has no line {begin}" in capsys.readouterr().err
+        assert path.read_text() == text

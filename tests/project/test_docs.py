@@ -136,12 +136,9 @@ def test_it_runs(block: Block) -> None:
     run(block)
 
 
-def test_exceptions_are_needed() -> None:
+def test_exceptions_are_needed_and_a_block_that_is_wrong_fails() -> None:
     assert {(block.page, block.language) for block in BLOCKS} >= EXCEPTIONS.keys()
     assert all(any(block.text.startswith(start) for block in BLOCKS) for start in ALTERNATIVES)
-
-
-def test_a_block_that_is_wrong_fails() -> None:
     with pytest.raises(TypeError, match="frobnicate"):
         run(Block("page.md", 1, "diff", "- old\n+ thinwire.Policy('none', frobnicate=1)\n"))
     with pytest.raises(NameError, match="unheard_of"):

@@ -142,11 +142,9 @@ def test_programs_take_the_commands_of_the_pages(tmp_path: Path, monkeypatch: py
 
 def test_wrong_ones_are_seen() -> None:
     for line in (
-        "thinwire train --frobnicate 3", "thinwire train --recipe nonsense", "thinwire train --steps 0",
-        "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s", "thinwire frobnicate",
-        "python -m benchmarks frobnicate", "python -m benchmarks link --frobnicate 3",
-        "python -m benchmarks.frobnicate", "python benchmarks/frobnicate.py", "pytest tests/frobnicate.py",
-        "make frobnicate", "make soak FROBNICATE=3", "pip install 'thinwire[frobnicate]'",
+        "thinwire train --steps 0", "thinwire plan --params many --world 2 --bandwidth 1gbit --step-compute 1s",
+        "thinwire frobnicate", "python -m benchmarks link --frobnicate 3", "python -m benchmarks.frobnicate",
+        "pytest tests/frobnicate.py", "make frobnicate", "make soak FROBNICATE=3", "pip install 'thinwire[frobnicate]'",
         "torchrun --frobnicate 2 -m thinwire train",
         "torchrun --nnodes 2 ... -m thinwire train --frobnicate 3  # a comment",
     ):  # fmt: skip
