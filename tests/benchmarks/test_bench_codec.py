@@ -96,7 +96,7 @@ def spoilt(base: Any, name: str, when: Callable[..., bool] = lambda *_: True) ->
 
     def call(*given: Any) -> Any:
         result = getattr(base, name)(*given)
-        given[written[name]].view(torch.uint8)[3] ^= when(*given) << 2
+        given[written[name]].view(torch.uint8)[3] ^= when(*given) << 6
         return result
 
     return SimpleNamespace(**{each: getattr(base, each) for each in written} | {name: call})
@@ -124,7 +124,7 @@ def test_a_broken_kernel_is_named_and_not_reported(
         assert ("none" in labels, label in labels) == (True, False), label
     monkeypatch.setattr(reference_topk, "encode", lambda *_: int("inside"))
     monkeypatch.setitem(modules["cpu"], TopKLayout, reference_topk)
-    with pytest.raises(RuntimeError, match="10,000 x float32, topk:ratio=1%: .*inside"):  # not wrong usage
+    with pytest.raises(RuntimeError, match=r"10,000 x float32, topk:ratio=1%: .*inside"):  # not wrong usage
         run_here("--specs", "topk:ratio=1%")
 
 

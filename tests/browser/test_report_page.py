@@ -104,8 +104,14 @@ def place_of(page: Page, figure: Locator) -> tuple[float, float, float, float]:
     """Where its chart is, after scrolling there."""
     over = figure.locator(".u-over")
     over.scroll_into_view_if_needed()
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    draw(page)
     return box(over)
+
+
+def draw(page: Page) -> None:
+    """Wait for three frames: a scroll takes the cursor away, in a frame to come."""
+    for _ in range(3):
+        page.evaluate("new Promise((done) => requestAnimationFrame(done))")
 
 
 def hover(page: Page, figure: Locator, share: float) -> Locator:
@@ -223,8 +229,7 @@ def test_bumps_in_the_bytes_have_a_name(resumed: Page) -> None:
     assert box(bumps.nth(1))[0] == pytest.approx(expected, abs=6)
     plot = chart(resumed, "Bytes per step").locator(".plot")
     plot.evaluate("(each) => each.scrollIntoView({ block: 'center' })")
-    for _ in range(3):  # a scroll takes the cursor away, in a frame to come
-        resumed.evaluate("new Promise((done) => requestAnimationFrame(done))")
+    draw(resumed)
     plot.evaluate("(each) => each.focus({ preventScroll: true })")
     place = resumed.locator("#tooltip .place")
     resumed.keyboard.press("Home")
@@ -384,8 +389,9 @@ def test_a_phone_has_no_sideways_scroll_and_a_finger_reads_values_too(open_runs:
     for figure in page.locator("figure").all():
         x, _, wide, _ = box(figure)
         assert 0 <= x <= x + wide <= 320
-    x, y, _, _ = place_of(page, chart(page, "Loss"))
-    page.touchscreen.tap(x + 180, y + 200)
+    page.locator("#config summary").click()
+    x, y, wide, high = place_of(page, chart(page, "Loss"))
+    page.touchscreen.tap(x + wide / 2, y + high / 2)
     tooltip = page.locator("#tooltip")
     expect(tooltip).to_be_visible()
     left, _, width, _ = box(tooltip)

@@ -126,7 +126,7 @@ def conserve_unused(rank: int, world_size: int, view: bool) -> None:
         torch.testing.assert_close(came_out + left, came_in, rtol=0, atol=1e-5)
 
 
-def test_conserve_unused(ranks: RankPool) -> None:
+def test_nothing_is_lost_of_parameters_without_use_in_a_step(ranks: RankPool) -> None:
     for view in (False, True):
         ranks.run(conserve_unused, 2, view)
 

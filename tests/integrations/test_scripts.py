@@ -1,4 +1,4 @@
-"""DDP in ordinary scripts: parameter groups, an optimizer before it, compiled and averaged models, odd loops, errors."""
+"""DDP in ordinary scripts: parameter groups, an optimizer before it, compiled and averaged models, loops, errors."""
 
 import copy
 import gc
