@@ -93,17 +93,16 @@ def test_through_a_relay_auto_chooses_and_rows_of_local_steps_are_means_of_whole
 def test_the_command_can_be_stopped_at_any_time() -> None:
     """No namespace and no rank stays; a ^C on a terminal goes to all processes of the command at once."""
     given = ["--rates", "100mbit", "--parameters", "1e5", "--steps", "1000000", "--methods", "no communication"]
+
+    def alive() -> list[int]:
+        return [pid for pid, session in living() if session == process.pid]
+
     with start_command("link", *given, out=os.devnull, err=os.devnull, program=PROGRAM) as process:
         switch = FOLDER / f"thinwire-{process.pid}-switch"
-        wait_until(lambda: switch.exists() and len(_processes(process.pid)) >= 4, 60)
+        wait_until(lambda: switch.exists() and len(alive()) >= 4, 60)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(30) == 130
-    wait_until(lambda: not ours(process.pid) and not _processes(process.pid))
-
-
-def _processes(leader: int) -> list[int]:
-    """Those of a session that live."""
-    return [pid for pid, session in living() if session == leader]
+    wait_until(lambda: not ours(process.pid) and not alive())
 
 
 def test_without_root_or_tools_a_relay_is_offered(
