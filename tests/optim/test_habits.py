@@ -9,7 +9,7 @@ from torch import nn
 
 import thinwire
 from support.optimizers import OPTIONS, make
-from support.training import TOPK, assert_same, identical, loss_of, make_net, optimizer_bits, policy, take, weight_bits
+from support.training import TOPK, identical, loss_of, make_net, policy, take, weight_bits
 from thinwire.collectives import LocalGroup
 from thinwire.testing import run_threads
 
@@ -92,32 +92,6 @@ def test_a_complex_parameter_is_named() -> None:
     sync = thinwire.Synchronizer("quantize:bits=8")
     with pytest.raises(ValueError, match="'phase' is complex"):
         sync.register_parameters(model.named_parameters())
-
-
-def freeze(group: LocalGroup) -> dict[str, bytes]:
-    """A frozen parameter has no moments, and none after a resume; it may be trained from then on."""
-    ends = []
-    for resumes in (False, True):
-        model = make_net()
-        model[2].requires_grad_(False)
-        optimizer = make("SGD", model, group=group, warmup_steps=2)
-        train(model, optimizer, group.rank, 0, 4)
-        if resumes:
-            state = optimizer.state_dict()
-            optimizer = make("SGD", model, group=group, warmup_steps=2)
-            optimizer.load_state_dict(state)
-        train(model, optimizer, group.rank, 4, 6)
-        assert_same(weight_bits(model[2]), weight_bits(make_net()[2]), "frozen weights")
-        model[2].requires_grad_(True)
-        train(model, optimizer, group.rank, 6, 9)
-        assert weight_bits(model[2]) != weight_bits(make_net()[2])
-        ends.append(optimizer_bits(optimizer))
-    assert_same(*ends, "with and without a resume")
-    return weight_bits(model)
-
-
-def test_a_frozen_parameter_is_resumed_and_may_be_trained_later() -> None:
-    assert identical(run_threads(freeze, 2))  # for AdamW, which counts steps, see test_unfrozen.py
 
 
 def compile_some(group: LocalGroup) -> None:
