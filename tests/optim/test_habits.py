@@ -122,31 +122,6 @@ def test_a_model_may_be_compiled_on_one_side_of_a_resume() -> None:
     run_threads(compile_some, 2)
 
 
-def cycle(group: LocalGroup, kind: str) -> dict[str, bytes]:
-    """OneCycleLR sets momentum too; while gradients are sent the run is torch's, and replicas stay alike after it."""
-    ends, name = [], "betas" if kind == "AdamW" else "momentum"
-    for library in (torch.optim, thinwire):
-        model = make_net()
-        if library is thinwire:
-            optimizer = make(kind, model, group=group, warmup_steps=6, warmup="none")
-        else:
-            optimizer = getattr(library, kind)(model.parameters(), **OPTIONS[kind])
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
-        start = optimizer.param_groups[0][name]
-        train(model, optimizer, 0, 0, 6, scheduler)
-        assert optimizer.param_groups[0][name] != start
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
-    train(model, optimizer, group.rank, 6, 12, scheduler)
-    return weight_bits(model)
-
-
-@pytest.mark.filterwarnings("ignore:gradients are the same on all ranks")
-def test_a_schedule_that_changes_momentum() -> None:
-    for kind in OPTIONS:
-        assert identical(run_threads(cycle, 2, kind)), kind
-
-
 def reset_gradients(group: LocalGroup) -> None:
     """zero_grad before backward, after step, of the model, or by hand."""
     ends = []
