@@ -174,9 +174,6 @@ def test_rank_0_is_warned_if_it_saves_alone() -> None:
         (message,) = warned(before, "rank 0", "nobody", "rank 0")
         assert "rank 0 called state_dict(), and rank 1 did not" in message, before
         assert "consolidate_state_dict()" in message
-
-
-def test_nobody_is_warned_of_complete_states() -> None:
     assert warned("all", "all", "nobody", "consolidated", "all", "consolidated") == []
 
 

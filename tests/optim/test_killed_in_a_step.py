@@ -175,27 +175,6 @@ def test_in_the_last_bucket_of_attach(ranks: RankPool, world_size: int, victim: 
     check(ranks.run(go_backward, world_size, victim, algorithm, lost=[victim], timeout=150), victim, 0)
 
 
-def go_backward_dense(rank: int, world_size: int) -> str:
-    """attach without compression is DDP's own all-reduce, and so is its error."""
-    model = DistributedDataParallel(make_net(), **SEVERAL)
-    thinwire.attach(model, "none")
-    for step in range(STEPS):
-        if rank == 1 and step == STEPS - 1:
-            die()
-        try:
-            loss_of(model, rank, step).backward()
-        except RuntimeError as error:
-            assert step == STEPS - 1
-            return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def test_in_a_dense_step_of_attach_the_error_is_torchs(ranks: RankPool) -> None:
-    found, _ = ranks.run(go_backward_dense, 2, lost=[1], timeout=150)
-    assert "RuntimeError" in found
-    assert "gloo" in found
-
-
 class Buckets:
     """A synchronizer, and buckets that it has sent for some steps."""
 

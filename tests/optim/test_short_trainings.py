@@ -72,8 +72,8 @@ def ours(ranks: int, warmup_steps: int = 2) -> float:
 
 
 def test_the_loss_is_that_of_dense_at_the_same_lr() -> None:
-    """More ranks are not much worse, and a longer warm-up is not worse. A warm-up of all steps is torch's AdamW, but for
-    8 bits; with the betas of what is compressed the loss would differ by 1 %."""
+    """More ranks are not much worse, and a longer warm-up is not worse. A warm-up of all steps is torch's AdamW, but
+    for 8 bits; with the betas of what is compressed the loss would differ by 1 %."""
     of_dense, of_two, of_four = dense(), ours(2), ours(4)
     assert of_two < 1.2 * of_dense
     assert of_four < min(1.2 * of_dense, 1.15 * of_two)
