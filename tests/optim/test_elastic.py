@@ -92,7 +92,8 @@ SCENES = {
     "leave and come back": Scene(60, [Plan(), Plan(leaves_after=9), Plan(), Plan(joins_after=16)], {}),
 }  # fmt: skip
 ROLES = [(name, number) for name, scene in SCENES.items() for number in range(len(scene.plans))]
-"""Of each process."""
+"""Of each process, when all scenes run at once."""
+SCENES["host of the store"] = Scene(24, [Plan("in a local step", 9), Plan(), Plan()], {})
 
 
 def wait_between_buckets(sync: Any, is_due: Callable[[], bool]) -> None:
@@ -131,9 +132,9 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
-def take_part(rank: int, world_size: int) -> Ended | str:
+def take_part(rank: int, world_size: int, roles: list[tuple[str, int]]) -> Ended | str:
     """Train by the plan of this process; return what came out of it, or the traceback of an error."""
-    name, number = ROLES[rank]
+    name, number = roles[rank]
     try:
         return train(name, number)
     except Exception:
@@ -189,24 +190,6 @@ def train(name: str, number: int) -> Ended:
     )  # fmt: skip
 
 
-def lose_the_store(rank: int, world_size: int) -> str:
-    """Train until rank 0, which hosts the store, dies. Return the error."""
-    group = thinwire.ElasticGroup(
-        dist.distributed_c10d._get_default_store(), rank=rank, size=world_size, patience=PATIENCE, timeout=60
-    )
-    model = network(with_buffers=False)
-    optimizer = thinwire.LocalSteps(adamw(model), 4, group=group, model=model)
-    try:
-        while True:
-            optimizer.zero_grad()
-            loss_of(model, optimizer.steps, rank).backward()
-            if rank == 0 and optimizer.steps == 9:
-                die()
-            optimizer.step()
-    except thinwire.CollectiveError as error:
-        return str(error)
-
-
 Results = Callable[[str], list[Ended]]
 
 
@@ -215,7 +198,7 @@ def ended(ranks: RankPool) -> Results:
     """The results of a scene's ranks that did not die. All scenes run at once: most of their time they wait for signs
     of life."""
     lost = [rank for rank, (name, number) in enumerate(ROLES) if SCENES[name].plans[number].dies]
-    results = ranks.run(take_part, len(ROLES), lost=lost, timeout=150)
+    results = ranks.run(take_part, len(ROLES), ROLES, lost=lost, timeout=150)
 
     def of_scene(name: str) -> list[Ended]:
         alive = [one for (of, _), one in zip(ROLES, results, strict=True) if of == name and one is not LOST]
@@ -258,9 +241,9 @@ class TestDeath:
         assert first.rounds == last.rounds
 
     def test_the_host_of_the_store(self, ranks: RankPool) -> None:
-        errors = ranks.run(lose_the_store, 3, store="rank0", lost=[0], timeout=150)
-        for error in errors[1:]:
-            assert "the store of the group 'default' does not answer" in error
+        roles = [("host of the store", number) for number in range(3)]
+        for error in ranks.run(take_part, 3, roles, store="rank0", lost=[0], timeout=150)[1:]:
+            assert "PeerError: the store of the group 'host of the store' does not answer" in error
             assert "from a checkpoint" in error
 
 

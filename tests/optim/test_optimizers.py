@@ -151,6 +151,10 @@ def misuse(rank: int, world_size: int, ddp: bool, group: Any = None) -> None:
             optimizer.step()
         with raises(ValueError, "DDP", "exchange"):
             optimizer.exchange()
+        with raises(ValueError, "0.weight"):
+            thinwire.SGD([p for name, p in model.module.named_parameters() if name != "0.weight"], ddp=model)
+        with raises(ValueError, "does not belong"):
+            thinwire.SGD(make_net().parameters(), ddp=model)
     take(optimizer, loss_of(model, rank, 0))
     if ddp:
         with raises(RuntimeError, "step()"):
@@ -170,30 +174,22 @@ def test_two_exchanges_before_a_step_and_steps_without_one(ranks: RankPool, ddp:
     run_ranks(ranks if ddp else None, misuse, 2, ddp)
 
 
-def start_apart(rank: int, world_size: int, how: str, group: Any = None) -> str:
+def start_apart(rank: int, world_size: int, how: str, group: Any = None) -> None:
     model = make_net()
-    with torch.no_grad():
-        weight = model.get_parameter("2.weight")
-        if how == "random" and rank == world_size - 1:
-            weight.normal_()
-        elif how == "one element" and rank == 0:
-            weight[3, 4] += 1e-3
-        elif how == "same sum" and rank == 0:
-            weight.copy_(weight.t().clone())
-    optimizer = make("SGD", model, group=group)
-    loss_of(model, rank, 0).backward()
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    weight = model.get_parameter("2.weight").data
+    if how == "random" and rank == world_size - 1:
+        weight.normal_()
+    elif how == "one element" and rank == 0:
+        weight[3, 4] += 1e-3
+    elif how == "same sum" and rank == 0:
+        weight.copy_(weight.t().clone())
+    with raises(ValueError, "'2.weight'", "seed"):
+        take(make("SGD", model, group=group), loss_of(model, rank, 0))
 
 
 def test_replicas_that_start_apart_are_noticed() -> None:
     for how in ("random", "one element", "same sum"):
-        for text in run_group(start_apart, 3, how):
-            assert "'2.weight'" in text, how
-            assert "seed" in text or "same weights" in text, how
+        run_group(start_apart, 3, how)
 
 
 def train_in(
@@ -274,18 +270,6 @@ def test_wrong_arguments() -> None:
     assert len(thinwire.SGD([{"params": model.parameters()}]).param_groups) == 1
     with pytest.raises(ValueError, match="group"):
         thinwire.SGD(model).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-
-
-def other_parameters(rank: int, world_size: int) -> None:
-    ddp = wrapped(make_net(), True)
-    with raises(ValueError, "0.weight"):
-        thinwire.SGD([p for name, p in ddp.module.named_parameters() if name != "0.weight"], ddp=ddp)
-    with raises(ValueError, "does not belong"):
-        thinwire.SGD(make_net().parameters(), ddp=ddp)
-
-
-def test_parameters_that_are_not_those_of_ddp(ranks: RankPool) -> None:
-    ranks.run(other_parameters, 1)
 
 
 def through_zero(rank: int, world_size: int, kind: str, start: float, group: Any = None) -> Any:

@@ -136,6 +136,16 @@ def test_another_number_of_ranks_goes_on_in_its_warm_up() -> None:
     assert {float(step) for _, step in found} == {4.0}, "its own steps"
 
 
+DAMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"family_of": {f"{LATE}.weight": 7}}, f"'{LATE}.weight' has no family"),
+    ({"families": []}, "do not fit"),
+    ({"weights": [None, None]}, "TypeError"),
+    ({"count": None}, "TypeError"),
+    ({"local": None}, "'local' is no list"),
+    ({"scales": []}, "AttributeError"),
+]
+
+
 def load_damaged(group: LocalGroup) -> None:
     first = Run(group)
     first.train(0, 6)
@@ -148,19 +158,6 @@ def load_damaged(group: LocalGroup) -> None:
             first.optimizer.load_state_dict(damaged)
         assert_same(before, optimizer_bits(first.optimizer), str(damage))
         assert first.optimizer.sync.steps == 7
-
-
-DAMAGES: list[tuple[dict[str, Any], str]] = [
-    ({"family_of": {f"{LATE}.weight": 7}}, f"'{LATE}.weight' has no family"),
-    ({"families": []}, "do not fit"),
-    ({"families": 3}, "TypeError"),
-    ({"weights": [None, None]}, "TypeError"),
-    ({"weights": [["a", "b"], ["a", "b"]]}, "could not convert"),
-    ({"family_of": {f"{LATE}.weight": None}}, f"'{LATE}.weight' has no family"),
-    ({"count": None}, "TypeError"),
-    ({"local": None}, "'local' is no list"),
-    ({"scales": []}, "AttributeError"),
-]
 
 
 def test_damaged_families_change_nothing() -> None:
