@@ -183,6 +183,7 @@ def test_the_difference_of_a_rank_that_is_not_finite_is_left_out(options: dict[s
     assert all(bool(w.isfinite().all()) for w in found[0].weights)
     assert all(one.losses[-1] == one.losses[-1] for one in found)
     assert [one.optimizer.left_out > 0 for one in found] == [False, True]
+    assert [one.optimizer.sync.stats.skipped for one in found] == [0, 0], "the others are averaged"
     for state in found[1].optimizer.optimizers[0].state.values():
         assert bool(state["exp_avg"].isfinite().all())
 

@@ -55,7 +55,7 @@ def compare_with_torch(
     theirs = getattr(torch.optim, kind)(groups_of(models[0]), **options)
     ours = make_ours(models[1], warmup_steps=17)
     assert len(ours.param_groups) == 2
-    cycles = exact and options.get("momentum") != 0.0
+    cycles = ddp and options.get("momentum") != 0.0
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(made, max_lr=[0.01, 0.02], total_steps=20, cycle_momentum=cycles)
         for made in (theirs, ours)
@@ -83,9 +83,10 @@ def compare_with_torch(
     assert (loaded.param_groups[0]["lr"], loaded.sync.steps) == (theirs.param_groups[0]["lr"], 0)
     for model, optimizer in ((models[1], ours), (again, loaded)):
         train(model, optimizer, rank, 12, 22)
-    for one, other in zip(models[1].parameters(), again.parameters(), strict=True):
-        if kind == "SGD" or not cycles:  # bias corrections of AdamW's updates have the betas of all steps in them
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    if not (cycles and kind == "AdamW"):  # whose bias corrections have the betas of all steps in them
+        ends = (nn.utils.parameters_to_vector(model.parameters()).detach() for model in (models[1], again, models[0]))
+        one, other, before = ends
+        assert (one - other).norm() / (one - before).norm() < 3e-4
     return weight_bits(models[1])
 
 
@@ -93,12 +94,13 @@ def compare_with_torch(
     ("world_size", "kind", "options", "ddp"),
     [
         (2, "AdamW", ADAMW, True),
+        (2, "AdamW", ADAMW, False),
         (3, "AdamW", ADAMW, True),
         (2, "SGD", SGD, False),
         (2, "SGD", {**SGD, "nesterov": True}, True),
         (2, "SGD", {"lr": 0.02, "momentum": 0.0}, False),
     ],
-    ids=["AdamW", "AdamW of three ranks", "SGD", "nesterov", "no momentum"],
+    ids=["AdamW", "AdamW without DDP", "AdamW of three ranks", "SGD", "nesterov", "no momentum"],
 )
 def test_a_dense_warm_up_is_torchs_optimizer(
     ranks: RankPool, world_size: int, kind: str, options: dict[str, Any], ddp: bool
