@@ -31,8 +31,8 @@ from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.command import Options
 from thinwire.tools.train.config import FILE_ONLY, RECIPES
+from thinwire.tools.train.metrics import PHASES, reduction
 from thinwire.tools.train.models import model_config
-from thinwire.tools.train.view import PHASES, reduction
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 CONFIG = changed(SMALL, eval_every=10, log_to=("auto",), compare_dense=True)
