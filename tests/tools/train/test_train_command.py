@@ -28,7 +28,6 @@ from thinwire.compressors import format_spec
 from thinwire.sync.policy import default_compressor
 from thinwire.testing import RankPool
 from thinwire.tools import cli
-from thinwire.tools.train.config import RECIPES
 from thinwire.tools.train.metrics import PHASES, reduction
 from thinwire.tools.train.models import model_config
 
@@ -195,17 +194,3 @@ def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str
         text = "".join(capsys.readouterr().out.replace("│", " ").split())  # lines are broken at commas too
         for default in ("text-gpt", "gpt:layers=4,width=128,heads=4,context=64", "600", "text"):
             assert f"(default:{default})" in text, default
-
-
-# Recipes.
-
-
-def test_the_fashion_recipe_trains_on_the_real_images(fashion_package: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """A few steps of a small model: that the package's files reach the ranks, and that it learns."""
-    config = changed(
-        RECIPES["fashion-cnn"], model="cnn:width=4,size=28", steps=40, warmup_steps=5, lr=0.01, log_to=("none",),
-        device="cpu",
-    )  # fmt: skip
-    assert train(ranks, 2, config, tmp_path).finished
-    (evaluation,) = lines(tmp_path / "runs" / "fashion-cnn", "evaluation")
-    assert evaluation["accuracy"] > 0.4

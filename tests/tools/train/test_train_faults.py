@@ -58,13 +58,6 @@ def draw(low: int, high: int) -> int:
     return step
 
 
-def killed_at(step: int, cwd: Path, *given: str) -> None:
-    """The whole job, as if its machine was switched off."""
-    with Job(cwd, *given) as job:
-        job.until(has_logged(cwd / RUN, step))
-        job.kill()
-
-
 def finish(ranks: RankPool, size: int, cwd: Path) -> None:
     """What the command would do to go on, by the pool."""
     ended = train(ranks, size, defaults(["--resume", "auto", "--out", str(cwd / RUN)]), cwd)
@@ -84,10 +77,12 @@ def assert_as_if_nothing_was(ranks: RankPool, size: int, config: Config, cwd: Pa
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
-    """At any step, and while a checkpoint is written. Each time it goes on from the last one."""
-    killed_at(draw(8, 60), tmp_path, *arguments(LONG))
-    assert checkpoints(tmp_path / RUN)
+    """At any step, as if its machine was switched off, and while a checkpoint is written. Each time it goes on."""
+    with Job(tmp_path, *arguments(LONG)) as job:
+        job.until(has_logged(tmp_path / RUN, draw(8, 60)))
+        job.kill()
     before = checkpoints(tmp_path / RUN)
+    assert before
     done = run(tmp_path, *GO_ON, **planted(KilledWhileWriting(before[-1] + 14)))
     assert done.code == -signal.SIGKILL, done.err
     assert f"resuming from step {before[-1]}\n" in done.err
@@ -170,11 +165,9 @@ def test_a_signal_while_workers_start_just_ends(number: signal.Signals, whom: st
     assert done.err == ""
 
 
-BUG = InSteps(RaiseError(rank=1, step=3, error=RuntimeError("a bug of ours")))
-
-
 def test_a_bug_in_a_worker_shows_one_traceback_and_its_rank(tmp_path: Path) -> None:
-    done = run(tmp_path, *arguments(LONG), **planted(BUG))
+    bug = InSteps(RaiseError(rank=1, step=3, error=RuntimeError("a bug of ours")))
+    done = run(tmp_path, *arguments(LONG), **planted(bug))
     assert done.code == 1
     assert done.err.count("Traceback (most recent call last)") == 1, done.err
     assert done.err.count("RuntimeError: a bug of ours") == 2, "in the traceback, and in the last line"
@@ -202,9 +195,8 @@ def test_a_batch_with_nan_is_skipped_and_counted(compressor: str, ranks: RankPoo
             path.unlink()
     ended = train(ranks, 2, changed(config, resume="auto"), tmp_path, fault)
     assert ended.finished, ended
-    again = lines(tmp_path / RUN, "step")
-    assert [line["skipped"] for line in again] == [line["skipped"] for line in steps]
-    assert [line["loss"] for line in again] == [line["loss"] for line in steps]
+    for again, line in zip(lines(tmp_path / RUN, "step"), steps, strict=True):
+        assert (again["skipped"], again["loss"]) == (line["skipped"], line["loss"])
 
 
 def test_a_loss_that_is_never_finite_again_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
@@ -216,9 +208,7 @@ def test_a_loss_that_is_never_finite_again_ends_the_run(ranks: RankPool, tmp_pat
     )
     assert checkpoints(tmp_path / RUN) == [5, 10]
     assert lines(tmp_path / RUN)[-1]["reason"] == "failed"
-    ended = train(ranks, 2, changed(config, resume="auto"), tmp_path)  # data that has been mended
-    assert ended.finished, ended
-    assert_as_if_nothing_was(ranks, 2, config, tmp_path)
+    finish(ranks, 2, tmp_path)  # with data that has been mended
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("sgd")])

@@ -18,14 +18,13 @@ from support.training_runs import (
     changed,
     checkpoints,
     logged_steps,
-    run,
     train,
 )
 from thinwire.testing import RankPool
 from thinwire.tools import cli
 from thinwire.tools.train.checks import check
 from thinwire.tools.train.config import RECIPES, Config, defaults, newest_run
-from thinwire.tools.train.rank import choose_folder, locked
+from thinwire.tools.train.rank import choose_folder
 
 RUN = Path("run")
 CONFIG = changed(SMALL, out=RUN)
@@ -86,13 +85,6 @@ def test_wrong_usage_is_one_line_before_any_rank_is_started(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_option_is_one_line(tmp_path: Path) -> None:
-    done = run(tmp_path, "--frobnicate")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith("thinwire train: error: ")
-    assert "--frobnicate" in done.err
-
-
 def test_data_that_is_not_there_is_an_error_that_leaves_no_folder(ranks: RankPool, tmp_path: Path) -> None:
     """Found by the ranks; the parent shows the error of one."""
     (tmp_path / "data").mkdir()
@@ -121,14 +113,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         try:
             path = stack.enter_context(small_disk(tmp_path / "disk"))
         except PermissionError as error:
-            refuse(str(error))
+            if os.environ.get("CI"):  # where nobody would see that it is skipped
+                raise
+            pytest.skip(str(error))
         yield path
-
-
-def refuse(reason: str) -> None:
-    """Skip, but not where nobody would see it."""
-    assert not os.environ.get("CI"), reason
-    pytest.skip(reason)
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
@@ -161,13 +149,6 @@ def test_folders_are_named_by_the_recipe_and_numbered(tmp_path: Path, monkeypatc
     ]  # fmt: skip
     assert all(path.is_dir() for path in made)
     assert choose_folder(changed(SMALL, out=Path("a/b/c"))).is_dir()
-
-
-def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(ValueError, match="is in use by another training"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass
 
 
 def put_config(folder: Path, at: float, **more: object) -> None:
