@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.slow import slow, some_slow
-from support.training_faults import InSteps, KilledBeside, KilledWhileWriting, LargeLosses, NanBatches
+from support.training_faults import InSteps, KilledBeside, LargeLosses, NanBatches
 from support.training_runs import (
     LIMIT,
     SMALL,
@@ -42,6 +42,7 @@ LONG = changed(SMALL, out=RUN, steps=150, checkpoint_every=7)
 GO_ON = ("--out", "run", "--resume", "auto")
 
 MOMENTS = {
+    "before a file is on disk": ("fsync", "00000010.partial/.rank0.pt.", False),
     "before the manifest": ("replace", "00000010.partial/manifest.json", False),
     "after the manifest": ("replace", "00000010.partial/manifest.json", True),
     "before its name": ("rename", "checkpoints/step-00000010", False),
@@ -73,23 +74,6 @@ def assert_as_if_nothing_was(ranks: RankPool, size: int, config: Config, cwd: Pa
     assert losses[0] == losses[1]
     assert lines(cwd / RUN)[-1]["reason"] == "finished"
     assert not list((cwd / RUN / "checkpoints").glob(".*")), "nothing half written is left"
-
-
-@pytest.mark.slow
-def test_a_job_that_is_killed_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
-    """At any step, as if its machine was switched off, and while a checkpoint is written. Each time it goes on."""
-    with Job(tmp_path, *arguments(LONG)) as job:
-        job.until(has_logged(tmp_path / RUN, draw(8, 60)))
-        job.kill()
-    before = checkpoints(tmp_path / RUN)
-    assert before
-    done = run(tmp_path, *GO_ON, **planted(KilledWhileWriting(before[-1] + 14)))
-    assert done.code == -signal.SIGKILL, done.err
-    assert f"resuming from step {before[-1]}\n" in done.err
-    assert checkpoints(tmp_path / RUN) == [before[-1], before[-1] + 7]
-    assert list((tmp_path / RUN / "checkpoints").glob(".*.partial")), "it was killed in the middle"
-    finish(ranks, 2, tmp_path)
-    assert_as_if_nothing_was(ranks, 2, LONG, tmp_path)
 
 
 @pytest.mark.parametrize("moment", some_slow(MOMENTS, "after the manifest", "before its name"))
