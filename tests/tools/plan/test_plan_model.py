@@ -117,15 +117,6 @@ def test_dense_half_and_few_elements_keep_nothing_and_send_all() -> None:
     assert (few.algorithm, few.sent) == ("dense", cost.of("dense", MADE[TOPK], MADE[TOPK], 5, torch.float32, 8).sent)
 
 
-def test_method_fits_if_all_it_keeps_does() -> None:
-    whole = 16 * 50_000_000
-    fits = [
-        [replace(case(), memory=room).predict(method).fits for method in (RING, OURS)]
-        for room in (whole - 1, whole + 1, 2 * whole, None)
-    ]
-    assert fits == [[False, False], [True, False], [True, True], [True, True]]
-
-
 def test_gradients_of_16_bits_take_half_the_bytes() -> None:
     wide = case()
     narrow = replace(wide, buckets=buckets(50_000_000, 2), dtype=torch.bfloat16)

@@ -76,7 +76,7 @@ def assert_as_if_nothing_was(ranks: RankPool, size: int, config: Config, cwd: Pa
     assert not list((cwd / RUN / "checkpoints").glob(".*")), "nothing half written is left"
 
 
-@pytest.mark.parametrize("moment", some_slow(MOMENTS, "after the manifest", "before its name"))
+@pytest.mark.parametrize("moment", some_slow(MOMENTS, "before the manifest", "after the manifest", "before its name"))
 def test_a_checkpoint_is_there_or_not_whenever_it_is_killed(moment: str, ranks: RankPool, tmp_path: Path) -> None:
     name, part, after = MOMENTS[moment]
     config = changed(LONG, checkpoint_every=5, steps=12, keep=1)
