@@ -143,7 +143,7 @@ def test_dense_and_quantized_differences(ranks: RankPool, tmp_path: Path) -> Non
         more = {"optimizer": "sgd", "lr": 0.02, "steps": 24, "checkpoint_every": 0}
         assert train(ranks, 2, changed(LOCAL, out=out, compressor=compressor, **more), tmp_path).finished
         (end,) = lines(tmp_path / out, "end")
-        assert end["bytes_sent"] < end["bytes_dense"] / less, compressor
+        assert end["bytes_dense"] / (4 * less) < end["bytes_sent"] < end["bytes_dense"] / less, compressor
         common_weights(tmp_path / out, 2)
 
 
