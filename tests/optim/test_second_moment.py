@@ -13,8 +13,7 @@ from support.group import run_group
 from support.oracle import bytes_of
 from support.training import Given, differing, gradients, policy, seeded, take
 from thinwire.collectives import LocalGroup
-from thinwire.optim.second_moment import _AT_ONCE
-from thinwire.optim.second_moment import for_ranks
+from thinwire.optim.second_moment import _AT_ONCE, for_ranks
 from thinwire.testing import RankPool, run_threads
 
 SIZES = (200, 250, 30_000)

@@ -104,7 +104,9 @@ def train_together(group: LocalGroup, poisoned: int | None, options: dict[str, A
             gradients[3][17] = torch.nan
         model(gradients).backward()
         optimizer.step()
-    moments = [kept for vectors in optimizer._parameters.vectors.values() for _, kept in sorted(vectors.named().items())]
+    moments = [
+        kept for vectors in optimizer._parameters.vectors.values() for _, kept in sorted(vectors.named().items())
+    ]
     residuals = [kept for _, kept in sorted(optimizer.sync.residuals.items())]
     bits = [bytes_of(tensor.detach()) for tensor in (*model.weights, *moments, *residuals)]
     return bits, len(optimizer.sync.last_step.reports), optimizer.skipped
