@@ -13,7 +13,7 @@ from torch import Tensor
 import thinwire
 from support.oracle import same_bits
 from thinwire.collectives.local import LocalGroup, LocalWorld
-from thinwire.collectives.transport import operation
+from thinwire.collectives.transport import agreement
 from thinwire.collectives.transport.link import LinkBroken
 from thinwire.collectives.transport.local_link import LocalLink, Switchboard
 
@@ -80,7 +80,7 @@ def test_ranks_that_differ_are_named_and_can_go_on(known: bool) -> None:
 
 def test_a_record_of_an_earlier_operation_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of the board are used again. A rank that is late has left the record of an earlier call under the key."""
-    monkeypatch.setattr(operation, "_SLOTS", 1)
+    monkeypatch.setattr(agreement, "_SLOTS", 1)
 
     def work(group: LocalGroup) -> Exception | None:
         def call(spec: str, timeout: float) -> None:

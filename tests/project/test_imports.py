@@ -18,7 +18,7 @@ LAYERS = [
     "kernels",
 ]  # fmt: skip
 """From the top down. A module may import its own room, and those below it."""
-BELOW = {"collectives.transport": [], "collectives.algorithms": ["transport", "cost", "handle"]}
+BELOW = {"collectives.transport": [], "collectives.algorithms": ["transport", "cost"]}
 """What the modules of a part of a room may import from the rest of that room."""
 
 

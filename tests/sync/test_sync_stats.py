@@ -8,7 +8,7 @@ import torch
 
 from thinwire import Policy, Synchronizer
 from thinwire.collectives import LocalGroup
-from thinwire.collectives.handle import Report, Span
+from thinwire.collectives.algorithms.leg import Report, Span
 from thinwire.sync.statistics import SyncStats
 from thinwire.testing import run_threads
 

@@ -25,8 +25,8 @@ import thinwire
 from support.loaded import start_main
 from support.ports import listening
 from support.processes import living
+from thinwire.collectives.transport.agreement import PATIENCE_SECONDS
 from thinwire.collectives.transport.records import Record, read_notice
-from thinwire.collectives.transport.watch import PATIENCE_SECONDS
 from thinwire.testing import LOST, RankError, RankPool
 from thinwire.testing.pool import Workers
 

@@ -8,21 +8,25 @@
 `all_reduce_compressed` lets the wire do all of it, one segment of the tensor after the other.
 """
 
+import copy
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..kernels.joined import Flat
 from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
-from .algorithms.leg import Exchange, Landing, Leg, Story, exchange_parts, land
+from .algorithms.leg import Exchange, Landing, Leg, Report, Span, Story, exchange_parts, land
 from .algorithms.sharded import sharded, values
-from .handle import Handle, Report, Span
 from .request import Request
 from .state import ShardState
 from .transport.errors import CollectiveError
@@ -30,6 +34,74 @@ from .transport.link import Wait
 from .transport.operation import Operation
 
 _ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
+
+
+class Handle:
+    """A running all-reduce, with the methods of torch's `Work`. Only the first result or error counts."""
+
+    def __init__(self, report: Report, device: torch.device | None = None) -> None:
+        self.report = report
+        self.error: BaseException | None = None
+        self.ended: float | None = None  # of `time.perf_counter`
+        self._done = threading.Event()
+        self._future: Future[list[Tensor]] | None = None
+        if device is not None:
+            self._future = Future(devices=[device] if device.type == "cuda" else None)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the result is in the tensor. Return True, or raise the error of the operation.
+
+        On a GPU, the current stream waits for the result. After a `TimeoutError`, the operation continues.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch
+            raise TimeoutError(f"the all-reduce has not ended after {timeout}; it continues")
+        if self.error is not None:
+            raise self.error
+        if self._future is not None:
+            self._future.wait()
+        return True
+
+    def wait_quietly(self) -> None:
+        self._done.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def get_future(self) -> "Future[list[Tensor]]":
+        assert self._future is not None
+        return self._future
+
+    def complete(self, result: list[Tensor]) -> None:
+        """End the operation with a result. On a GPU, the result is queued on the current stream."""
+        self.ended = time.perf_counter()
+        if self._future is not None:
+            self._future.set_result(result)
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with an error. Remove its frames, because the future would keep their tensors alive."""
+        if self.is_completed():
+            return
+        self.ended = time.perf_counter()
+        if error.__traceback__ is not None:
+            error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
+        self.error = error
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        if self._future is not None:
+            self._future.set_exception(copied(error))  # type: ignore[arg-type]
+        self._done.set()
+
+
+def copied(error: BaseException) -> BaseException:
+    """Return a copy of an error, to be raised in a second place."""
+    try:
+        return copy.copy(error)
+    except Exception:  # this error cannot be copied
+        return RuntimeError(repr(error))
 
 
 class Flight(Handle):
@@ -50,22 +122,22 @@ class Flight(Handle):
         leg: Leg | None = None,
         has_future: bool = False,
     ) -> None:
-        plan = request.plan
-        report = Report(request.algorithm, plan.reason, segments=len(plan.segments), memory=plan.cost.memory)
+        plan, segments = request.plan, len(request.plan.segments)
+        report = Report(request.algorithm, plan.reason, segments=segments, memory=plan.cost.memory)
         super().__init__(report, tensor.device if has_future else None)
         self.request, self.operations = request, operations
         self.tensor, self.residual, self._leg = tensor, residual, leg
-        self._owner_residuals: Sequence[Tensor | None] = [None] * len(plan.segments)
+        self._owner_residuals: Sequence[Tensor | None] = [None] * segments
         if state is not None and plan.algorithm == "sharded":
             self._owner_residuals = request.owner_residuals(state, tensor.dtype, tensor.device)
         self._key = operations[-1].number if key is None and request.draws else key
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
-            operation.describe(request.described, request.text, self._key if draws_alike else None)
+            operation.describe(request.text, self._key if draws_alike else None)
         self.encoded = False
         self._story: Story | None = None
         self._asked: Exchange | None = None
-        self._posted: tuple[Wait, float] | None = None
+        self._posted: tuple[Operation, Wait, float] | None = None
         self._to_tell: deque[tuple[Story, Landing | None]] = deque()  # if the wire does everything
         self._landing: Landing | None = None  # of the story that is told, if the wire lands it
         self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
@@ -81,7 +153,7 @@ class Flight(Handle):
         """Encode the payload in this thread. Then the tensor's memory may be reused."""
         self._story = self._told(0, self.tensor)
         with torch.no_grad():
-            self._asked = self._exchange(next(self._story))
+            self._asked = next(self._story)
         self.encoded = True
 
     def submit(self) -> None:
@@ -168,54 +240,48 @@ class Flight(Handle):
     def collect(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                return self._post() if self._resume() or self._begin_next() else self._end()
+                self._resume()
+                return self._post() if self._asked is not None or self._begin_next() else self._end()
         except BaseException as error:
             return self.give_up(error)
 
-    def _resume(self) -> bool:
-        """Wait for the posted exchange and go on with the story. Return False if it was its last one."""
-        assert self._asked is not None
+    def _resume(self) -> None:
+        """Wait for the posted exchange and go on with the story, to its next exchange or to its end."""
         assert self._posted is not None
         assert self._story is not None
-        asked, (wait, since), self._asked, self._posted = self._asked, self._posted, None, None
-        seen = asked.operation.collect(wait)
+        operation, wait, since = self._posted
+        seen = operation.collect(wait)
         self.report.spans.append(Span("exchange", since, time.perf_counter()))
         told = self._story.send(seen)
-        if isinstance(told, Exchange):
-            self._asked = told
-            return True
-        self.report.finite = told
-        if told and self._landing is not None:
-            land(self._story, self._landing)
-        return False
+        self._asked, self._posted = told if isinstance(told, Exchange) else None, None
+        if self._asked is None:
+            self.report.finite = told
+            if told and self._landing is not None:
+                land(self._story, self._landing)
 
     def _begin_next(self) -> bool:
         """Begin the next story, in memory of its own. Return False if none is left to tell."""
         if not self.report.finite or not self._to_tell:
             return False
         self._story, self._landing = self._to_tell.popleft()
-        self._asked = self._exchange(next(self._story))
+        self._asked = next(self._story)
         return True
-
-    @staticmethod
-    def _exchange(told: Exchange | bool) -> Exchange:
-        assert isinstance(told, Exchange)
-        return told
 
     def _post(self) -> bool:
         assert self._asked is not None
-        since = time.perf_counter()
-        self._posted = self._asked.operation.post(self._asked.sends, self._asked.receives), since
+        operation, since = self._asked.operation, time.perf_counter()
+        self._posted = operation, operation.post(self._asked.sends, self._asked.receives), since
         return True
 
     def _end(self) -> bool:
-        report, operations = self.report, self.operations
+        report = self.report
         if self._result and not report.finite:
             self.tensor.fill_(torch.nan)
-        report.bytes_sent = sum(operation.bytes_sent for operation in operations)
-        report.bytes_received = sum(operation.bytes_received for operation in operations)
-        report.bytes_between_nodes = operations[-1].bytes_sent
-        report.messages = sum(operation.messages for operation in operations)
+        for operation in self.operations:
+            report.bytes_sent += operation.bytes_sent
+            report.bytes_received += operation.bytes_received
+            report.messages += operation.messages
+            report.bytes_between_nodes = operation.bytes_sent  # of the last group
         self.complete(self._result)
         if self._result:
             self.abandon()
@@ -246,7 +312,7 @@ class Flight(Handle):
             return algorithm(leg)
         return hierarchical(leg, self.operations[0], algorithm, request.plan.granule)
 
-    def _all_finite(self) -> Generator[Exchange | bool, list[Tensor], None]:
+    def _all_finite(self) -> Story:
         """Tell whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
         parts = [self.tensor] if self.residual is None else [self.tensor, self.residual]
         bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +29,10 @@ class Request:
     channels: Sequence[Channel]
     plan: Plan
     weight: float
-    described: dict[str, Any]  # arguments that must be the same on all ranks
+    text: str  # as JSON, the arguments that must be the same on all ranks
     positions_drawn: bool  # by the key, which must be the same on all ranks then
     draws: bool
     asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
-    text: str  # `described` as JSON
-
     algorithm: str  # for reports: that of the plan, with "hierarchical, " in front if there are two stages
 
     @property
@@ -126,11 +123,10 @@ def make_request(
         channels=channels,
         plan=made,
         weight=1 / (in_node * channel.size) if op == dist.ReduceOp.AVG else 1.0,
-        described=described,
+        text=json.dumps(described),
         positions_drawn=isinstance(first.layout(share, dtype), RandomKLayout),
         draws=first.draws or sums.draws,
         asked_for=first,
-        text=json.dumps(described),
         algorithm=("hierarchical, " if nodes else "") + chosen,
     )
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .all_reduce import all_reduce_compressed
+from .flight import copied
 from .groups import Group, channels, place
-from .handle import copied
 from .transport.operation import Operation
 
 _END = torch.empty(0, dtype=torch.uint8)
@@ -45,12 +45,12 @@ def stream(
         all_reduce_compressed(torch.zeros(1 << 16, device=device), "quantize:bits=8", group=group, timeout=timeout)
     # All of them are numbered now, so that after an error the next call has the same number on all ranks.
     turns = [(source, [Operation(channel, name) for channel in ends]) for source in range(size) if source != to]
-    call = {"call": name, "to": to}
+    call = json.dumps({"call": name, "to": to})
 
     def take_turn(number: int, source: int, operations: list[Operation]) -> None:
         seconds = ends[0].timeout if timeout is None else timeout
         for operation in operations:
-            operation.describe(call, json.dumps(call), None)
+            operation.describe(call, None)
             # Each exchange before this turn may take so long. If one fails, those who take part report it before that.
             operation.limit(seconds * (1 + 2 * number * (2 + most)))
             operation.start()

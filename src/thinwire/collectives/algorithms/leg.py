@@ -5,7 +5,9 @@ these exchanges are carried out by the wire. Then it yields whether every rank w
 far. If the reduction lands, the story is given a `Landing`, changes the residual, and writes the sum. If not, it ends.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +19,41 @@ from ...compressors import CompressedTensor, Compressor
 from ...kernels.joined import Flat
 from ...kernels.layout import Layout
 from ...kernels.updates import Update
-from ..handle import Report
 from ..transport.link import Buffers, Seen
 from ..transport.operation import Operation
+
+
+class Span(NamedTuple):
+    """Start and end of one phase, in seconds of `time.perf_counter`."""
+
+    phase: str
+    start: float
+    stop: float
+
+
+@dataclass
+class Report:
+    """The report of one operation on this rank. Its counts are final when the handle is completed."""
+
+    algorithm: str  # gather, sharded, dense or values, with "hierarchical, " in front if there were two stages
+    reason: str
+    segments: int = 1
+    memory: int = 0  # planned bytes, beyond the tensor and the residuals
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one stage, all of it
+    messages: int = 0
+    finite: bool = True  # False if the input of any rank was not: the result is NaN, and no residual has changed
+    spans: list[Span] = field(default_factory=list)
+    """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(phase, started, time.perf_counter()))
 
 
 class Exchange(NamedTuple):
@@ -39,8 +73,8 @@ class Landing(NamedTuple):
     update: Update | None = None  # its moments advance now
 
 
-Story = Generator[Exchange | bool, Any, None]
-Exchanges = Generator[Exchange, Seen, Any]
+Story = Generator[Any, Any, None]
+"""Yields each `Exchange`, for which it gets what was `Seen`, then a bool, for which it may get a `Landing`."""
 
 
 class Encoded(NamedTuple):

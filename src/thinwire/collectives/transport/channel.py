@@ -119,7 +119,7 @@ class Connection:
             silent = self._channel.find_silent()
             if silent is not None:
                 self.fail(silent)
-            if self.cause is not None or self.reported_error() is not None or time.monotonic() > deadline:
+            if self.reported_error() is not None or time.monotonic() > deadline:
                 board.write_once(decision, "no")
             self._channel.pause(pause)
             pause = min(0.02, 1.5 * pause)
@@ -139,7 +139,12 @@ class Connection:
         return error
 
     def reported_error(self) -> CollectiveError | None:
-        """Return the error that a rank has written on the board, or None; what no rank can have written is ignored."""
+        """Return the error that ended the connections, here or as a rank has written on the board; else None.
+
+        What no rank can have written is ignored.
+        """
+        if self.cause is not None:
+            return self.cause
         text = self._channel.board.read(f"error/{self.number}")
         found = read_notice(text) if text is not None else None
         kind = _KINDS.get(str(found.get("kind"))) if found else None
