@@ -12,8 +12,7 @@ import copy
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,12 +24,12 @@ from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
-from .algorithms.leg import Exchange, Landing, Leg, Report, Span, Story, exchange_parts, land
+from .algorithms.leg import Exchange, Landing, Leg, Report, Span, Story, exchange_parts, land, until_known
 from .algorithms.sharded import sharded, values
 from .request import Request
 from .state import ShardState
 from .transport.errors import CollectiveError
-from .transport.link import Wait
+from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
 _ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
@@ -136,10 +135,8 @@ class Flight(Handle):
             operation.describe(request.text, self._key if draws_alike else None)
         self.encoded = False
         self._story: Story | None = None
-        self._asked: Exchange | None = None
+        self._asked: Exchange | None = None  # by the caller's part of the story
         self._posted: tuple[Operation, Wait, float] | None = None
-        self._to_tell: deque[tuple[Story, Landing | None]] = deque()  # if the wire does everything
-        self._landing: Landing | None = None  # of the story that is told, if the wire lands it
         self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
         self._wire = operations[-1].channel.wire
         self.through_host = leg is not None and leg.through_host
@@ -176,12 +173,7 @@ class Flight(Handle):
 
     def do_all(self, result: Tensor) -> None:
         """Let the wire do everything. The result is written into `result`, of which this flight has a flat view."""
-        self._result, segments = [result], self.request.plan.segments
-        if len(segments) > 1:  # the residual of the first segment must not change if the last one holds NaN on any rank
-            self._to_tell.append((self._all_finite(), None))
-        for index, (start, stop) in enumerate(segments):
-            segment = self.tensor[start:stop]
-            self._to_tell.append((self._told(index, segment), Landing(segment, source=segment)))
+        self._result, self._story = [result], self._all_told()
         if self.stream is not None:
             for used in (self.tensor, self.residual, *self._owner_residuals):
                 if used is not None:
@@ -201,7 +193,6 @@ class Flight(Handle):
     def abandon(self) -> None:
         """Forget the story; what it has not changed stays as it is."""
         self._story = self._asked = self._posted = None
-        self._to_tell.clear()
         if self._leg is not None:
             self._leg.release()
 
@@ -231,52 +222,37 @@ class Flight(Handle):
                     self.ready.synchronize() if self.through_host else self.ready.wait()
                 for operation in self.operations:
                     operation.start()
-                if not self.encoded:
-                    self._begin_next()
-                return self._post()
+                assert self._story is not None
+                return self._post(self._asked or next(self._story))
         except BaseException as error:
             return self.give_up(error)
 
     def collect(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                self._resume()
-                return self._post() if self._asked is not None or self._begin_next() else self._end()
+                told = self._resume()
+                return self._post(told) if isinstance(told, Exchange) else self._end(told)
         except BaseException as error:
             return self.give_up(error)
 
-    def _resume(self) -> None:
+    def _resume(self) -> Exchange | bool:
         """Wait for the posted exchange and go on with the story, to its next exchange or to its end."""
         assert self._posted is not None
         assert self._story is not None
-        operation, wait, since = self._posted
+        (operation, wait, since), self._asked, self._posted = self._posted, None, None
         seen = operation.collect(wait)
         self.report.spans.append(Span("exchange", since, time.perf_counter()))
-        told = self._story.send(seen)
-        self._asked, self._posted = told if isinstance(told, Exchange) else None, None
-        if self._asked is None:
-            self.report.finite = told
-            if told and self._landing is not None:
-                land(self._story, self._landing)
+        told: Exchange | bool = self._story.send(seen)
+        return told
 
-    def _begin_next(self) -> bool:
-        """Begin the next story, in memory of its own. Return False if none is left to tell."""
-        if not self.report.finite or not self._to_tell:
-            return False
-        self._story, self._landing = self._to_tell.popleft()
-        self._asked = next(self._story)
+    def _post(self, asked: Exchange) -> bool:
+        since = time.perf_counter()
+        self._posted = asked.operation, asked.operation.post(asked.sends, asked.receives), since
         return True
 
-    def _post(self) -> bool:
-        assert self._asked is not None
-        operation, since = self._asked.operation, time.perf_counter()
-        self._posted = operation, operation.post(self._asked.sends, self._asked.receives), since
-        return True
-
-    def _end(self) -> bool:
+    def _end(self, finite: bool) -> bool:
         report = self.report
-        if self._result and not report.finite:
-            self.tensor.fill_(torch.nan)
+        report.finite = finite
         for operation in self.operations:
             report.bytes_sent += operation.bytes_sent
             report.bytes_received += operation.bytes_received
@@ -312,8 +288,24 @@ class Flight(Handle):
             return algorithm(leg)
         return hierarchical(leg, self.operations[0], algorithm, request.plan.granule)
 
-    def _all_finite(self) -> Story:
-        """Tell whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
+    def _all_told(self) -> Story:
+        """Tell and land the stories of all segments, one after the other, each in memory of its own."""
+        segments = self.request.plan.segments
+        # The residual of the first segment must not change if the last one holds NaN on any rank.
+        finite = len(segments) == 1 or (yield from self._all_finite())
+        for index, (start, stop) in enumerate(segments):
+            if finite:
+                segment = self.tensor[start:stop]
+                story = self._told(index, segment)
+                finite = yield from until_known(story)
+                if finite:
+                    land(story, Landing(segment, source=segment))
+        if not finite:
+            self.tensor.fill_(torch.nan)
+        yield finite
+
+    def _all_finite(self) -> Generator[Exchange, Seen, bool]:
+        """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on magnitudes."""
         parts = [self.tensor] if self.residual is None else [self.tensor, self.residual]
         bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)
         for operation in self.operations:
@@ -321,4 +313,4 @@ class Flight(Handle):
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self.tensor.device)
             yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
-        yield bound <= torch.finfo(residual_dtype(self.tensor.dtype)).max  # False for NaN
+        return bound <= torch.finfo(residual_dtype(self.tensor.dtype)).max  # False for NaN

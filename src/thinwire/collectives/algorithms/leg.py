@@ -74,7 +74,7 @@ class Landing(NamedTuple):
 
 
 Story = Generator[Any, Any, None]
-"""Yields each `Exchange`, for which it gets what was `Seen`, then a bool, for which it may get a `Landing`."""
+"""Yields an `Exchange` and is given what was `Seen`, once or twice; yields a bool and may be given a `Landing`."""
 
 
 class Encoded(NamedTuple):
@@ -224,7 +224,7 @@ class Leg:
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         """Raise an error that names the rank of a malformed payload; trust those of threads, and this GPU's own."""
-        if self.operation.channel.group is None:
+        if self.operation.channel.backend == "local":
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
             if not layout.numel or (rank == self.rank and self.tensor.is_cuda):
@@ -236,7 +236,7 @@ class Leg:
 
     def check_sums(self, sums: Sequence[Tensor]) -> None:
         """Raise an error if an owner's uncompressed sum is NaN in some elements and not in others. Inf is allowed."""
-        if self.operation.channel.group is None:
+        if self.operation.channel.backend == "local":
             return
         for rank, part in enumerate(sums):
             if bool(part.sum().isnan()) and 0 < int(part.isnan().sum()) < part.numel():  # mostly one test is enough

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
@@ -21,29 +22,23 @@ _CONNECT_SECONDS = 60.0
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
+@dataclass(kw_only=True, eq=False)
 class Channel:
-    """One group with one backend, by default gloo."""
+    """One group with one backend."""
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        backend: str,
-        rank: int,
-        ranks: list[int],
-        timeout: float,
-        board: Board,
-        wire: Wire | None,
-    ) -> None:
-        self.group, self.backend = group, backend  # no group if the ranks are threads
-        self.rank, self.size = rank, len(ranks)
-        self.ranks = ranks  # global ones
-        self.others = [other for other in range(self.size) if other != rank]
-        self.timeout, self.board = timeout, board
-        self.wire = wire  # without it, exchanges run at once, in the thread and on the stream of the caller
+    rank: int
+    ranks: list[int]  # global ones
+    timeout: float
+    board: Board
+    wire: Wire | None  # without it, exchanges run at once, in the thread and on the stream of the caller
+    backend: str = "gloo"
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks)
+        self.others = [other for other in range(self.size) if other != self.rank]
         self.users = itertools.count()  # numbers for synchronizers, as they first use this channel
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._lock, self._numbers = threading.Lock(), itertools.count(1)
         self._connection: Connection | None = None
 
     def next(self) -> tuple[int, "Connection"]:
