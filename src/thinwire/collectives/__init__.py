@@ -10,7 +10,7 @@ from .elastic import ElasticGroup as ElasticGroup
 from .flight import Handle as Handle
 from .local import LocalGroup as LocalGroup
 from .local import LocalWorld as LocalWorld
-from .state import ShardState as ShardState
+from .request import ShardState as ShardState
 from .transport.errors import CollectiveError as CollectiveError
 from .transport.errors import MismatchError as MismatchError
 from .transport.errors import PeerError as PeerError

@@ -72,7 +72,7 @@ def ring(nbytes: int, ranks: int) -> int:
 
 
 def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
-    """Return the cost of gather."""
+    """Return the cost of gather: all payloads are sent to all ranks."""
     payload = first.nbytes(numel, dtype)
     return Cost((ranks - 1) * payload, ranks - 1, ranks * payload + _working(first.layout(numel, dtype)))
 

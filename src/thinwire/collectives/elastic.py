@@ -323,15 +323,7 @@ class ElasticChannel(Channel):
     """The connections of one set of members."""
 
     def __init__(self, group: ElasticGroup, board: Board) -> None:
-        super().__init__(
-            group=None,
-            backend="gloo",
-            rank=group.rank,
-            ranks=list(group.members),
-            timeout=group.timeout,
-            board=board,
-            wire=Wire(),
-        )
+        super().__init__(rank=group.rank, ranks=list(group.members), timeout=group.timeout, board=board, wire=Wire())
         self._members = weakref.ref(group)
         self._looked_at = 0.0
 

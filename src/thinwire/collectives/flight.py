@@ -26,8 +26,7 @@ from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
 from .algorithms.leg import Exchange, Landing, Leg, Report, Span, Story, exchange_parts, land, until_known
 from .algorithms.sharded import sharded, values
-from .request import Request
-from .state import ShardState
+from .request import Request, ShardState
 from .transport.errors import CollectiveError
 from .transport.link import Seen, Wait
 from .transport.operation import Operation
@@ -91,12 +90,11 @@ class Handle:
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         if self._future is not None:
-            self._future.set_exception(copied(error))  # type: ignore[arg-type]
+            self._future.set_exception(_copied(error))  # type: ignore[arg-type]
         self._done.set()
 
 
-def copied(error: BaseException) -> BaseException:
-    """Return a copy of an error, to be raised in a second place."""
+def _copied(error: BaseException) -> BaseException:
     try:
         return copy.copy(error)
     except Exception:  # this error cannot be copied
@@ -133,8 +131,8 @@ class Flight(Handle):
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
             operation.describe(request.text, self._key if draws_alike else None)
-        self.encoded = False
-        self._story: Story | None = None
+        self.encoded, self.has_two_rounds = False, len(operations) == segments == 1
+        self._story: Story = None  # type: ignore[assignment]
         self._asked: Exchange | None = None  # by the caller's part of the story
         self._posted: tuple[Operation, Wait, float] | None = None
         self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
@@ -186,13 +184,12 @@ class Flight(Handle):
 
     def land(self, out: Tensor, source: Flat | None = None, update: Update | None = None) -> None:
         """Change moments and residual by what was encoded, and write the weighted sum into `out`."""
-        assert self._story is not None
         land(self._story, Landing(out, source, update))
         self.abandon()
 
     def abandon(self) -> None:
         """Forget the story; what it has not changed stays as it is."""
-        self._story = self._asked = self._posted = None
+        self._story = self._asked = self._posted = None  # type: ignore[assignment]
         if self._leg is not None:
             self._leg.release()
 
@@ -211,10 +208,6 @@ class Flight(Handle):
     def waits_for_all(self) -> bool:
         return any(operation.waits_for_all for operation in self.operations)
 
-    @property
-    def has_two_rounds(self) -> bool:
-        return len(self.operations) == 1 and len(self.request.plan.segments) == 1
-
     def post(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
@@ -222,7 +215,6 @@ class Flight(Handle):
                     self.ready.synchronize() if self.through_host else self.ready.wait()
                 for operation in self.operations:
                     operation.start()
-                assert self._story is not None
                 return self._post(self._asked or next(self._story))
         except BaseException as error:
             return self.give_up(error)
@@ -231,18 +223,19 @@ class Flight(Handle):
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
                 told = self._resume()
+                if told is None:  # only now is nothing of the last segment held
+                    told = next(self._story)
                 return self._post(told) if isinstance(told, Exchange) else self._end(told)
         except BaseException as error:
             return self.give_up(error)
 
-    def _resume(self) -> Exchange | bool:
+    def _resume(self) -> Exchange | bool | None:
         """Wait for the posted exchange and go on with the story, to its next exchange or to its end."""
         assert self._posted is not None
-        assert self._story is not None
         (operation, wait, since), self._asked, self._posted = self._posted, None, None
         seen = operation.collect(wait)
         self.report.spans.append(Span("exchange", since, time.perf_counter()))
-        told: Exchange | bool = self._story.send(seen)
+        told: Exchange | bool | None = self._story.send(seen)
         return told
 
     def _post(self, asked: Exchange) -> bool:
@@ -289,7 +282,7 @@ class Flight(Handle):
         return hierarchical(leg, self.operations[0], algorithm, request.plan.granule)
 
     def _all_told(self) -> Story:
-        """Tell and land the stories of all segments, one after the other, each in memory of its own."""
+        """Tell and land the stories of all segments, each in memory of its own. Yield None after each of them."""
         segments = self.request.plan.segments
         # The residual of the first segment must not change if the last one holds NaN on any rank.
         finite = len(segments) == 1 or (yield from self._all_finite())
@@ -300,6 +293,7 @@ class Flight(Handle):
                 finite = yield from until_known(story)
                 if finite:
                     land(story, Landing(segment, source=segment))
+                yield None
         if not finite:
             self.tensor.fill_(torch.nan)
         yield finite

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .all_reduce import all_reduce_compressed
-from .flight import copied
 from .groups import Group, channels, place
 from .transport.operation import Operation
 
@@ -63,8 +62,7 @@ def stream(
             for message in send() if rank == source else down.messages():
                 up.send(message)
             up.send(_END)
-            for _ in up.messages():  # only its end, which says that the receiver has everything
-                pass
+            list(up.messages())  # only its end, which says that the receiver has everything
             if rank != source:
                 down.send(_END)
 
@@ -82,8 +80,7 @@ def stream(
         task.post()
     else:
         ends[-1].wire.submit(task)
-    if (error := task.exception()) is not None:
-        raise copied(error)
+    task.result()
 
 
 class _Line(NamedTuple):

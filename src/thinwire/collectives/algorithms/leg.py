@@ -145,10 +145,6 @@ class Leg:
         return self.operation.channel.size
 
     @property
-    def others(self) -> list[int]:
-        return self.operation.channel.others
-
-    @property
     def layout(self) -> Layout:
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
@@ -186,8 +182,9 @@ class Leg:
     def fetch(self, payloads: Sequence[Tensor], host: Sequence[Tensor]) -> None:
         """Queue copies of other ranks' payloads to the GPU as they arrive: later, they would delay the optimizer."""
         if host is not payloads:
+            others = self.operation.channel.others
             torch._foreach_copy_(
-                [payloads[rank] for rank in self.others], [host[rank] for rank in self.others], non_blocking=True
+                [payloads[rank] for rank in others], [host[rank] for rank in others], non_blocking=True
             )
 
     def commit(self, landing: Landing) -> None:
@@ -254,9 +251,8 @@ def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[E
     """Send this rank's part to all ranks. Return the parts of all, or their pinned copies if they were staged."""
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
-    return [
-        next(iter(sent.values()), own) if part is own else received.get(rank, part) for rank, part in enumerate(parts)
-    ]
+    seen = {**dict(enumerate(parts)), **received, operation.channel.rank: next(iter(sent.values()), own)}
+    return list(seen.values())
 
 
 def until_known(story: Story) -> Generator[Exchange, Seen, bool]:

@@ -17,11 +17,12 @@ from functools import cached_property
 from .channel import Channel, Connection
 from .errors import CollectiveError, MismatchError, PeerError
 from .link import LinkBroken
-from .records import Record, difference, rank_list, read_notice
+from .records import Record, difference, rank_list, read_notice, write_notice
 
 PATIENCE_SECONDS = 1.0
 _LONGEST_PATIENCE_SECONDS = 8.0  # between two looks for closed connections
 _SLOTS = 4096  # `here` keys of each rank, which are reused
+_AGREED = "agreed"
 
 
 class Agreement:
@@ -45,12 +46,14 @@ class Agreement:
             self._refused = reason
             self.__dict__.pop("_record", None)
             self._arrive()
-            self._connection.fail(MismatchError(f"the call was refused by rank {self._me}: {reason}", [self._me]))
+            self._connection.fail(
+                MismatchError(f"the call was refused by rank {self.channel.me}: {reason}", [self.channel.me])
+            )
 
     def malformed(self, peer: int, reason: str) -> CollectiveError:
         """Return the error for a payload of `peer`, a rank of the group, that no compressor could have made."""
         rank = self.channel.ranks[peer]
-        reason = f"rank {rank} sent a malformed payload: {reason}; rank {self._me} did not use it"
+        reason = f"rank {rank} sent a malformed payload: {reason}; rank {self.channel.me} did not use it"
         return self._failed(PeerError(reason, [rank]))
 
     def check_others(self) -> None:
@@ -62,7 +65,7 @@ class Agreement:
         theirs = self._read_here(peer)
         cause = self._connection.reported_error() or self.channel.find_silent()
         if cause is None and theirs is not None and theirs != self._record:
-            cause = difference({self._me: self._record, self.channel.ranks[peer]: theirs})
+            cause = difference({self.channel.me: self._record, self.channel.ranks[peer]: theirs})
         if cause is not None:
             self._connection.fail(cause)
 
@@ -87,12 +90,12 @@ class Agreement:
         if board.count(f"read/{self.number}") == self.channel.size:
             board.delete(f"verdict/{self.number}")
             board.delete(f"read/{self.number}")
-        found = read_notice(verdict)
-        if found is None:
-            cause = PeerError(f"the group's store has a verdict that no rank wrote: {verdict[:80]!r}", [])
+        if verdict == _AGREED:
+            cause = self._connection.reported_error()  # this rank may be so late that the others have given up
         else:
-            cause = MismatchError(found["message"], found["ranks"]) if found else self._connection.reported_error()
-        if cause is not None:  # a mismatch, or this rank is so late that the others have given up
+            unknown = PeerError(f"the group's store has a verdict that no rank wrote: {verdict[:80]!r}")
+            cause = read_notice(verdict) or unknown
+        if cause is not None:
             raise self._failed(cause)
 
     def _arrive(self) -> None:
@@ -103,11 +106,8 @@ class Agreement:
             return
         records = {self.channel.ranks[rank]: self._read_here(rank) for rank in range(self.channel.size)}
         calls = {rank: record for rank, record in records.items() if record is not None}
-        found = {}
-        if any(record != self._record or record.refused is not None for record in calls.values()):
-            error = difference(calls)
-            found = {"message": str(error), "ranks": error.ranks}
-        board.write(f"verdict/{self.number}", json.dumps(found))
+        agreed = all(record == self._record and record.refused is None for record in calls.values())
+        board.write(f"verdict/{self.number}", _AGREED if agreed else write_notice(difference(calls)))
         board.delete(f"arrived/{self.number}")
 
     def _explained(self, error: LinkBroken | RuntimeError) -> CollectiveError:
@@ -125,10 +125,10 @@ class Agreement:
         peer = self.channel.ranks[broken.peer]
         theirs = self._read_here(broken.peer)
         if theirs is not None and theirs != self._record:
-            return difference({self._me: self._record, peer: theirs})
+            return difference({self.channel.me: self._record, peer: theirs})
         if not broken.late:
             lost = self.channel.board.lost
-            if lost is not None and 0 in self.channel.ranks and 0 not in (peer, self._me):
+            if lost is not None and 0 in self.channel.ranks and 0 not in (peer, self.channel.me):
                 # The peer may have closed its connections because of rank 0, and could not leave a notice.
                 return self._without_store(f"{lost}; rank {peer}: {broken}")
             return PeerError(f"rank {peer} is lost: {broken}", [peer])
@@ -172,7 +172,7 @@ class Agreement:
 
     def _without_store(self, reason: str) -> PeerError:
         """Return the error after the store was lost. Usually rank 0 runs it, or an agent that ends together with it."""
-        if 0 in self.channel.ranks and self._me != 0:
+        if 0 in self.channel.ranks and self.channel.me != 0:
             return PeerError(f"rank 0 is lost, and with it the group's store: {reason}", [0])
         return PeerError(f"the group's store does not answer, so the rank that runs it is lost: {reason}")
 
@@ -181,7 +181,7 @@ class Agreement:
         return self._error(self._connection.fail(cause))
 
     def _error(self, cause: CollectiveError, before: str = "") -> CollectiveError:
-        error = type(cause)(f"{self.name} #{self.number} on rank {self._me}: {before}{cause}", cause.ranks)
+        error = type(cause)(f"{self.name} #{self.number} on rank {self.channel.me}: {before}{cause}", cause.ranks)
         error.found = cause
         return error
 
@@ -201,7 +201,3 @@ class Agreement:
         since = {"connected since operation": self._connection.number}
         drawn = {} if self._draw is None else {"key": self._draw}
         return Record(self.number, {**json.loads(self._call), **drawn, **since})
-
-    @property
-    def _me(self) -> int:
-        return self.channel.ranks[self.channel.rank]

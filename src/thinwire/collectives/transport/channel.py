@@ -1,7 +1,6 @@
 """This rank's end of a process group: it numbers the operations and holds their shared connections."""
 
 import itertools
-import json
 import threading
 import time
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from .board import Board
-from .errors import CollectiveError, MismatchError, PeerError
+from .errors import CollectiveError, PeerError
 from .forks import in_child
 from .link import GlooLink, Link, NcclLink
-from .records import read_notice
+from .records import read_notice, write_notice
 from .wire import Wire
 
 _CONNECT_SECONDS = 60.0
-_KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,7 +33,7 @@ class Channel:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        self.size = len(self.ranks)
+        self.size, self.me = len(self.ranks), self.ranks[self.rank]
         self.others = [other for other in range(self.size) if other != self.rank]
         self.users = itertools.count()  # numbers for synchronizers, as they first use this channel
         self._lock, self._numbers = threading.Lock(), itertools.count(1)
@@ -127,8 +125,7 @@ class Connection:
             if self.cause is not None:
                 return self.cause
             self.cause, link, self._link = error, self._link, None
-        text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
-        self._channel.board.write_once(f"error/{self.number}", text)
+        self._channel.board.write_once(f"error/{self.number}", write_notice(error))
         if link is not None:
             link.close()
         return error
@@ -141,9 +138,7 @@ class Connection:
         if self.cause is not None:
             return self.cause
         text = self._channel.board.read(f"error/{self.number}")
-        found = read_notice(text) if text is not None else None
-        kind = _KINDS.get(str(found.get("kind"))) if found else None
-        return kind(found["message"], found["ranks"]) if found and kind is not None else None
+        return None if text is None else read_notice(text)
 
 
 _LOCK = threading.Lock()

@@ -157,7 +157,7 @@ class Operation(Agreement):
         """End this operation with an error from this rank or from another group, and notify the other ranks."""
         watch.end(self)
         found = error.found if isinstance(error, CollectiveError) else None
-        cause = found or CollectiveError(f"rank {self._me} gave up: {error!r}", [self._me])
+        cause = found or CollectiveError(f"rank {self.channel.me} gave up: {error!r}", [self.channel.me])
         if self.channel.size > 1:
             cause = self._connection.fail(cause)
             if not self._arrived:  # a rank on new connections would wait for this one to arrive

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import MismatchError
+from .errors import CollectiveError, MismatchError, PeerError
+
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,20 @@ class Record:
         return Record(number, call, refused) if fits else None
 
 
-def read_notice(text: str) -> dict[str, Any] | None:
-    """Return a notice of the board with a message and a list of ranks, or {}; None if it is not one of thinwire's."""
+def write_notice(error: CollectiveError) -> str:
+    """Return the text by which an error reaches the other ranks."""
+    return json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
+
+
+def read_notice(text: str) -> CollectiveError | None:
+    """Return the error with this text, or None if it is not one that thinwire writes."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+        kind, message, ranks = _KINDS[found["kind"]], found["message"], found["ranks"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if found == {}:
-        return {}
-    fits = isinstance(found, dict) and isinstance(found.get("message"), str) and isinstance(found.get("ranks"), list)
-    return found if fits and all(type(rank) is int for rank in found["ranks"]) else None
+    fits = isinstance(message, str) and isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+    return kind(message, ranks) if fits else None
 
 
 def difference(records: Mapping[int, Record]) -> MismatchError:

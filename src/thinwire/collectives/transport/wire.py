@@ -22,13 +22,11 @@ class WireTask(Protocol):
     """
 
     encoded: bool
+    has_two_rounds: bool
 
     @property
     def waits_for_all(self) -> bool:
         """Return whether this waits for all ranks before its first byte."""
-
-    @property
-    def has_two_rounds(self) -> bool: ...
 
     def post(self) -> bool:
         """Start to send and receive. Return False if nothing is left to do."""
