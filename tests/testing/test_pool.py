@@ -26,7 +26,7 @@ from support.loaded import start_main
 from support.ports import listening
 from support.processes import living
 from thinwire.collectives.transport.agreement import PATIENCE_SECONDS
-from thinwire.collectives.transport.records import Record, read_notice
+from thinwire.collectives.transport.errors import Record, read_notice
 from thinwire.testing import LOST, RankError, RankPool
 from thinwire.testing.pool import Workers
 

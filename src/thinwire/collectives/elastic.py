@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from .transport.board import Board
 from .transport.channel import Channel
-from .transport.errors import PeerError
-from .transport.records import rank_list
+from .transport.errors import PeerError, rank_list
 from .transport.wire import Wire
 
 _BEAT_SECONDS = 0.5

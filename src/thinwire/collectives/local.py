@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from .transport.board import Board
 from .transport.channel import Channel
-from .transport.errors import CollectiveError
+from .transport.errors import CollectiveError, rank_list
 from .transport.link import Link
 from .transport.local_link import LocalLink, Switchboard, Turns
 from .transport.operation import Operation
-from .transport.records import rank_list
 from .transport.wire import Wire
 
 P = ParamSpec("P")

@@ -15,9 +15,8 @@ import time
 from functools import cached_property
 
 from .channel import Channel, Connection
-from .errors import CollectiveError, MismatchError, PeerError
+from .errors import CollectiveError, MismatchError, PeerError, Record, difference, rank_list, read_notice, write_notice
 from .link import LinkBroken
-from .records import Record, difference, rank_list, read_notice, write_notice
 
 PATIENCE_SECONDS = 1.0
 _LONGEST_PATIENCE_SECONDS = 8.0  # between two looks for closed connections

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from .board import Board
-from .errors import CollectiveError, PeerError
+from .errors import CollectiveError, PeerError, read_notice, write_notice
 from .forks import in_child
 from .link import GlooLink, Link, NcclLink
-from .records import read_notice, write_notice
 from .wire import Wire
 
 _CONNECT_SECONDS = 60.0

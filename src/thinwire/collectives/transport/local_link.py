@@ -1,7 +1,8 @@
 """Ranks that are threads of one process: they wait for each other, and copy messages from buffer to buffer.
 
 Each rank posts its send buffers and its receive buffers. Of two ranks with messages for each other, the later one
-copies them, all in one call. A buffer is free again after the wait for its post, as with gloo.
+copies them, all in one call: if each copied its own in its wait, ranks that wait for different messages could wait for
+each other. A buffer is free again after the wait for its post, as with gloo.
 
 On CUDA, no thread waits for the device. Ranks on different streams record an event with their post. The stream of the
 rank that copies waits for this event, and the other rank's stream waits for an event after the copies.
