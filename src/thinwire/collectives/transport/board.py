@@ -106,7 +106,7 @@ class Board:
 
 
 class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
-    """The part of a store that gloo uses. It polls: a wait in torch's own store would block thinwire's other threads."""
+    """What gloo uses of a store. It polls, since a wait in torch's own store would block thinwire's other threads."""
 
     def __init__(self, store: Any, thread: StoreThread) -> None:
         super().__init__()
