@@ -12,7 +12,6 @@ one rank reaches the others at once.
 import json
 import re
 import time
-from functools import cached_property
 
 from .channel import Channel, Connection
 from .errors import CollectiveError, MismatchError, PeerError, Record, difference, rank_list, read_notice, write_notice
@@ -43,7 +42,6 @@ class Agreement:
         """Notify the other ranks that this rank does not take part, with the reason."""
         if self.channel.size > 1:
             self._refused = reason
-            self.__dict__.pop("_record", None)
             self._arrive()
             self._connection.fail(
                 MismatchError(f"the call was refused by rank {self.channel.me}: {reason}", [self.channel.me])
@@ -104,8 +102,8 @@ class Agreement:
         if board.count(f"arrived/{self.number}") != self.channel.size:
             return
         records = {self.channel.ranks[rank]: self._read_here(rank) for rank in range(self.channel.size)}
-        calls = {rank: record for rank, record in records.items() if record is not None}
-        agreed = all(record == self._record and record.refused is None for record in calls.values())
+        calls, own = {rank: record for rank, record in records.items() if record is not None}, self._record
+        agreed = all(record == own and record.refused is None for record in calls.values())
         board.write(f"verdict/{self.number}", _AGREED if agreed else write_notice(difference(calls)))
         board.delete(f"arrived/{self.number}")
 
@@ -192,7 +190,7 @@ class Agreement:
         record = None if text is None else Record.read(text)
         return record if record is not None and record.number == self.number else None
 
-    @cached_property
+    @property
     def _record(self) -> Record:
         """What this rank writes on the board, if it comes to that."""
         if self._refused is not None or not self._call:
