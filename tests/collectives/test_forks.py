@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire.collectives.transport.watch import watch
+from thinwire.collectives.transport.operation import watch
 from thinwire.testing import LOST, RankPool
 
 NUMEL = 4096

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import thinwire
 from support.calls import reduce
 from thinwire.collectives.transport import channel
-from thinwire.collectives.transport.watch import watch
+from thinwire.collectives.transport.operation import watch
 from thinwire.testing import RankPool, store_barrier
 
 

@@ -14,7 +14,7 @@ import thinwire
 from support.oracle import same_bits
 from support.reductions import Case, perform
 from thinwire.collectives.local import LocalGroup, LocalWorld
-from thinwire.collectives.transport import operation
+from thinwire.collectives.transport import agreement
 from thinwire.collectives.transport.link import LinkBroken
 from thinwire.collectives.transport.local_link import LocalLink, Switchboard
 from thinwire.testing import run_threads
@@ -49,7 +49,7 @@ def caught(call: Callable[[], object]) -> Exception | None:
 
 def test_a_record_of_an_earlier_operation_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of the board are used again. A rank that is late has left the record of an earlier call under the key."""
-    monkeypatch.setattr(operation, "_SLOTS", 1)
+    monkeypatch.setattr(agreement, "_SLOTS", 1)
 
     def work(group: LocalGroup) -> Exception | None:
         def call(spec: str, timeout: float) -> None:

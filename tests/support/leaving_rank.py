@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire.collectives.transport.watch import watch
+from thinwire.collectives.transport.operation import watch
 
 
 def main(path: str, rank: int, when: str) -> None:

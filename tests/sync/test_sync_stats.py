@@ -9,7 +9,7 @@ import torch
 from support.by_threads import by_threads
 from thinwire import Policy, Synchronizer
 from thinwire.collectives import LocalGroup
-from thinwire.collectives.handle import Report, Span
+from thinwire.collectives.algorithms.leg import Report, Span
 from thinwire.sync.statistics import SyncStats
 
 

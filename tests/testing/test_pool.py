@@ -25,8 +25,8 @@ import thinwire
 from support.loaded import Copy, start_function
 from support.ports import listening
 from support.processes import living
-from thinwire.collectives.transport.records import Record, read_notice
-from thinwire.collectives.transport.watch import PATIENCE_SECONDS
+from thinwire.collectives.transport.agreement import PATIENCE_SECONDS
+from thinwire.collectives.transport.errors import Record, read_notice
 from thinwire.testing import LOST, RankError, RankPool
 from thinwire.testing.pool import Workers
 
@@ -236,15 +236,15 @@ def test_nonsense_in_the_store_is_ignored_or_an_error_that_names_the_call(places
 def test_what_no_rank_wrote_is_no_record_and_no_notice() -> None:
     records = ("{}", "[1, 2]", '["1", {}, null]', "[1, [], null]", "[1, {}, 3]", '[1, {"call": []}, null]')
     notices = (
-        '{"message": 1, "ranks": []}', '{"message": "m", "ranks": "all"}', '{"message": "m", "ranks": ["0"]}',
-        '{"ranks": []}',
+        '{"kind": "PeerError", "message": 1, "ranks": []}', '{"kind": "PeerError", "message": "m", "ranks": "all"}',
+        '{"kind": "PeerError", "message": "m", "ranks": ["0"]}', '{"kind": "PeerError", "ranks": []}',
+        '{"kind": ["PeerError"], "message": "m", "ranks": []}', '{"kind": "Exit", "message": "m", "ranks": []}', "{}",
     )  # fmt: skip
     for text in ("", "words", "[]", "7", "null", "[" * 100_000, *records):
         assert Record.read(text) is None, text[:40]
         assert Record.read(text.encode() + b"\xff") is None, text[:40]
     for text in ("", "words", "[]", "7", "null", "[" * 100_000, *notices):
         assert read_notice(text) is None, text[:40]
-    assert read_notice("{}") == {}
     assert read_notice('{"message": "m", "ranks": [0], "kind": "PeerError"}') is not None
 
 

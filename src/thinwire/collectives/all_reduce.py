@@ -6,12 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compressors import Compressor
-from .flight import Flight
+from .flight import Flight, Handle
 from .groups import Group, channels
-from .handle import Handle
 from .plan import max_bytes as budget
-from .request import make_request
-from .state import ShardState
+from .request import ShardState, make_request
 from .transport.operation import Operation, check_timeout, refusing
 
 

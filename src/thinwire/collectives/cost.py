@@ -65,14 +65,13 @@ def is_whole(compressor: Compressor, numel: int, dtype: torch.dtype, cut: Sequen
     return kinds <= {type(layout)} and all(start % layout.granule == 0 for start, stop in cut if start < stop)
 
 
-@lru_cache(maxsize=1024)
 def ring(nbytes: int, ranks: int) -> int:
     """Return the bytes that each rank sends in a ring all-reduce of `nbytes` bytes."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def gather(first: Compressor, numel: int, dtype: torch.dtype, ranks: int) -> Cost:
-    """Return the cost of gather."""
+    """Return the cost of gather: all payloads are sent to all ranks."""
     payload = first.nbytes(numel, dtype)
     return Cost((ranks - 1) * payload, ranks - 1, ranks * payload + _working(first.layout(numel, dtype)))
 

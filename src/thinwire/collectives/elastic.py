@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from .transport.board import Board
 from .transport.channel import Channel
-from .transport.errors import PeerError
-from .transport.records import rank_list
+from .transport.errors import PeerError, rank_list
 from .transport.wire import Wire
 
 _BEAT_SECONDS = 0.5
@@ -49,7 +48,6 @@ class Change(NamedTuple):
 
     counts: bool  # whether all have received everything; otherwise those who are left repeat the exchange
     lost: list[int]  # members before, which did not answer a roll call
-    left: list[int]
     joined: list[int]  # newcomers, which have no common weights yet
     is_new: bool  # whether there are new connections: other members, or the same ones after an error
     ranks_before: int
@@ -112,35 +110,19 @@ class ElasticGroup:
         self.timeout, self.patience = float(timeout), float(patience)
         self.events: list[str] = []
         own = store.clone() if hasattr(store, "clone") else store  # so that threads here never wait for the program's
-        self._board = Board(f"thinwire/elastic/{name}", None, own)
-        self._name = name
+        self._board, self._name = Board(f"thinwire/elastic/{name}", None, own), name
         self._exchange = 0  # number of exchanges that were decided
         self._unchanged: list[int] = []  # the last decisions by which no member changed
         self._wants_to_leave = self.has_left = False
         self._seen: dict[int, tuple[str | None, float]] = {}  # last signs of life, and when they were first seen
         self._asleep: set[int] = set()  # ranks that were here or asked to join, and have given no sign of life since
         self.members: tuple[int, ...] = ()
-        self.number: int
         self._channel: ElasticChannel | None = None
         self._stop_beating = threading.Event()
         if rank is None or size is None:
             self.ask_to_join()
         else:
-            if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
-                raise ValueError(
-                    f"rank {rank} of a group named {name!r} was there before, on the same store: give each group a "
-                    "name of its own; a rank that comes back is a newcomer, without rank= and size="
-                )
-            there = self._board.write_once("size", str(size))
-            if there is not None and there != str(size):
-                raise ValueError(f"size {size}, but other ranks of the group {name!r} have {there}")
-            self._begin(rank)
-            beats = [f"beat/{founder}" for founder in range(size)]
-            if missing := self._missing(*beats):
-                late = [beats.index(beat) for beat in missing]
-                raise PeerError(f"{rank_list(late)} did not come within {self.timeout:g} s", late)
-            self.members = tuple(range(size))
-            self._connect()
+            self._found(rank, size)
 
     def __repr__(self) -> str:
         return f"ElasticGroup(rank {self.number}, members {', '.join(map(str, self.members))})"
@@ -176,8 +158,6 @@ class ElasticGroup:
             self._channel.close()
         self._channel = None
 
-    # After an exchange.
-
     def wishes(self) -> list[int]:
         """Return whether this rank leaves and, from the first member, the newcomers that it would admit."""
         admitted: list[int] = []
@@ -197,19 +177,15 @@ class ElasticGroup:
 
     def call_roll(self, named: Collection[int] = ()) -> Change:
         """Decide that the exchange is void, and who is left: all that answer or live; less patience for `named`."""
-        if self.number not in self.members:
-            raise RuntimeError("a roll call by a rank that is no member")
+        assert self.number in self.members
         number, started = self._exchange + 1, time.monotonic()
         self._board.write(f"here/{number}/{self.number}", "yes")
-        pause = 1e-3
         while self._board.read(f"decision/{number}") is None and self._board.lost is None:
             absent = [m for m in self.members if self._board.read(f"here/{number}/{m}") is None]
             alive = [m for m in absent if self._silence(m) < (_NAMED_SECONDS if m in named else self.patience)]
             if not alive or time.monotonic() > started + self.timeout:
-                members = [member for member in self.members if member not in absent]
-                return self._follow(Decision(False, members, [], []))
-            time.sleep(pause)
-            pause = min(_POLL_SECONDS, 1.5 * pause)
+                return self._follow(Decision(False, [m for m in self.members if m not in absent], [], []))
+            time.sleep(_POLL_SECONDS)
         return self._follow(None)
 
     def ask_to_join(self) -> None:
@@ -247,9 +223,9 @@ class ElasticGroup:
         left = [member for member in before if member in found.left]
         lost = [member for member in before if member not in (*self.members, *left)]
         is_new = bool(found.joined or left or lost) or not found.counts
-        self.events += [f"exchange {number}: rank {m} is lost" for m in lost if m != self.number]
-        self.events += [f"exchange {number}: rank {m} left" for m in left]
-        self.events += [f"exchange {number}: rank {m} joined" for m in found.joined]
+        others_lost = [member for member in lost if member != self.number]
+        for what, ranks in (("is lost", others_lost), ("left", left), ("joined", found.joined)):
+            self.events += [f"exchange {number}: rank {member} {what}" for member in ranks]
         if self.number not in self.members:
             self.close()
             self.has_left = self.number in left
@@ -266,9 +242,7 @@ class ElasticGroup:
             self._unchanged.append(number)
         if len(self._unchanged) > _DECISIONS_KEPT:
             self._board.delete(f"decision/{self._unchanged.pop(0)}")
-        return Change(
-            counts=found.counts, lost=lost, left=left, joined=found.joined, is_new=is_new, ranks_before=len(before)
-        )
+        return Change(found.counts, lost, found.joined, is_new, ranks_before=len(before))
 
     def _decision(self, number: int, proposed: Decision | None = None) -> Decision:
         key = f"decision/{number}"
@@ -309,7 +283,22 @@ class ElasticGroup:
             self._seen[member] = beat, now
         return now - self._seen[member][1]
 
-    # The start.
+    def _found(self, rank: int, size: int) -> None:
+        """Begin as one of the first ranks, and wait for the others."""
+        if self._board.count(f"founder/{rank}") != 1 and self._board.lost is None:
+            raise ValueError(
+                f"rank {rank} of a group named {self._name!r} was there before, on the same store: give each group a "
+                "name of its own; a rank that comes back is a newcomer, without rank= and size="
+            )
+        there = self._board.write_once("size", str(size))
+        if there is not None and there != str(size):
+            raise ValueError(f"size {size}, but other ranks of the group {self._name!r} have {there}")
+        self._begin(rank)
+        beats = [f"beat/{founder}" for founder in range(size)]
+        if late := [beats.index(beat) for beat in self._missing(*beats)]:
+            raise PeerError(f"{rank_list(late)} did not come within {self.timeout:g} s", late)
+        self.members = tuple(range(size))
+        self._connect()
 
     def _begin(self, number: int) -> None:
         self.number, self._stop_beating = number, threading.Event()
@@ -333,15 +322,7 @@ class ElasticChannel(Channel):
     """The connections of one set of members."""
 
     def __init__(self, group: ElasticGroup, board: Board) -> None:
-        super().__init__(
-            group=None,
-            backend="gloo",
-            rank=group.rank,
-            ranks=list(group.members),
-            timeout=group.timeout,
-            board=board,
-            wire=Wire(),
-        )
+        super().__init__(rank=group.rank, ranks=list(group.members), timeout=group.timeout, board=board, wire=Wire())
         self._members = weakref.ref(group)
         self._looked_at = 0.0
 

@@ -8,28 +8,97 @@
 `all_reduce_compressed` lets the wire do all of it, one segment of the tensor after the other.
 """
 
+import copy
+import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Generator, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..kernels.joined import Flat
 from ..kernels.layout import residual_dtype
 from ..kernels.updates import Update
 from .algorithms.gather import gather
 from .algorithms.hierarchical import hierarchical
-from .algorithms.leg import Exchange, Landing, Leg, Story, exchange_parts, land
+from .algorithms.leg import Exchange, Landing, Leg, Report, Span, Story, exchange_parts, land, until_known
 from .algorithms.sharded import sharded, values
-from .handle import Handle, Report, Span
-from .request import Request
-from .state import ShardState
+from .request import Request, ShardState
 from .transport.errors import CollectiveError
-from .transport.link import Wait
+from .transport.link import Seen, Wait
 from .transport.operation import Operation
 
 _ALGORITHMS = {"gather": gather, "sharded": sharded, "dense": sharded, "values": values}
+
+
+class Handle:
+    """A running all-reduce, with the methods of torch's `Work`. Only the first result or error counts."""
+
+    def __init__(self, report: Report, device: torch.device | None = None) -> None:
+        self.report = report
+        self.error: BaseException | None = None
+        self.ended: float | None = None  # of `time.perf_counter`
+        self._done = threading.Event()
+        self._future: Future[list[Tensor]] | None = None
+        if device is not None:
+            self._future = Future(devices=[device] if device.type == "cuda" else None)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the result is in the tensor. Return True, or raise the error of the operation.
+
+        On a GPU, the current stream waits for the result. After a `TimeoutError`, the operation continues.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._done.wait(seconds):  # can be interrupted by Ctrl-C, unlike a wait in torch
+            raise TimeoutError(f"the all-reduce has not ended after {timeout}; it continues")
+        if self.error is not None:
+            raise self.error
+        if self._future is not None:
+            self._future.wait()
+        return True
+
+    def wait_quietly(self) -> None:
+        self._done.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def get_future(self) -> "Future[list[Tensor]]":
+        assert self._future is not None
+        return self._future
+
+    def complete(self, result: list[Tensor]) -> None:
+        """End the operation with a result. On a GPU, the result is queued on the current stream."""
+        self.ended = time.perf_counter()
+        if self._future is not None:
+            self._future.set_result(result)
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with an error. Remove its frames, because the future would keep their tensors alive."""
+        if self.is_completed():
+            return
+        self.ended = time.perf_counter()
+        if error.__traceback__ is not None:
+            error.add_note("In a thread of thinwire:\n" + "".join(traceback.format_tb(error.__traceback__)))
+        self.error = error
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        if self._future is not None:
+            self._future.set_exception(_copied(error))  # type: ignore[arg-type]
+        self._done.set()
+
+
+def _copied(error: BaseException) -> BaseException:
+    try:
+        return copy.copy(error)
+    except Exception:  # this error cannot be copied
+        return RuntimeError(repr(error))
 
 
 class Flight(Handle):
@@ -50,24 +119,22 @@ class Flight(Handle):
         leg: Leg | None = None,
         has_future: bool = False,
     ) -> None:
-        plan = request.plan
-        report = Report(request.algorithm, plan.reason, segments=len(plan.segments), memory=plan.cost.memory)
+        plan, segments = request.plan, len(request.plan.segments)
+        report = Report(request.algorithm, plan.reason, segments=segments, memory=plan.cost.memory)
         super().__init__(report, tensor.device if has_future else None)
         self.request, self.operations = request, operations
         self.tensor, self.residual, self._leg = tensor, residual, leg
-        self._owner_residuals: Sequence[Tensor | None] = [None] * len(plan.segments)
+        self._owner_residuals: Sequence[Tensor | None] = [None] * segments
         if state is not None and plan.algorithm == "sharded":
             self._owner_residuals = request.owner_residuals(state, tensor.dtype, tensor.device)
         self._key = operations[-1].number if key is None and request.draws else key
         for operation in operations:  # ranks of the last group must draw the same positions
             draws_alike = request.positions_drawn and operation is operations[-1]
-            operation.describe(request.described, request.text, self._key if draws_alike else None)
-        self.encoded = False
-        self._story: Story | None = None
-        self._asked: Exchange | None = None
-        self._posted: tuple[Wait, float] | None = None
-        self._to_tell: deque[tuple[Story, Landing | None]] = deque()  # if the wire does everything
-        self._landing: Landing | None = None  # of the story that is told, if the wire lands it
+            operation.describe(request.text, self._key if draws_alike else None)
+        self.encoded, self.has_two_rounds = False, len(operations) == segments == 1
+        self._story: Story = None  # type: ignore[assignment]
+        self._asked: Exchange | None = None  # by the caller's part of the story
+        self._posted: tuple[Operation, Wait, float] | None = None
         self._result: list[Tensor] = []  # the caller's tensor, if the wire does everything
         self._wire = operations[-1].channel.wire
         self.through_host = leg is not None and leg.through_host
@@ -81,7 +148,7 @@ class Flight(Handle):
         """Encode the payload in this thread. Then the tensor's memory may be reused."""
         self._story = self._told(0, self.tensor)
         with torch.no_grad():
-            self._asked = self._exchange(next(self._story))
+            self._asked = next(self._story)
         self.encoded = True
 
     def submit(self) -> None:
@@ -104,12 +171,7 @@ class Flight(Handle):
 
     def do_all(self, result: Tensor) -> None:
         """Let the wire do everything. The result is written into `result`, of which this flight has a flat view."""
-        self._result, segments = [result], self.request.plan.segments
-        if len(segments) > 1:  # the residual of the first segment must not change if the last one holds NaN on any rank
-            self._to_tell.append((self._all_finite(), None))
-        for index, (start, stop) in enumerate(segments):
-            segment = self.tensor[start:stop]
-            self._to_tell.append((self._told(index, segment), Landing(segment, source=segment)))
+        self._result, self._story = [result], self._all_told()
         if self.stream is not None:
             for used in (self.tensor, self.residual, *self._owner_residuals):
                 if used is not None:
@@ -122,14 +184,12 @@ class Flight(Handle):
 
     def land(self, out: Tensor, source: Flat | None = None, update: Update | None = None) -> None:
         """Change moments and residual by what was encoded, and write the weighted sum into `out`."""
-        assert self._story is not None
         land(self._story, Landing(out, source, update))
         self.abandon()
 
     def abandon(self) -> None:
         """Forget the story; what it has not changed stays as it is."""
-        self._story = self._asked = self._posted = None
-        self._to_tell.clear()
+        self._story = self._asked = self._posted = None  # type: ignore[assignment]
         if self._leg is not None:
             self._leg.release()
 
@@ -148,10 +208,6 @@ class Flight(Handle):
     def waits_for_all(self) -> bool:
         return any(operation.waits_for_all for operation in self.operations)
 
-    @property
-    def has_two_rounds(self) -> bool:
-        return len(self.operations) == 1 and len(self.request.plan.segments) == 1
-
     def post(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
@@ -159,63 +215,42 @@ class Flight(Handle):
                     self.ready.synchronize() if self.through_host else self.ready.wait()
                 for operation in self.operations:
                     operation.start()
-                if not self.encoded:
-                    self._begin_next()
-                return self._post()
+                return self._post(self._asked or next(self._story))
         except BaseException as error:
             return self.give_up(error)
 
     def collect(self) -> bool:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                return self._post() if self._resume() or self._begin_next() else self._end()
+                told = self._resume()
+                if told is None:  # only now is nothing of the last segment held
+                    told = next(self._story)
+                return self._post(told) if isinstance(told, Exchange) else self._end(told)
         except BaseException as error:
             return self.give_up(error)
 
-    def _resume(self) -> bool:
-        """Wait for the posted exchange and go on with the story. Return False if it was its last one."""
-        assert self._asked is not None
+    def _resume(self) -> Exchange | bool | None:
+        """Wait for the posted exchange and go on with the story, to its next exchange or to its end."""
         assert self._posted is not None
-        assert self._story is not None
-        asked, (wait, since), self._asked, self._posted = self._asked, self._posted, None, None
-        seen = asked.operation.collect(wait)
+        (operation, wait, since), self._asked, self._posted = self._posted, None, None
+        seen = operation.collect(wait)
         self.report.spans.append(Span("exchange", since, time.perf_counter()))
-        told = self._story.send(seen)
-        if isinstance(told, Exchange):
-            self._asked = told
-            return True
-        self.report.finite = told
-        if told and self._landing is not None:
-            land(self._story, self._landing)
-        return False
-
-    def _begin_next(self) -> bool:
-        """Begin the next story, in memory of its own. Return False if none is left to tell."""
-        if not self.report.finite or not self._to_tell:
-            return False
-        self._story, self._landing = self._to_tell.popleft()
-        self._asked = self._exchange(next(self._story))
-        return True
-
-    @staticmethod
-    def _exchange(told: Exchange | bool) -> Exchange:
-        assert isinstance(told, Exchange)
+        told: Exchange | bool | None = self._story.send(seen)
         return told
 
-    def _post(self) -> bool:
-        assert self._asked is not None
+    def _post(self, asked: Exchange) -> bool:
         since = time.perf_counter()
-        self._posted = self._asked.operation.post(self._asked.sends, self._asked.receives), since
+        self._posted = asked.operation, asked.operation.post(asked.sends, asked.receives), since
         return True
 
-    def _end(self) -> bool:
-        report, operations = self.report, self.operations
-        if self._result and not report.finite:
-            self.tensor.fill_(torch.nan)
-        report.bytes_sent = sum(operation.bytes_sent for operation in operations)
-        report.bytes_received = sum(operation.bytes_received for operation in operations)
-        report.bytes_between_nodes = operations[-1].bytes_sent
-        report.messages = sum(operation.messages for operation in operations)
+    def _end(self, finite: bool) -> bool:
+        report = self.report
+        report.finite = finite
+        for operation in self.operations:
+            report.bytes_sent += operation.bytes_sent
+            report.bytes_received += operation.bytes_received
+            report.messages += operation.messages
+            report.bytes_between_nodes = operation.bytes_sent  # of the last group
         self.complete(self._result)
         if self._result:
             self.abandon()
@@ -246,8 +281,25 @@ class Flight(Handle):
             return algorithm(leg)
         return hierarchical(leg, self.operations[0], algorithm, request.plan.granule)
 
-    def _all_finite(self) -> Generator[Exchange | bool, list[Tensor], None]:
-        """Tell whether all tensors are finite and no sum can overflow. Ranks exchange a bound on their magnitudes."""
+    def _all_told(self) -> Story:
+        """Tell and land the stories of all segments, each in memory of its own. Yield None after each of them."""
+        segments = self.request.plan.segments
+        # The residual of the first segment must not change if the last one holds NaN on any rank.
+        finite = len(segments) == 1 or (yield from self._all_finite())
+        for index, (start, stop) in enumerate(segments):
+            if finite:
+                segment = self.tensor[start:stop]
+                story = self._told(index, segment)
+                finite = yield from until_known(story)
+                if finite:
+                    land(story, Landing(segment, source=segment))
+                yield None
+        if not finite:
+            self.tensor.fill_(torch.nan)
+        yield finite
+
+    def _all_finite(self) -> Generator[Exchange, Seen, bool]:
+        """Return whether all tensors are finite and no sum can overflow. Ranks exchange a bound on magnitudes."""
         parts = [self.tensor] if self.residual is None else [self.tensor, self.residual]
         bound = sum(float(torch.maximum(*(extreme.abs() for extreme in torch.aminmax(part)))) for part in parts)
         for operation in self.operations:
@@ -255,4 +307,4 @@ class Flight(Handle):
             bounds = torch.full((size, 1), bound, dtype=torch.float64, device=self.tensor.device)
             yield from exchange_parts(operation, list(bounds.view(torch.uint8)))
             bound = float(bounds.sum())
-        yield bound <= torch.finfo(residual_dtype(self.tensor.dtype)).max  # False for NaN
+        return bound <= torch.finfo(residual_dtype(self.tensor.dtype)).max  # False for NaN

@@ -77,10 +77,11 @@ def compressing_ranks(group: object) -> int:
 def _groups(group: object) -> list[dist.ProcessGroup]:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    group = as_group(group)
-    if group is None:
-        assert dist.group.WORLD is not None
-        return [dist.group.WORLD]
+    group = dist.group.WORLD if group is None else as_group(group)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 2:
+            raise ValueError(f"a mesh of {group.ndim} dimensions, expected one, or two: (nodes, ranks of a node)")
+        group = group.get_group(1), group.get_group(0)
     if isinstance(group, tuple):
         if len(group) != 2:
             raise ValueError(f"a tuple of {len(group)} groups, expected two: (inside a node, between nodes)")
@@ -92,13 +93,9 @@ def _groups(group: object) -> list[dist.ProcessGroup]:
                 "(ranks of this node, my peers in the other nodes)"
             )
         return [inside, between]
-    if isinstance(group, dist.ProcessGroup) or not is_member(group):
-        return [_member(group)]
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 2:
-            raise ValueError(f"a mesh of {group.ndim} dimensions, expected one, or two: (nodes, ranks of a node)")
-        return [_member(group.get_group(1)), _member(group.get_group(0))]
-    raise ValueError(_EXPECTED.format(group))
+    if is_member(group) and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(_EXPECTED.format(group))
+    return [_member(group)]
 
 
 def _member(group: object) -> dist.ProcessGroup:

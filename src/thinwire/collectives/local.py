@@ -3,7 +3,6 @@
 This is for simulations of many ranks on one device. Only the transport of messages differs (local_link.py).
 """
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,10 @@ import torch.distributed as dist
 
 from .transport.board import Board
 from .transport.channel import Channel
-from .transport.errors import CollectiveError
+from .transport.errors import CollectiveError, rank_list
 from .transport.link import Link
-from .transport.local_link import LocalLink, Switchboard
+from .transport.local_link import LocalLink, Switchboard, Turns
 from .transport.operation import Operation
-from .transport.records import rank_list
-from .transport.turns import Turns
 from .transport.wire import Wire
 
 P = ParamSpec("P")
@@ -43,9 +40,8 @@ class LocalGroup:
         arrivals[self.rank] += 1
         mine = arrivals[self.rank]
         world.turns.changed()
-        if min(arrivals) >= mine:
-            return
-        world.turns.wait(self.rank, lambda: min(arrivals) >= mine or bool(world.left), world.timeout)
+        if min(arrivals) < mine:
+            world.turns.wait(self.rank, lambda: min(arrivals) >= mine or bool(world.left), world.timeout)
         if min(arrivals) < mine:
             late = [other for other, count in enumerate(arrivals) if count < mine]
             why = next((f"rank {rank}: {reason}" for rank, reason in world.left.items()), f"waited {world.timeout:g} s")
@@ -82,8 +78,7 @@ class LocalWorld:
         self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
         self.arrivals = [0] * size  # of each rank at a barrier
         self.left: dict[int, str] = {}  # ranks that make no further call, and why
-        self._lock = threading.Lock()
-        self._switchboards: dict[int, Switchboard] = {}
+        self.switchboards: dict[int, Switchboard] = {}  # by the number of the connection
         self.groups = [LocalGroup(self, rank) for rank in range(size)]
 
     def run(self, function: Callable[Concatenate[LocalGroup, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
@@ -116,24 +111,14 @@ class LocalWorld:
             if self.takes_turns:
                 self.turns.leave(rank)
 
-    def switchboard(self, number: int) -> Switchboard:
-        with self._lock:
-            return self._switchboards.setdefault(number, Switchboard(self.size, self.turns))
-
 
 class LocalChannel(Channel):
     """A channel between threads of one process."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
-        super().__init__(
-            group=None,
-            backend="local",
-            rank=rank,
-            ranks=list(range(world.size)),
-            timeout=world.timeout,
-            board=Board("thinwire/local", rank, world.store),
-            wire=None if world.takes_turns else Wire(),
-        )
+        board, wire = Board("thinwire/local", rank, world.store), None if world.takes_turns else Wire()
+        ranks = list(range(world.size))
+        super().__init__(rank=rank, ranks=ranks, timeout=world.timeout, board=board, wire=wire, backend="local")
         self._world = world
 
     def pause(self, seconds: float) -> None:
@@ -141,4 +126,5 @@ class LocalChannel(Channel):
         self._world.turns.wait(self.rank, lambda: True, None)
 
     def connect(self, number: int, deadline: float) -> Link:
-        return LocalLink(self._world.switchboard(number), self.rank)
+        board = self._world.switchboards.setdefault(number, Switchboard(self.size, self._world.turns))
+        return LocalLink(board, self.rank)

@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
 from math import ceil
 
 import torch
@@ -52,10 +51,8 @@ def choose(
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
     if algorithm == "values" and not layout.summable:
-        raise ValueError(
-            f"algorithm 'values' with {format_spec(first)}, whose ranks send different elements; "
-            "'values' works with randomk only"
-        )
+        reason = "whose ranks send different elements; 'values' works with randomk only"
+        raise ValueError(f"algorithm 'values' with {format_spec(first)}, {reason}")
     if algorithm == "sharded" and isinstance(layout, RandomKLayout):
         raise ValueError(f"algorithm 'sharded' with {format_spec(first)}; use 'values', which sends less")
     if algorithm != "auto":
@@ -69,9 +66,7 @@ def choose(
     if ranks == 1:
         return "gather", "there is one rank"
     compared = ("gather", "sharded", "dense")
-    sent = {
-        name: cost.of(name, first=first, second=second, numel=numel, dtype=dtype, ranks=ranks).sent for name in compared
-    }
+    sent = {name: cost.of(name, first, second, numel, dtype, ranks).sent for name in compared}
     why = "bytes sent per rank: " + ", ".join(f"{name} {round(nbytes):,}" for name, nbytes in sent.items())
     if numel <= layout.granule:
         del sent["sharded"]
@@ -118,11 +113,12 @@ def plan(
     unit = max(granule * owners, _SMALLEST_SEGMENT)
     rows = ceil(numel / unit)
 
-    def largest(count: int) -> int:
-        return min(numel, unit * ceil(rows / count)) if rows else 0
+    def memory(count: int) -> int:
+        """Return the bytes that `AT_ONCE` operations need, each with the largest of `count` segments."""
+        return AT_ONCE * of(min(numel, unit * ceil(rows / count))).memory
 
     most = max(1, rows)
-    needed = AT_ONCE * of(largest(most)).memory
+    needed = memory(most)
     if needed > max_bytes:
         raise ValueError(
             f"max_bytes {max_bytes:,} cannot hold one segment of {algorithm} with {format_spec(first)} over "
@@ -130,19 +126,11 @@ def plan(
             f"{needed:,} ({needed // AT_ONCE:,} bytes for each of {AT_ONCE} operations that may be under way)"
         )
     # The fewest segments that fit: with more of them, each takes less memory.
-    count = 1 + bisect_left(range(1, most), True, key=lambda count: AT_ONCE * of(largest(count)).memory <= max_bytes)
-    bounds = [min(numel, unit * (rows * index // count)) for index in range(count + 1)]
-    whole, segment = of(numel), of(largest(count))
+    count = 1 + bisect_left(range(1, most), True, key=lambda count: memory(count) <= max_bytes)
     peers = ranks + ranks_in_node - 2 if count > 1 else 0  # 8 bytes to each peer: a bound on the magnitudes, or NaN
-    return Plan(
-        algorithm=algorithm,
-        reason=reason,
-        first=first,
-        second=second,
-        granule=granule,
-        segments=tuple(pairwise(bounds)),
-        cost=Cost(whole.sent + 8 * peers, whole.messages * count + peers, segment.memory),
-    )
+    whole = of(numel)
+    used = Cost(whole.sent + 8 * peers, whole.messages * count + peers, memory(count) // AT_ONCE)
+    return Plan(algorithm, reason, first, second, granule, tuple(cost.shares(numel, unit, count)), used)
 
 
 def max_bytes(given: int | None) -> int:

@@ -19,8 +19,56 @@ from ..compressors import compressor as parsed
 from ..kernels.layout import RandomKLayout, residual_dtype
 from .cost import Span, owned, shares
 from .plan import Plan, choose, plan
-from .state import ShardState
 from .transport.channel import Channel
+
+
+class ShardState:
+    """Residual of an owner in `algorithm="sharded"`. The caller keeps one for each tensor; it is empty until first use.
+
+    `residual` is the part of the sum over ranks that this rank owns and has not sent, `spans` its elements. Each rank
+    saves and loads its own with `state_dict` and `load_state_dict`.
+
+    >>> state = ShardState()
+    >>> state.residual is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self.residual: Tensor | None = None
+        self.spans: list[Span] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self.residual, "spans": [list(span) for span in self.spans]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the output of `state_dict`. Raise ValueError if the keys or the numel of the residual are wrong."""
+        if set(state) != {"residual", "spans"}:
+            raise ValueError(
+                f"a state with {sorted(state)}, expected residual and spans, as from ShardState.state_dict"
+            )
+        residual, spans = state["residual"], [(int(start), int(stop)) for start, stop in state["spans"]]
+        numel, given = sum(stop - start for start, stop in spans), 0 if residual is None else residual.numel()
+        if given != numel:
+            raise ValueError(f"a residual of {given} elements, expected {numel}")
+        self.residual, self.spans = None if residual is None else residual.clone(), spans
+
+    def prepare(self, spans: list[Span], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the residual, zeros on first use. Raise ValueError if it was made for other spans or another dtype."""
+        if self.residual is None:
+            numel = sum(stop - start for start, stop in spans)
+            self.residual, self.spans = torch.zeros(numel, dtype=dtype, device=device), spans
+        self.residual = self.residual.to(device)  # a checkpoint may have been loaded to another device
+        if self.spans != spans or self.residual.dtype != dtype:
+            raise ValueError(
+                f"the state holds elements {_listed(self.spans)} as {self.residual.dtype} on {self.residual.device}, "
+                f"expected {_listed(spans)} as {dtype} on {device}: it was made for another tensor, group or max_bytes"
+            )
+        return self.residual
+
+
+def _listed(spans: list[Span]) -> str:
+    shown = ", ".join(f"{start} to {stop}" for start, stop in spans[:3])
+    return shown + (f" and {len(spans) - 3} more ranges" if len(spans) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -30,12 +78,10 @@ class Request:
     channels: Sequence[Channel]
     plan: Plan
     weight: float
-    described: dict[str, Any]  # arguments that must be the same on all ranks
+    text: str  # as JSON, the arguments that must be the same on all ranks
     positions_drawn: bool  # by the key, which must be the same on all ranks then
     draws: bool
     asked_for: Compressor  # compressor that the caller asked for, even if the plan is dense
-    text: str  # `described` as JSON
-
     algorithm: str  # for reports: that of the plan, with "hierarchical, " in front if there are two stages
 
     @property
@@ -73,12 +119,9 @@ def make_request(
     """Check and plan a call for tensors like this one. Raise ValueError if it is not possible."""
     *nodes, channel = channels
     in_node = nodes[0].size if nodes else 1
-    first = _made(compressor)
-    if shard_compressor is None:
-        made_of_first = first.for_sum(channel.size)
-        sums = first if made_of_first is first else _shared(made_of_first)
-    else:
-        sums = _made(shard_compressor, "shard_compressor")
+    first = _shared(parsed(compressor), compressor)
+    second = first.for_sum(channel.size) if shard_compressor is None else parsed(shard_compressor, "shard_compressor")
+    sums = _shared(second, first if shard_compressor is None else shard_compressor)
     name = str(getattr(op, "name", op)).rpartition(".")[2]
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"op {name}, expected SUM or AVG: compressed tensors can only be summed; use dist.all_reduce")
@@ -89,25 +132,16 @@ def make_request(
     if state is not None and not isinstance(state, ShardState):
         raise ValueError(f"state {state!r}, expected a thinwire.ShardState")
     can_shard = state is not None or not has_residual  # without a state, the residual of owners would be lost
-    chosen, reason = choose(
-        algorithm, first=first, second=sums, numel=share, dtype=dtype, ranks=channel.size, can_shard=can_shard
-    )
+    chosen, reason = choose(algorithm, first, sums, share, dtype, channel.size, can_shard=can_shard)
     if chosen == "sharded" and not can_shard:
         raise ValueError(
             "algorithm 'sharded' with a residual but no state: the residuals of the owners would be lost; "
             "give state=thinwire.ShardState() and keep it beside the residual"
         )
     made = plan(
-        chosen,
-        reason=reason,
-        first=first,
-        second=sums,
-        numel=tensor.numel(),
-        dtype=tensor.dtype,
-        ranks=channel.size,
-        ranks_in_node=in_node,
-        max_bytes=max_bytes,
-    )
+        chosen, reason, first, sums, numel=tensor.numel(), dtype=tensor.dtype, ranks=channel.size,
+        ranks_in_node=in_node, max_bytes=max_bytes,
+    )  # fmt: skip
     if chosen != "dense":  # a cached plan may hold an equal compressor, but statistics belong to this one
         made = replace(made, first=first, second=sums)
     described = {
@@ -126,22 +160,20 @@ def make_request(
         channels=channels,
         plan=made,
         weight=1 / (in_node * channel.size) if op == dist.ReduceOp.AVG else 1.0,
-        described=described,
+        text=json.dumps(described),
         positions_drawn=isinstance(first.layout(share, dtype), RandomKLayout),
         draws=first.draws or sums.draws,
         asked_for=first,
-        text=json.dumps(described),
         algorithm=("hierarchical, " if nodes else "") + chosen,
     )
 
 
-def _made(given: Compressor | str, name: str = "compressor") -> Compressor:
-    """Return the compressor of a spec, the same object for equal specs. Return a given compressor as it is."""
-    made = parsed(given, name)
-    return made if made is given else _shared(made)
+def _shared(made: Compressor, given: object) -> Compressor:
+    """Return what was given, or one object for all equal compressors that were made of something else."""
+    return made if made is given else _first_of_equals(made)
 
 
 @lru_cache(maxsize=256)
-def _shared(made: Compressor) -> Compressor:
-    """Return one object for all equal compressors: on a GPU, the first use of a new one waits for its counters."""
+def _first_of_equals(made: Compressor) -> Compressor:
+    """Return the first of equal compressors: on a GPU, the first use of a new one waits for its counters."""
     return made

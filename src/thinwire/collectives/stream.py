@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .all_reduce import all_reduce_compressed
 from .groups import Group, channels, place
-from .handle import copied
 from .transport.operation import Operation
 
 _END = torch.empty(0, dtype=torch.uint8)
@@ -45,12 +44,12 @@ def stream(
         all_reduce_compressed(torch.zeros(1 << 16, device=device), "quantize:bits=8", group=group, timeout=timeout)
     # All of them are numbered now, so that after an error the next call has the same number on all ranks.
     turns = [(source, [Operation(channel, name) for channel in ends]) for source in range(size) if source != to]
-    call = {"call": name, "to": to}
+    call = json.dumps({"call": name, "to": to})
 
     def take_turn(number: int, source: int, operations: list[Operation]) -> None:
         seconds = ends[0].timeout if timeout is None else timeout
         for operation in operations:
-            operation.describe(call, json.dumps(call), None)
+            operation.describe(call, None)
             # Each exchange before this turn may take so long. If one fails, those who take part report it before that.
             operation.limit(seconds * (1 + 2 * number * (2 + most)))
             operation.start()
@@ -63,8 +62,7 @@ def stream(
             for message in send() if rank == source else down.messages():
                 up.send(message)
             up.send(_END)
-            for _ in up.messages():  # only its end, which says that the receiver has everything
-                pass
+            list(up.messages())  # only its end, which says that the receiver has everything
             if rank != source:
                 down.send(_END)
 
@@ -82,8 +80,7 @@ def stream(
         task.post()
     else:
         ends[-1].wire.submit(task)
-    if (error := task.exception()) is not None:
-        raise copied(error)
+    task.result()
 
 
 class _Line(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from ..collectives import CollectiveError, PeerError, all_reduce_compressed
 from ..collectives.elastic import MOST_ADMITTED, Change, ElasticGroup
-from ..collectives.transport.records import rank_list
+from ..collectives.transport.errors import rank_list
 from ..sync.consolidate import gather_states
 from ..sync.synchronizer import Synchronizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.handle import Span
+from ..collectives.algorithms.leg import Span
 from ..kernels.recording import Recording
 from ..kernels.updates import Update
 from ..sync.buckets import Slice

@@ -17,8 +17,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from ..collectives.algorithms.leg import Report
 from ..collectives.cost import ring
-from ..collectives.handle import Report
 from ..collectives.plan import ENVIRONMENT_VARIABLE
 from ..collectives.transport.operation import Operation, refusing
 from ..compressors import Compressor, NoCompression

@@ -5,7 +5,9 @@ these exchanges are carried out by the wire. Then it yields whether every rank w
 far. If the reduction lands, the story is given a `Landing`, changes the residual, and writes the sum. If not, it ends.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +19,41 @@ from ...compressors import CompressedTensor, Compressor
 from ...kernels.joined import Flat
 from ...kernels.layout import Layout
 from ...kernels.updates import Update
-from ..handle import Report
 from ..transport.link import Buffers, Seen
 from ..transport.operation import Operation
+
+
+class Span(NamedTuple):
+    """Start and end of one phase, in seconds of `time.perf_counter`."""
+
+    phase: str
+    start: float
+    stop: float
+
+
+@dataclass
+class Report:
+    """The report of one operation on this rank. Its counts are final when the handle is completed."""
+
+    algorithm: str  # gather, sharded, dense or values, with "hierarchical, " in front if there were two stages
+    reason: str
+    segments: int = 1
+    memory: int = 0  # planned bytes, beyond the tensor and the residuals
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_between_nodes: int = 0  # part of `bytes_sent`; with one stage, all of it
+    messages: int = 0
+    finite: bool = True  # False if the input of any rank was not: the result is NaN, and no residual has changed
+    spans: list[Span] = field(default_factory=list)
+    """Times of encode, exchange, decode and update; on an accelerator mostly those to launch the kernels."""
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(phase, started, time.perf_counter()))
 
 
 class Exchange(NamedTuple):
@@ -39,8 +73,8 @@ class Landing(NamedTuple):
     update: Update | None = None  # its moments advance now
 
 
-Story = Generator[Exchange | bool, Any, None]
-Exchanges = Generator[Exchange, Seen, Any]
+Story = Generator[Any, Any, None]
+"""Yields an `Exchange` and is given what was `Seen`, once or twice; yields a bool and may be given a `Landing`."""
 
 
 class Encoded(NamedTuple):
@@ -111,10 +145,6 @@ class Leg:
         return self.operation.channel.size
 
     @property
-    def others(self) -> list[int]:
-        return self.operation.channel.others
-
-    @property
     def layout(self) -> Layout:
         return self.first.layout(self.tensor.numel(), self.tensor.dtype)
 
@@ -152,8 +182,9 @@ class Leg:
     def fetch(self, payloads: Sequence[Tensor], host: Sequence[Tensor]) -> None:
         """Queue copies of other ranks' payloads to the GPU as they arrive: later, they would delay the optimizer."""
         if host is not payloads:
+            others = self.operation.channel.others
             torch._foreach_copy_(
-                [payloads[rank] for rank in self.others], [host[rank] for rank in self.others], non_blocking=True
+                [payloads[rank] for rank in others], [host[rank] for rank in others], non_blocking=True
             )
 
     def commit(self, landing: Landing) -> None:
@@ -190,7 +221,7 @@ class Leg:
 
     def check(self, payloads: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         """Raise an error that names the rank of a malformed payload; trust those of threads, and this GPU's own."""
-        if self.operation.channel.group is None:
+        if self.operation.channel.backend == "local":
             return
         for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
             if not layout.numel or (rank == self.rank and self.tensor.is_cuda):
@@ -202,7 +233,7 @@ class Leg:
 
     def check_sums(self, sums: Sequence[Tensor]) -> None:
         """Raise an error if an owner's uncompressed sum is NaN in some elements and not in others. Inf is allowed."""
-        if self.operation.channel.group is None:
+        if self.operation.channel.backend == "local":
             return
         for rank, part in enumerate(sums):
             if bool(part.sum().isnan()) and 0 < int(part.isnan().sum()) < part.numel():  # mostly one test is enough
@@ -220,9 +251,8 @@ def exchange_parts(operation: Operation, parts: Sequence[Tensor]) -> Generator[E
     """Send this rank's part to all ranks. Return the parts of all, or their pinned copies if they were staged."""
     others, own = operation.channel.others, parts[operation.channel.rank]
     sent, received = yield Exchange(operation, dict.fromkeys(others, own), {rank: parts[rank] for rank in others})
-    return [
-        next(iter(sent.values()), own) if part is own else received.get(rank, part) for rank, part in enumerate(parts)
-    ]
+    seen = {**dict(enumerate(parts)), **received, operation.channel.rank: next(iter(sent.values()), own)}
+    return list(seen.values())
 
 
 def until_known(story: Story) -> Generator[Exchange, Seen, bool]:

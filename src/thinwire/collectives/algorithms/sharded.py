@@ -42,7 +42,7 @@ def reduce_scatter(leg: Leg, cut: Sequence[Span]) -> Generator[Exchange, Seen, T
     received = leg.buffer(leg.size, pieces[leg.rank].numel())
     rows = leg.memory.parts_of(received)
     rows[leg.rank].copy_(pieces[leg.rank])
-    sends, receives = ({rank: each[rank] for rank in leg.others} for each in (pieces, rows))
+    sends, receives = ({rank: each[rank] for rank in leg.operation.channel.others} for each in (pieces, rows))
     seen = yield Exchange(leg.operation, sends, receives)
 
     start, stop = cut[leg.rank]

@@ -106,7 +106,7 @@ class Board:
 
 
 class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store that waits by polling. A wait in torch's own store would block the other threads of thinwire."""
+    """What gloo uses of a store. It polls, since a wait in torch's own store would block thinwire's other threads."""
 
     def __init__(self, store: Any, thread: StoreThread) -> None:
         super().__init__()
@@ -119,14 +119,8 @@ class PatientStore(dist.Store):  # type: ignore[name-defined, misc]
         self.wait([key])
         return self._thread.ask(lambda: bytes(self._store.get(key)))
 
-    def add(self, key: str, amount: int) -> int:
-        return self._thread.ask(lambda: int(self._store.add(key, amount)))
-
     def check(self, keys: list[str]) -> bool:
         return self._thread.ask(lambda: bool(self._store.check(keys)))
-
-    def delete_key(self, key: str) -> bool:
-        return self._thread.ask(lambda: bool(self._store.delete_key(key)))
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         end, pause = time.monotonic() + timeout.total_seconds(), 1e-4

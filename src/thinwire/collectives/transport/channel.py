@@ -1,9 +1,9 @@
 """This rank's end of a process group: it numbers the operations and holds their shared connections."""
 
 import itertools
-import json
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
@@ -11,39 +11,31 @@ import torch
 import torch.distributed as dist
 
 from .board import Board
-from .errors import CollectiveError, MismatchError, PeerError
+from .errors import CollectiveError, PeerError, read_notice, write_notice
 from .forks import in_child
 from .link import GlooLink, Link, NcclLink
-from .records import read_notice
 from .wire import Wire
 
 _CONNECT_SECONDS = 60.0
-_KINDS = {kind.__name__: kind for kind in (CollectiveError, MismatchError, PeerError)}
 
 
+@dataclass(kw_only=True, eq=False)
 class Channel:
-    """One group with one backend, by default gloo."""
+    """One group with one backend."""
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        backend: str,
-        rank: int,
-        ranks: list[int],
-        timeout: float,
-        board: Board,
-        wire: Wire | None,
-    ) -> None:
-        self.group, self.backend = group, backend  # no group if the ranks are threads
-        self.rank, self.size = rank, len(ranks)
-        self.ranks = ranks  # global ones
-        self.others = [other for other in range(self.size) if other != rank]
-        self.timeout, self.board = timeout, board
-        self.wire = wire  # without it, exchanges run at once, in the thread and on the stream of the caller
+    rank: int
+    ranks: list[int]  # global ones
+    timeout: float
+    board: Board
+    wire: Wire | None  # without it, exchanges run at once, in the thread and on the stream of the caller
+    backend: str = "gloo"
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.size, self.me = len(self.ranks), self.ranks[self.rank]
+        self.others = [other for other in range(self.size) if other != self.rank]
         self.users = itertools.count()  # numbers for synchronizers, as they first use this channel
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._lock, self._numbers = threading.Lock(), itertools.count(1)
         self._connection: Connection | None = None
 
     def next(self) -> tuple[int, "Connection"]:
@@ -119,7 +111,7 @@ class Connection:
             silent = self._channel.find_silent()
             if silent is not None:
                 self.fail(silent)
-            if self.cause is not None or self.reported_error() is not None or time.monotonic() > deadline:
+            if self.reported_error() is not None or time.monotonic() > deadline:
                 board.write_once(decision, "no")
             self._channel.pause(pause)
             pause = min(0.02, 1.5 * pause)
@@ -132,18 +124,20 @@ class Connection:
             if self.cause is not None:
                 return self.cause
             self.cause, link, self._link = error, self._link, None
-        text = json.dumps({"kind": type(error).__name__, "message": str(error), "ranks": error.ranks})
-        self._channel.board.write_once(f"error/{self.number}", text)
+        self._channel.board.write_once(f"error/{self.number}", write_notice(error))
         if link is not None:
             link.close()
         return error
 
     def reported_error(self) -> CollectiveError | None:
-        """Return the error that a rank has written on the board, or None; what no rank can have written is ignored."""
+        """Return the error that ended the connections, here or as a rank has written on the board; else None.
+
+        What no rank can have written is ignored.
+        """
+        if self.cause is not None:
+            return self.cause
         text = self._channel.board.read(f"error/{self.number}")
-        found = read_notice(text) if text is not None else None
-        kind = _KINDS.get(str(found.get("kind"))) if found else None
-        return kind(found["message"], found["ranks"]) if found and kind is not None else None
+        return None if text is None else read_notice(text)
 
 
 _LOCK = threading.Lock()

@@ -8,8 +8,8 @@ from the shared epoll set. The child closes its copies of the sockets: a killed 
 
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 _kept: list[object] = []
 _sockets: dict[int, int] = {}  # of gloo's connections: the inode of each file descriptor
@@ -20,15 +20,14 @@ def in_child(drop: Callable[[], object]) -> None:
     os.register_at_fork(after_in_child=lambda: _kept.append(drop()))
 
 
-class NewSockets:
-    """A `with` block whose new sockets, and those that other threads open meanwhile, are closed in forked children."""
-
-    def __enter__(self) -> None:
-        self._before = _open_sockets()
-
-    def __exit__(self, *error: object) -> None:
-        after = _open_sockets()
-        _sockets.update({number: after[number] for number in after if self._before.get(number) != after[number]})
+@contextmanager
+def new_sockets_closed_in_children() -> Iterator[None]:
+    """Let forked children close the sockets that the `with` block opens, and those of other threads meanwhile."""
+    before = _open_sockets()
+    try:
+        yield
+    finally:
+        _sockets.update(dict(_open_sockets().items() - before.items()))
 
 
 def _open_sockets() -> dict[int, int]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .forks import NewSockets, in_child
+from .forks import in_child, new_sockets_closed_in_children
 
 Buffers = Mapping[int, Tensor]
 """A contiguous uint8 tensor for each peer, by the peer's rank in the group. Empty tensors are not sent."""
@@ -42,7 +42,8 @@ class LinkBroken(Exception):
     """A message from `peer` did not arrive, or a message to `peer` could not be sent."""
 
     def __init__(self, peer: int, late: bool, reason: str) -> None:
-        super().__init__(essence(reason))
+        # gloo's messages have a source file in front, and advice behind.
+        super().__init__(re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", reason.strip(), flags=re.DOTALL))
         self.peer, self.late = peer, late
 
 
@@ -74,7 +75,7 @@ class GlooLink(Link):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
-        with NewSockets():
+        with new_sockets_closed_in_children():
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         _gloo_groups.add(self._group)
         self._never_received: list[Wait] = []  # keeps the buffers of `check`, which gloo may still refer to
@@ -124,7 +125,7 @@ class GlooLink(Link):
                 self._group.recv([buffer], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def check(self) -> None:
-        """Raise `LinkBroken` if a connection is closed: gloo refuses to receive on it."""
+        # gloo refuses to receive on a closed connection.
         buffers = {peer: torch.empty(1, dtype=torch.uint8) for peer in range(self.size) if peer != self.rank}
         self._never_received.append(self.post({}, buffers, NEVER_SENT))
 
@@ -173,15 +174,6 @@ class NcclLink(Link):
 
     def check(self) -> None:
         """Do nothing: NCCL does not tell."""
-
-
-def essence(message: str) -> str:
-    """Return an error message of gloo without its source file and its advice.
-
-    >>> essence("[/gloo/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by luck. GLHF!")
-    'Connection closed by peer [::1]:9'
-    """
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", message.strip(), flags=re.DOTALL)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

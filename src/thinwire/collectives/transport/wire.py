@@ -1,8 +1,7 @@
 """The thread that sends and receives for a group.
 
-It takes flights in the order in which they are submitted. It posts the first flight, then all others that have
-been submitted meanwhile, and only then waits for the first. So the latency of the network is paid once, not once for
-each flight.
+It posts the flight that was submitted first, then all others that have been submitted meanwhile, and only then waits
+for the first. So the latency of the network is paid once, not once for each flight.
 """
 
 import threading
@@ -16,20 +15,18 @@ AT_ONCE = 4  # operations of one group that are under way at a time and not enco
 
 
 class WireTask(Protocol):
-    """The methods of a `Flight` that the wire uses."""
+    """The part of a `Flight` that the wire uses.
+
+    Ranks would wait in a circle for a third exchange, which a rank that waits for a later flight has not posted. So
+    other flights may be posted in between only if this one has two.
+    """
 
     encoded: bool
+    has_two_rounds: bool
 
     @property
     def waits_for_all(self) -> bool:
         """Return whether this waits for all ranks before its first byte."""
-
-    @property
-    def has_two_rounds(self) -> bool:
-        """Return whether there are at most two exchanges, so that other flights may be posted between them.
-
-        With a third one, which a rank that waits for a later flight has not posted, ranks would wait in a circle.
-        """
 
     def post(self) -> bool:
         """Start to send and receive. Return False if nothing is left to do."""
