@@ -11,8 +11,7 @@ import thinwire
 from support.training import Given, force, gradients, take
 from thinwire import Collective
 from thinwire.collectives import LocalGroup
-from thinwire.sync.auto import GRADIENTS, Choice, updates
-from thinwire.sync.trials import BEFORE, STEPS, TURNS
+from thinwire.sync.auto import BEFORE, GRADIENTS, STEPS, TURNS, Choice, updates
 from thinwire.testing import run_threads
 
 SIZES = (6000, 8192)
@@ -128,7 +127,8 @@ def test_second_moments_are_those_of_the_average_again() -> None:
 def miss_a_time(group: LocalGroup) -> Choice:
     """The choice if rank 1 could not measure 8 bits, which are slower than dense."""
     model, sync = Given(SIZES), thinwire.Synchronizer("auto", group=group)
-    sync.assignment.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]  # type: ignore[attr-defined]
+    trials: Any = sync.trials
+    trials.seconds = lambda: [2.0, float("nan") if group.rank == 1 else 3.0]
     train(sync, model, group, OVER + 1)
     assert sync.choice is not None
     return sync.choice

@@ -31,8 +31,7 @@ from support.training import (
     weight_bits,
 )
 from thinwire.compressors import format_spec
-from thinwire.sync.auto import GRADIENTS, updates
-from thinwire.sync.trials import BEFORE, STEPS, TURNS
+from thinwire.sync.auto import BEFORE, GRADIENTS, STEPS, TURNS, updates
 from thinwire.testing import RankPool
 
 UPDATES = updates(2)
@@ -62,7 +61,7 @@ def measure(rank: int, world_size: int, kind: str) -> Any:
     logger.addHandler(handler)
     try:
         run = Run(**how(kind, True, 0))
-        del run.sync.assignment.seconds  # type: ignore[attr-defined]
+        del run.sync.trials.seconds  # type: ignore[attr-defined]
         run.train(rank, 0, OVER_UPDATES + 1)
     finally:
         logger.removeHandler(handler)
