@@ -153,11 +153,11 @@ class Slots:
         """By the `id` of a slice and of what has a vector for it; with the generation of the latter."""
         self.moves = 0  # how often `scratch` has taken other memory
 
-    def keep(self, used: Collection[Slot], packs: Collection[int]) -> None:
-        """Drop what a step has not used (packs by the `id` of their slices), as after DDP has rebuilt its buckets."""
-        self._slots = {key: slot for key, slot in self._slots.items() if slot in used}
-        self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in packs}
+    def keep(self, used: Collection[Slot]) -> None:
+        """Drop what a step has not used, as after DDP has rebuilt its buckets."""
         slices = {id(slot.slice) for slot in used}
+        self._slots = {key: slot for key, slot in self._slots.items() if slot in used}
+        self._packs = {key: kept for key, kept in self._packs.items() if id(kept[0]) in slices}
         self._vectors = {key: known for key, known in self._vectors.items() if key[0] in slices}
 
     def of(
@@ -185,13 +185,11 @@ class Slots:
                 state=state,
                 max_bytes=_NO_LIMIT,
             )
-            slot = self._slots[key] = Slot(slice_, request, self._leg(request, source))
+            # On a GPU, gloo sends from pinned memory, to which a payload is copied once for all ranks.
+            pins = source.is_cuda and request.is_exchanged_at_once and request.channels[0].backend == "gloo"
+            leg = self.leg_kind(request.plan.first, request.plan.second, request.weight, through_host=pins)
+            slot = self._slots[key] = Slot(slice_, request, leg)
         return slot
-
-    def _leg(self, request: Request, source: Tensor) -> Leg:
-        # On a GPU, gloo sends from pinned memory, to which a payload is copied once for all ranks.
-        pins = source.is_cuda and request.is_exchanged_at_once and request.channels[0].backend == "gloo"
-        return self.leg_kind(request.plan.first, request.plan.second, request.weight, through_host=pins)
 
     def residual_of(self, slice_: Slice, tensor: Tensor) -> tuple[Tensor | None, ShardState | None]:
         """Return the residual of a slice and the state of the shards that this rank owns; None if they are not kept."""

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import torch
@@ -99,7 +100,6 @@ class Step:
         self.bytes_dense = self.bytes_dense_between_nodes = 0
         self.closed_at = self.waited = 0.0  # of `time.perf_counter`; seconds for which the caller waited
         self.slots_used: list[Slot] = []
-        self.packs: set[int] = set()  # the `id` of each slice of packed parameters
         self.carried: set[str] = set()  # parameters whose residuals were sent with their dense gradients
         self.samples: dict[str, Tensor] = {}
         self.way, self._slots, self._recorder, self._shards = way, slots, recorder, shards
@@ -127,18 +127,15 @@ class Step:
         self.bytes_dense += ring(bucket.tensor.nbytes, self._world_size)
         self.bytes_dense_between_nodes += ring(bucket.tensor.nbytes * self._nodes // self._world_size, self._nodes)
         if self.is_sent_by_torch:
-            self._count_as_sent(bucket)
+            sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
+            report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
+            report.messages = 2 * (self._world_size - 1)
+            self.reports.append(report)
         elif last or not self._collects:
             buckets = self._collected() if self._collects else [bucket]
             for one in buckets:
                 self._wait_or_send(one, last and one is buckets[-1])
         self.closed = last
-
-    def _count_as_sent(self, bucket: Bucket) -> None:
-        sent, report = ring(bucket.tensor.nbytes, self._world_size), Report("dense", "nothing is compressed")
-        report.bytes_sent = report.bytes_received = report.bytes_between_nodes = sent
-        report.messages = 2 * (self._world_size - 1)
-        self.reports.append(report)
 
     def _collected(self) -> list[Bucket]:
         """Compute the clipping factor, and return all buckets: as they came, or regrouped by `wanted_layout`."""
@@ -221,8 +218,8 @@ class Step:
             return True
         with refusing(operations):
             self._hold(known.slot)
-        parcel, side = self._recorder.again(known, operations), self._slots.side_stream(gradient.device)
-        self._submit(parcel, parcel.depart_now if side is None else lambda: parcel.depart_on_wire(side))
+        parcel = self._recorder.again(known, operations)
+        self._submit(parcel, parcel.depart_on_wire)
         return True
 
     def _send_slice(self, slice_: Slice, gradient: Flat) -> None:
@@ -254,25 +251,20 @@ class Step:
             kinds.setdefault((waiting.flat.dtype, waiting.flat.device, waiting.compressor), []).append(waiting)
         self._packed = []
         for group in kinds.values():
-            self._send_group(group)
+            slice_, packed = self._slots.packed(group)
+            origin: Hashable = None
+            if self.updates is not None and self._sends_updates and not isinstance(self._clip, Tensor):
+                origin = *(addresses_of(waiting.flat) for waiting in group), self._clip, self.updates.scale
+            if not self._is_sent_again(slice_, packed, origin):
+                write = partial(self._write_packed, group, slice_, packed)
+                self._send(slice_, packed, packed, write, places=group, origin=origin)
 
-    def _send_group(self, group: Sequence[PackedGradients]) -> None:
-        slice_, packed = self._slots.packed(group)
-        self.packs.add(id(slice_))
-        origin: Hashable = None
-        if self.updates is not None and self._sends_updates and not isinstance(self._clip, Tensor):
-            origin = *(addresses_of(waiting.flat) for waiting in group), self._clip, self.updates.scale
-        if self._is_sent_again(slice_, packed, origin):
-            return
-
-        def write(parcel: Parcel) -> None:
-            pieces = [waiting.pieces() if waiting.copied is None else [waiting.copied] for waiting in group]
-            torch.cat([piece for some in pieces for piece in some], out=packed)
-            self._sample(slice_, packed)
-            if self.updates is not None:
-                self._as_gradient(packed)
-
-        self._send(slice_, packed, packed, write, places=group, origin=origin)
+    def _write_packed(self, group: Sequence[PackedGradients], slice_: Slice, packed: Tensor, _: Parcel) -> None:
+        pieces = [waiting.pieces() if waiting.copied is None else [waiting.copied] for waiting in group]
+        torch.cat([piece for some in pieces for piece in some], out=packed)
+        self._sample(slice_, packed)
+        if self.updates is not None:
+            self._as_gradient(packed)
 
     def _send(
         self,

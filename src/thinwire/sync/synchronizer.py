@@ -36,7 +36,7 @@ from .slots import Peers, Slots
 from .statistics import SyncStats
 from .step import Step, Updates
 
-SKIPPED_IN_A_ROW = 20  # more of them give a warning
+SKIPPED_IN_A_ROW = 20  # more of them give a warning; a GradScaler that adjusts its scale skips fewer
 
 
 class Synchronizer:
@@ -277,7 +277,7 @@ class Synchronizer:
             checkpoint.check_same("error_feedback", options["error_feedback"], here["error_feedback"])
             for taken in choice.taken:
                 checkpoint.check_lengths(taken)
-            if choice.same_world and options == here and not choice.is_lost:
+            if choice.same_world and options == here and choice.taken:
                 unsent.load(saved["residuals"], saved["owners"])
             else:
                 unsent.load(checkpoint.merge(choice, [checkpoint.residuals_of(taken) for taken in choice.taken]))
@@ -347,16 +347,11 @@ class Synchronizer:
         )
         if is_sent_by_torch and not (self.last_step and self.last_step.is_sent_by_torch):
             self.mean_of(torch.zeros(1, device=device))  # names ranks that compress, which would wait in vain
-        if device.type == "cuda":
+        if self.slots.side_stream(device) is not None:
             self.recorder = self.recorder or Recorder(self.slots)
             moments, numbers = ((), None) if updates is None else (updates.moments, updates.numbers)
-            self.recorder.begin(
-                [
-                    self.unsent.generation,
-                    *(moment.generation for moment in moments),
-                    None if numbers is None else numbers.data_ptr(),
-                ]
-            )
+            generations = [vectors.generation for vectors in (self.unsent, *moments)]
+            self.recorder.begin([*generations, None if numbers is None else numbers.data_ptr()])
         self._step = Step(
             number,
             updates,
@@ -440,10 +435,17 @@ class Synchronizer:
             self.numels, self.layout = {**(self.numels or {}), **step.numels}, step.layout
             self.wanted_layout = self.layout if self._fresh and not step.is_sent_by_torch else []
             self._fresh = False
-        self._warn_of_skipped()
+        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            warnings.warn(
+                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
+                "too large to be squared, on some rank: training makes no progress. Look for a loss of NaN or Inf; try "
+                "a lower learning rate, or max_grad_norm",
+                stacklevel=3,
+            )
         self.finite, self.last_step = step.finite, step
         step.release()
-        self.slots.keep(step.slots_used, step.packs)
+        self.slots.keep(step.slots_used)
         if self.recorder is not None:
             self.recorder.keep(step.slots_used)
         if step.finite is not False:
@@ -497,17 +499,6 @@ class Synchronizer:
             listed = ", ".join(f"rank {rank} at {int(step)}" for rank, step in enumerate(steps.tolist()))
             raise ValueError(f"the checkpoints that were loaded are of different steps: {listed}")
         self._loaded = False
-
-    def _warn_of_skipped(self) -> None:
-        """Warn once that too many steps in a row are skipped; a GradScaler that adjusts its scale skips fewer."""
-        if self.stats.skipped_in_a_row > SKIPPED_IN_A_ROW and not self._warned_of_skipped:
-            self._warned_of_skipped = True
-            warnings.warn(
-                f"{self.stats.skipped_in_a_row} steps in a row were skipped, because a gradient was not finite, or "
-                "too large to be squared, on some rank: training makes no progress. Look for a loss of NaN or Inf; try "
-                "a lower learning rate, or max_grad_norm",
-                stacklevel=4,
-            )
 
     def _follow_scale(self) -> None:
         """Scale the residuals of gradients with the loss; residuals of updates do not depend on its scale."""
