@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from support.training import averaged
 from thinwire import Collective
-from thinwire.collectives import LocalGroup
+from thinwire.collectives import LocalGroup, LocalWorld
 from thinwire.testing import run_threads
 
 SIZES = {"a": 6000, "b": 9000}
@@ -95,3 +95,13 @@ def test_momentum_goes_on_after_a_change_of_ranks() -> None:
         for name, weight in weights.items():
             assert float((weight - saved[0]["weights"][name]).norm()) > 1.0, "momentum must move it"
             torch.testing.assert_close(weight, uninterrupted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_shares_of_residuals_stay_the_same_when_members_leave() -> None:
+    group: Any = LocalWorld(4).groups[0]
+    sync = thinwire.Synchronizer(POLICY, group=group)
+    sync.unsent.slice(["a"], [5], torch.float32, torch.device("cpu")).fill_(1.0)
+    assert sync.world_size == 4
+    group.size = 2  # as that of an `ElasticGroup` whose members leave
+    sync.follow_group(4)
+    assert (sync.world_size, sync.residuals["a"].tolist()) == (2, [0.5] * 5)

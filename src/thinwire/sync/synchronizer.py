@@ -484,9 +484,9 @@ class Synchronizer:
         """Go on after members have changed: the share of a residual in an average over ranks stays the same."""
         self.drop()
         self.unsent.fold()
+        self._work_with(self.unsent)  # which looks for the ranks anew
         self.unsent.scale(self.world_size / ranks_before, lambda name: True)
         self.policy = self.policy.for_ranks(self.world_size)
-        self._work_with(self.unsent)
 
     # State from step to step.
 
